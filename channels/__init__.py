@@ -1,0 +1,1 @@
+"""What joins ranks: bootstrap, topology, memory that peers reach, channels, the communicator and what is built on it."""

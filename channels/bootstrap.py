@@ -1,0 +1,198 @@
+"""How ranks find each other: a few bytes from everyone to everyone, before and between the fast paths.
+
+The protocol is small on purpose, so that any launcher can offer it. Every call is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+
+
+class Bootstrap(Protocol):
+    """Joins `world_size` ranks. All of them make the same calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ.
+
+        Args:
+            data: this rank's.
+            timeout: seconds.
+            give_up: called while waiting; it raises to end the wait early.
+
+        Raises:
+            WaitTimeoutError: not all ranks came within the time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what the bootstrap holds."""
+        ...
+
+
+class MpiBootstrap:
+    """Ranks of an MPI communicator, by default all of them. Its context is a duplicate, so the program's own messages never meet ours."""
+
+    def __init__(self, comm: Any = None) -> None:
+        from mpi4py import MPI
+
+        parent = MPI.COMM_WORLD if comm is None else comm
+        if not isinstance(parent, MPI.Intracomm):
+            raise ArgumentError("comm", f"an MPI intracommunicator is wanted, not {type(comm).__name__}")
+        self._mpi = MPI
+        self._comm = parent.Dup()
+        self.rank: int = self._comm.Get_rank()
+        self.world_size: int = self._comm.Get_size()
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        sizes = np.zeros(self.world_size, np.int64)
+        self._wait(self._comm.Iallgather(np.array([len(data)], np.int64), sizes), deadline, give_up)
+        offsets = np.concatenate(([0], np.cumsum(sizes)))
+        out = np.zeros(int(offsets[-1]), np.uint8)
+        send = np.frombuffer(data, np.uint8)
+        spec = [out, sizes, offsets[:-1], self._mpi.BYTE]
+        self._wait(self._comm.Iallgatherv(send, spec), deadline, give_up)
+        return [out[offsets[i] : offsets[i + 1]].tobytes() for i in range(self.world_size)]
+
+    def _wait(self, request: Any, deadline: float, give_up: Callable[[], None]) -> None:
+        pause = 0.0
+        while not request.Test():
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    "the bootstrap's all_gather over MPI: not all ranks came in time",
+                    rank=self.rank,
+                    operation="bootstrap",
+                )
+            time.sleep(pause)
+            pause = min(pause + 2e-5, 1e-3)
+
+    def close(self) -> None:
+        """Frees the duplicate, unless MPI is already gone."""
+        if not self._mpi.Is_finalized():
+            self._comm.Free()
+
+
+class _Meeting:
+    """The state that the threads of a `ThreadBootstrap` share: one round of all_gather after the other."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.fetched: dict[int, int] = {}
+
+
+class ThreadBootstrap:
+    """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._round = 0
+        self.rank = rank
+        self.world_size = meeting.world_size
+
+    @classmethod
+    def create(cls, world_size: int) -> list[ThreadBootstrap]:
+        """One bootstrap for each of `world_size` threads."""
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ArgumentError("world_size", f"must be a positive integer, not {world_size!r}")
+        meeting = _Meeting(world_size)
+        return [cls(meeting, rank) for rank in range(world_size)]
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        meeting, number = self._meeting, self._round
+        self._round += 1
+        with meeting.changed:
+            contributions = meeting.rounds.setdefault(number, {})
+            contributions[self.rank] = data
+            meeting.changed.notify_all()
+            while len(contributions) < self.world_size:
+                give_up()
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(self.world_size)) - set(contributions))
+                    raise WaitTimeoutError(
+                        f"the bootstrap's all_gather: ranks {missing} did not come in time",
+                        rank=self.rank,
+                        peer=missing[0],
+                        operation="bootstrap",
+                    )
+                meeting.changed.wait(0.02)
+            result = [contributions[rank] for rank in range(self.world_size)]
+            meeting.fetched[number] = meeting.fetched.get(number, 0) + 1
+            if meeting.fetched[number] == self.world_size:
+                del meeting.rounds[number], meeting.fetched[number]
+        return result
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class TorchBootstrap:
+    """Ranks of a torch.distributed process group, by default the world. The group's own time-out bounds each call."""
+
+    def __init__(self, group: Any = None) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ArgumentError("group", "torch.distributed is not initialised; call init_process_group first")
+        self._dist = dist
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank: int = dist.get_rank(self._group)
+        self.world_size: int = dist.get_world_size(self._group)
+        if self.rank < 0:
+            raise ArgumentError("group", "this process is not a member of the group")
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        give_up()
+        out: list[Any] = [None] * self.world_size
+        try:
+            self._dist.all_gather_object(out, data, group=self._group)
+        except RuntimeError as error:  # torch tells time-outs and lost peers by this type alone
+            raise WaitTimeoutError(
+                f"the bootstrap's all_gather over torch.distributed: {error}", rank=self.rank, operation="bootstrap"
+            ) from error
+        return out
+
+    def close(self) -> None:
+        """The group stays the caller's."""
+
+
+def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
+    """A bootstrap from what a caller has: a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
+
+    Returns:
+        The bootstrap, and whether it was made here (and is to be closed by its user).
+    """
+    if value is None:
+        return MpiBootstrap(), True
+    if hasattr(value, "all_gather") and hasattr(value, "world_size"):
+        return value, False
+    module = type(value).__module__.split(".")[0]
+    if module == "mpi4py":
+        return MpiBootstrap(value), True
+    if module == "torch":
+        return TorchBootstrap(value), True
+    raise ArgumentError(
+        "bootstrap", f"a Bootstrap, an MPI communicator or a torch process group is wanted, not {type(value).__name__}"
+    )

@@ -1,0 +1,1 @@
+"""Collectives, built on the two kinds of channel."""

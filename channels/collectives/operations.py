@@ -1,0 +1,314 @@
+"""The collectives of a communicator: checks, plans, launches.
+
+A plan is a collective with its arguments packed, kept for the next call with the same arguments, so that issuing it again is one
+call into the driver. What must agree between ranks is compared through the control segments' call logs, before the launch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector
+from proxyccl.channels.collectives.team import Team
+from proxyccl.device.arrays import Array, ArrayView, as_view, reduction_dtypes
+from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+    from proxyccl.device.runtime import StreamLike
+
+OPS = ("sum", "prod", "min", "max", "avg")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "dispatch_combine")
+_DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
+_PLANS = 512
+
+_ALL_REDUCE = {
+    "one_shot": ("all_reduce_one_shot.h", "all_reduce_one_shot"),
+    "recursive_doubling": ("all_reduce_recursive_doubling.h", "all_reduce_recursive_doubling"),
+    "two_shot": ("all_reduce_two_shot.h", "all_reduce_two_shot"),
+    "ring": ("all_reduce_ring.h", "all_reduce_ring"),
+    "proxy": ("all_reduce_two_shot.h", "all_reduce_two_shot"),
+}
+
+
+def describe_call(fields: tuple[int, ...]) -> dict[str, str]:
+    """The fields of a logged call in words."""
+    collective, dtype, op, algorithm, root, count = fields
+    return {
+        "collective": _COLLECTIVES[collective],
+        "dtype": list(DTYPES)[dtype],
+        "op": OPS[op],
+        "algorithm": ALGORITHMS[algorithm] if algorithm < len(ALGORITHMS) else "any",
+        "root": str(root),
+        "count": str(count),
+    }
+
+
+def encode_call(
+    collective: str, dtype: str = "uint8", op: str = "sum", algorithm: str | None = None, root: int = 0, count: int = 0
+) -> tuple[int, ...]:
+    """What must agree between ranks, as numbers."""
+    return (
+        _COLLECTIVES.index(collective),
+        _DTYPE_CODES[dtype],
+        OPS.index(op),
+        ALGORITHMS.index(algorithm) if algorithm is not None else len(ALGORITHMS),
+        root,
+        count,
+    )
+
+
+class Collectives:
+    """The collectives of one communicator."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._comm = communicator
+        self._teams: dict[bool, Team] = {}
+        self._plans: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], Callable[[StreamLike], None]]] = OrderedDict()
+        self.selector = Selector()
+
+    def team(self, *, proxied: bool = False) -> Team:
+        """The team whose links are all proxied, or the one that maps what it can. Made when first used, by all ranks together."""
+        if proxied not in self._teams:
+            self._teams[proxied] = Team(self._comm, proxied=proxied)
+        return self._teams[proxied]
+
+    def proxied_team(self) -> Team | None:
+        """The proxied team if it was made."""
+        return self._teams.get(True)
+
+    # -- the calls -------------------------------------------------------------------------------------------------------------------
+
+    def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
+        """See `Communicator.all_reduce`."""
+        source = self._input(x, "x")
+        self._check_reduction(source, op)
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise ArgumentError("algorithm", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        result, target = self._output(out, x, source, source.shape)
+        _refuse_partial_overlap(source, target, in_place=0)
+        self._run(
+            ("all_reduce", source.dtype.name, op, algorithm, 0, source.size),
+            (source, target),
+            lambda: self._plan_all_reduce(source, target, op, algorithm),
+            stream,
+        )
+        return result
+
+    def reduce_scatter(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
+        """See `Communicator.reduce_scatter`."""
+        source, ranks, rank = self._input(x, "x"), self._comm.world_size, self._comm.rank
+        self._check_reduction(source, op)
+        shape = self._share_of(source, "x")
+        result, target = self._output(out, None, source, shape)
+        _refuse_partial_overlap(source, target, in_place=rank * target.nbytes)
+
+        def plan() -> Callable[[StreamLike], None]:
+            if ranks == 1:
+                return self._copy_plan(source, target, target.nbytes)
+            team = self._moving_team(algorithm)
+            kernel = self._comm.runtime.shipped("all_reduce_two_shot.h", "reduce_scatter", source.dtype.name, op)
+            return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, target.size)
+
+        self._run(
+            ("reduce_scatter", source.dtype.name, op, self._moving(algorithm), 0, target.size),
+            (source, target),
+            plan,
+            stream,
+        )
+        return result
+
+    def all_gather(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
+        """See `Communicator.all_gather`."""
+        source, ranks = self._input(x, "x"), self._comm.world_size
+        shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
+        result, target = self._output(out, None, source, shape)
+        _refuse_partial_overlap(target, source, in_place=self._comm.rank * source.nbytes)
+        self._move("all_gather", source, target, source.nbytes, algorithm, stream)
+        return result
+
+    def all_to_all(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
+        """See `Communicator.all_to_all`."""
+        source = self._input(x, "x")
+        self._share_of(source, "x")
+        result, target = self._output(out, None, source, source.shape)
+        _refuse_partial_overlap(source, target, in_place=0)
+        self._move("all_to_all", source, target, source.nbytes // self._comm.world_size, algorithm, stream)
+        return result
+
+    def broadcast(self, x: Any, root: int, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
+        """See `Communicator.broadcast`."""
+        if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
+            raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
+        source = self._input(x, "x")
+        result, target = self._output(x if out is None else out, x, source, source.shape)
+        _refuse_partial_overlap(source, target, in_place=0)
+        self._move("broadcast", source, target, source.nbytes, algorithm, stream, root)
+        return result
+
+    def barrier(self, stream: StreamLike) -> None:
+        """See `Communicator.barrier`."""
+
+        def plan() -> Callable[[StreamLike], None]:
+            team = self.team()
+            kernel = self._comm.runtime.shipped("moves.h", "barrier")
+            return kernel.prepare(1, team.threads, team.device_pointer)
+
+        self._run(
+            ("barrier", "uint8", "sum", None, 0, 1),
+            (),
+            plan if self._comm.world_size > 1 else lambda: lambda _: None,
+            stream,
+        )
+
+    # -- plans -----------------------------------------------------------------------------------------------------------------------
+
+    def _plan_all_reduce(
+        self, source: ArrayView, target: ArrayView, op: str, algorithm: str | None
+    ) -> Callable[[StreamLike], None]:
+        if self._comm.world_size == 1:
+            return self._copy_plan(source, target, source.nbytes)
+        chosen = algorithm or self.selector.choose(source.nbytes)
+        team = self.team(proxied=chosen == "proxy")
+        if chosen in PACKET_ALGORITHMS and not team.direct:
+            if algorithm is not None:
+                raise ArgumentError(
+                    "algorithm",
+                    f"{algorithm} needs every rank's memory mapped, and some rank's is not; use ring, two_shot or proxy",
+                )
+            chosen = "two_shot"
+        file, name = _ALL_REDUCE[chosen]
+        kernel = self._comm.runtime.shipped(file, name, source.dtype.name, op)
+        return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, source.size)
+
+    def _move(
+        self,
+        name: str,
+        source: ArrayView,
+        target: ArrayView,
+        share: int,
+        algorithm: str | None,
+        stream: StreamLike,
+        root: int = 0,
+    ) -> None:
+        def plan() -> Callable[[StreamLike], None]:
+            if self._comm.world_size == 1:
+                return self._copy_plan(source, target, source.nbytes)
+            team = self._moving_team(algorithm)
+            kernel = self._comm.runtime.shipped("moves.h", name)
+            extra = (root,) if name == "broadcast" else ()
+            return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, share, *extra)
+
+        count = share // source.dtype.itemsize
+        self._run(
+            (name, source.dtype.name, "sum", self._moving(algorithm), root, count), (source, target), plan, stream
+        )
+
+    @staticmethod
+    def _moving(algorithm: str | None) -> str | None:
+        if algorithm not in (None, "proxy"):
+            raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
+        return algorithm
+
+    def _moving_team(self, algorithm: str | None) -> Team:
+        return self.team(proxied=algorithm == "proxy")
+
+    def _copy_plan(self, source: ArrayView, target: ArrayView, nbytes: int) -> Callable[[StreamLike], None]:
+        runtime = self._comm.runtime
+        if source.ptr == target.ptr:
+            return lambda _: None
+        default = self._comm.default_stream
+        return lambda stream: runtime.copy(target.ptr, source.ptr, nbytes, default if stream is None else stream)
+
+    def _run(
+        self,
+        call: tuple[str, str, str, str | None, int, int],
+        arrays: tuple[ArrayView, ...],
+        make_plan: Callable[[], Callable[[StreamLike], None]],
+        stream: StreamLike,
+    ) -> None:
+        """Compares the call with the other ranks', makes or finds its plan, and launches it."""
+        comm = self._comm
+        handle = comm.runtime.stream_handle(stream)
+        fields = encode_call(*call)
+        comm.agree(fields)
+        count = call[-1]
+        if count == 0:
+            return
+        key = (*call, *(view.ptr for view in arrays))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = (fields, make_plan())
+            self._plans[key] = plan
+            if len(self._plans) > _PLANS:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        comm.launch(plan[1], stream, handle, tuple(view.owner for view in arrays))
+
+    # -- arguments -------------------------------------------------------------------------------------------------------------------
+
+    def _input(self, x: Any, argument: str) -> ArrayView:
+        self._comm.require_usable()
+        view = as_view(x, argument, gpu=self._comm.runtime.name)
+        runtime = self._comm.runtime
+        if view.device[0] != runtime.name or view.device[1] not in (-1, runtime.device):
+            raise ArgumentError(
+                argument,
+                f"the array lies on {view.device[0]}:{view.device[1]}, the communicator uses {runtime.name}:{runtime.device}",
+            )
+        if view.ptr % view.dtype.itemsize:
+            raise ArgumentError(
+                argument, f"the array is not aligned to its element size of {view.dtype.itemsize} bytes"
+            )
+        return view
+
+    def _output(self, out: Any, default: Any, source: ArrayView, shape: tuple[int, ...]) -> tuple[Any, ArrayView]:
+        """What the caller gets back, and where it lies. Without `out` it is `default` for an in-place call, else a new array."""
+        if out is None:
+            out = default if default is not None else self._new_like(source, shape)
+            argument = "x" if default is not None else "out"
+        else:
+            argument = "out"
+        view = self._input(out, argument)
+        if not view.writable:
+            raise ArgumentError(argument, "the array is read-only")
+        if view.dtype != source.dtype:
+            raise ArgumentError(argument, f"has element type {view.dtype}, x has {source.dtype}")
+        if view.shape != shape:
+            raise ArgumentError(argument, f"has shape {view.shape}, {shape} is wanted")
+        return out, view
+
+    def _new_like(self, source: ArrayView, shape: tuple[int, ...]) -> Any:
+        import numpy as np
+
+        if self._comm.runtime.name == "host" and not isinstance(source.owner, Array):
+            return np.empty(shape, source.dtype.numpy())
+        return self._comm.empty(shape, source.dtype)
+
+    def _share_of(self, source: ArrayView, argument: str) -> tuple[int, ...]:
+        ranks = self._comm.world_size
+        if not source.shape or source.shape[0] % ranks:
+            raise ArgumentError(
+                argument, f"the first dimension of shape {source.shape} does not divide by the world size {ranks}"
+            )
+        return (source.shape[0] // ranks, *source.shape[1:])
+
+    @staticmethod
+    def _check_reduction(source: ArrayView, op: str) -> None:
+        if op not in OPS:
+            raise ArgumentError("op", f"{op!r} is none of {', '.join(OPS)}")
+        if not source.dtype.c_name:
+            raise ArgumentError(
+                "x", f"element type {source.dtype} can't be reduced; use one of {', '.join(reduction_dtypes())}"
+            )
+
+
+def _refuse_partial_overlap(whole: ArrayView, part: ArrayView, *, in_place: int) -> None:
+    """Input and output must be apart, or lie as an in-place call's do: `part` begins `in_place` bytes into `whole`."""
+    apart = part.ptr + part.nbytes <= whole.ptr or whole.ptr + whole.nbytes <= part.ptr
+    if not apart and part.ptr != whole.ptr + in_place:
+        raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")

@@ -1,0 +1,561 @@
+"""The communicator: ranks that can reach each other's memory, and everything that is called on them."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from proxyccl.channels import proxy_channel, sm_channel
+from proxyccl.channels.bootstrap import MpiBootstrap, TorchBootstrap, as_bootstrap
+from proxyccl.channels.collectives.operations import Collectives, describe_call
+from proxyccl.channels.collectives.selection import Selector
+from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
+from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.channels.sm_channel import SmChannel
+from proxyccl.channels.topology import RankInfo, Topology, local_world_size_from_environment
+from proxyccl.device import open_runtime
+from proxyccl.device._native import lib
+from proxyccl.device.arrays import Array, as_view
+from proxyccl.device.dtypes import DType, as_dtype
+from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, KernelError, RuntimeUnavailableError
+from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.runtime import Memory, Runtime, Stream, StreamLike
+from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
+
+DEFAULT_TIMEOUT = 30.0
+
+
+def _timeout_from(value: float | None) -> float:
+    if value is None:
+        text = os.environ.get("PROXYCCL_TIMEOUT")
+        if not text:
+            return DEFAULT_TIMEOUT
+        try:
+            value = float(text)
+        except ValueError:
+            raise ArgumentError("PROXYCCL_TIMEOUT", f"must be a number of seconds, not {text!r}") from None
+    if not value > 0:
+        raise ArgumentError("timeout", f"must be a positive number of seconds, not {value!r}")
+    return float(value)
+
+
+class Communicator:
+    """A group of ranks. All of them construct it together, and call its collectives and registrations in the same order.
+
+    Use it as a context manager, or call `close`.
+
+    Args:
+        bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
+        runtime: a `Runtime` or the name of one ("host", "cuda", "hip"); None for ``PROXYCCL_RUNTIME``, else what the machine offers.
+        device: device number, for a runtime given by name; None for the rank's number within its node.
+        timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
+        local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
+        fifos: rings of this rank's proxy.
+        proxy_threads: threads that drain them.
+        fifo_size: slots in each ring, a power of two.
+        idle: what an idle proxy does.
+
+    Raises:
+        ArgumentError: an argument is wrong, or ranks disagree on the runtime.
+        RuntimeUnavailableError: the machine does not offer the runtime.
+        WaitTimeoutError: not all ranks came within the time.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Any = None,
+        runtime: Runtime | str | None = None,
+        *,
+        device: int | None = None,
+        timeout: float | None = None,
+        local_world_size: int | None = None,
+        fifos: int = 1,
+        proxy_threads: int = 1,
+        fifo_size: int = 1024,
+        idle: IdlePolicy | None = None,
+    ) -> None:
+        self._state = "opening"
+        self._failure: CommunicatorError | None = None
+        self._failure_cause = ""
+        self._proxy: ProxyService | None = None
+        self._proxy_options = {"fifos": fifos, "threads": proxy_threads, "fifo_size": fifo_size, "idle": idle}
+        self._lock = threading.RLock()
+        self.timeout = _timeout_from(timeout)
+        self._bootstrap, self._owns_bootstrap = as_bootstrap(bootstrap)
+        self.rank: int = self._bootstrap.rank
+        self.world_size: int = self._bootstrap.world_size
+        self.runtime: Runtime = (
+            open_runtime(runtime, device or 0) if runtime is None or isinstance(runtime, str) else runtime
+        )
+        self.runtime.activate()
+        self.default_stream: Stream = self.runtime.create_stream()
+        self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout)
+
+        infos = [RankInfo.decode(data) for data in self.all_gather_bytes(RankInfo.own(self.runtime).encode())]
+        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
+        self.topology = Topology.find(self.rank, infos, self.runtime, local)
+        handles = self.all_gather_bytes(self.runtime.export(self.control.memory.ptr, self.control.memory.nbytes))
+        self._segments = {
+            peer: ControlSegment(self.runtime.open_pinned(handles[peer]))
+            for peer in range(self.world_size)
+            if peer != self.rank and self.topology.same_host(peer)
+        }
+        pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
+        self._opened: dict[bytes, Memory] = {}
+        self._connections: dict[int, Connection] = {}
+        self._calls = 0
+        self._collectives = Collectives(self)
+        self._in_flight: list[tuple[object, ...]] = []
+        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
+        self.all_gather_bytes(b"")
+        self._watcher = Watcher(self.rank, self.control, self._segments, pids)
+        self._state = "open"
+        _open_communicators.add(self)
+
+    @classmethod
+    def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:
+        """A communicator of the ranks of an MPI communicator (None: all). Options as for the constructor."""
+        bootstrap = MpiBootstrap(comm)
+        communicator = cls(bootstrap, **options)
+        communicator._owns_bootstrap = True
+        return communicator
+
+    @classmethod
+    def from_torch(cls, group: Any = None, **options: Any) -> Communicator:
+        """A communicator of the ranks of a torch process group (None: the world). Options as for the constructor."""
+        return cls(TorchBootstrap(group), **options)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(_collective=error is None)
+
+    def __repr__(self) -> str:
+        return f"<Communicator rank {self.rank} of {self.world_size} on {self.runtime.name}, {self._state}>"
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number within its node."""
+        return self.topology.local_rank
+
+    @property
+    def local_world_size(self) -> int:
+        """Number of ranks of this node."""
+        return self.topology.local_world_size
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._state == "closed"
+
+    # -- memory and channels ------------------------------------------------------------------------------------------------------------
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
+        """A new array in device memory that peers can reach once it is registered. Its contents are undefined.
+
+        Args:
+            shape: dimensions; all at least 0.
+            dtype: an element type by name, or numpy's or torch's.
+        """
+        self.require_usable()
+        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        if any(n < 0 for n in dims):
+            raise ArgumentError("shape", f"dimensions can't be negative: {dims}")
+        element: DType = as_dtype(dtype)
+        nbytes = element.itemsize
+        for n in dims:
+            nbytes *= n
+        return Array(self.runtime, self.runtime.allocate(max(nbytes, 1)), dims, element)
+
+    def register(self, array: Any) -> RegisteredMemory:
+        """Registers an array so that peers can reach it. All ranks call this together, each with its own array; sizes may differ.
+
+        Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process: they
+        are good as the source of a put, and a peer that wants to reach one is refused by name.
+        """
+        self.require_usable()
+        if isinstance(array, RegisteredMemory):
+            return array
+        view = as_view(array, "array", gpu=self.runtime.name)
+        if view.device[0] != self.runtime.name:
+            raise ArgumentError("array", f"lies on {view.device[0]}, the communicator uses {self.runtime.name}")
+        return RegisteredMemory.exchange(self, view)
+
+    def sm_channels(
+        self, dst: Any, src: Any = None, *, packet_buffer: Any = None, peers: Sequence[int] | None = None
+    ) -> ChannelSet[SmChannel]:
+        """Channels by which kernels touch the peers' memory. All ranks call this together.
+
+        Args:
+            dst: an array or registered memory; the peers' counterparts are the destinations of put and the sources of get.
+            src: own memory that put reads and get writes; None for `dst`.
+            packet_buffer: own memory that peers' putPackets fill, where getPackets looks; None for `dst`.
+            peers: ranks to connect to, in the order of the channels; None for all others by rank.
+
+        Raises:
+            ArgumentError: a peer is no other rank, or kernels here can't touch its memory.
+        """
+        chosen = self._peers(peers)
+        target = self.register(dst)
+        source = target if src is None else self.register(src)
+        packets = target if packet_buffer is None else self.register(packet_buffer)
+        return sm_channel.connect(self, target, source, packets, chosen)
+
+    def proxy_channels(
+        self, dst: Any, src: Any = None, *, peers: Sequence[int] | None = None
+    ) -> ChannelSet[ProxyChannel]:
+        """Channels by which kernels have the proxy move data. All ranks call this together. Arguments as for `sm_channels`.
+
+        Raises:
+            ArgumentError: a peer is no other rank, or its memory can't be shared.
+            ResourceError: memory or channel ids ran out.
+        """
+        chosen = self._peers(peers)
+        target = self.register(dst)
+        source = target if src is None else self.register(src)
+        return proxy_channel.connect(self, target, source, chosen)
+
+    def _peers(self, peers: Sequence[int] | None) -> list[int]:
+        self.require_usable()
+        if peers is None:
+            return [peer for peer in range(self.world_size) if peer != self.rank]
+        chosen = list(peers)
+        for peer in chosen:
+            if (
+                not isinstance(peer, int)
+                or not 0 <= peer < self.world_size
+                or peer == self.rank
+                or chosen.count(peer) > 1
+            ):
+                raise ArgumentError(
+                    "peers", f"{chosen} must be different ranks below {self.world_size} other than {self.rank}"
+                )
+        return chosen
+
+    def compile(
+        self, source: str, name: str | None = None, *, options: Sequence[str] = (), include_dirs: Sequence[str] = ()
+    ) -> Any:
+        """Compiles kernels from source text. It includes ``"proxyccl/proxyccl.h"`` and defines ``extern "C" __global__ void`` functions.
+
+        Args:
+            source: the text.
+            name: the kernel wanted; None for all of them.
+            options: extra options for the compiler.
+            include_dirs: extra directories for ``#include``.
+
+        Returns:
+            The `Kernel` of that name, or a `Module` with all of them. A kernel is launched as ``kernel(grid, block, *args, stream=None)``.
+
+        Raises:
+            CompileError: with the compiler's messages, or with what to install where there is no compiler.
+        """
+        self.require_usable()
+        module: Module = self.runtime.compile(source, options=tuple(options), include_dirs=tuple(include_dirs))
+        kernel_or_module: Kernel | Module = module if name is None else module[name]
+        return kernel_or_module
+
+    # -- collectives -----------------------------------------------------------------------------------------------------------------------
+
+    def all_reduce(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None
+    ) -> Any:
+        """Reduces `x` over all ranks; every rank gets the same bits.
+
+        Args:
+            x: float16, bfloat16, float32, float64, int32 or int64, of any contiguous shape; the same count and type on all ranks.
+            op: "sum", "prod", "min", "max" or "avg". 16-bit floats are accumulated in float32; the integer average truncates.
+            out: where the result goes; None for in place.
+            algorithm: "one_shot", "recursive_doubling", "two_shot", "ring" or "proxy"; None chooses by size.
+            stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a GPU.
+
+        Returns:
+            `out`, or `x`.
+
+        Raises:
+            ArgumentError: an argument is wrong on this rank. Nothing was done.
+            MismatchError: ranks called with different arguments.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        return self._collectives.all_reduce(x, op, out, algorithm, stream)
+
+    def reduce_scatter(
+        self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None
+    ) -> Any:
+        """Reduces `x` over all ranks and gives each one share of it.
+
+        Args:
+            x: shape [world_size * n, …]; this rank gets the reduction of rows rank * n to (rank + 1) * n.
+            op: as for `all_reduce`.
+            out: shape [n, …]; None for a new array.
+            algorithm: None, or "proxy" to move the data through the proxy.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return self._collectives.reduce_scatter(x, op, out, algorithm, stream)
+
+    def all_gather(self, x: Any, *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None) -> Any:
+        """Concatenates `x` of all ranks along the first dimension, in rank order.
+
+        Args:
+            x: shape [n, …], the same on all ranks; any element type.
+            out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of it.
+            algorithm: None, or "proxy" to move the data through the proxy.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return self._collectives.all_gather(x, out, algorithm, stream)
+
+    def all_to_all(self, x: Any, *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None) -> Any:
+        """Sends the i-th share of `x` to rank i, and receives rank i's as the i-th share of the result.
+
+        Args:
+            x: shape [world_size * n, …], the same on all ranks; any element type.
+            out: the same shape; None for a new array. It may be `x`.
+            algorithm: None, or "proxy" to move the data through the proxy.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or the new array. Raises as `all_reduce`.
+        """
+        return self._collectives.all_to_all(x, out, algorithm, stream)
+
+    def broadcast(
+        self, x: Any, root: int = 0, *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None
+    ) -> Any:
+        """Copies `x` of rank `root` to all ranks.
+
+        Args:
+            x: the same shape and type on all ranks.
+            root: the rank whose values everyone gets.
+            out: where they go; None for in place.
+            algorithm: None, or "proxy" to move the data through the proxy.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or `x`. Raises as `all_reduce`.
+        """
+        return self._collectives.broadcast(x, root, out, algorithm, stream)
+
+    def barrier(self, *, stream: StreamLike = None) -> None:
+        """Waits, on the stream, until all ranks have come here. Raises as `all_reduce`."""
+        self._collectives.barrier(stream)
+
+    @property
+    def collectives(self) -> Collectives:
+        """The collectives' own state: teams, and the `selector` that chooses algorithms by size."""
+        return self._collectives
+
+    def set_selector(self, selector: Selector) -> None:
+        """Chooses all-reduce algorithms by another table; the same on all ranks."""
+        self._collectives.selector = selector
+
+    # -- waiting and failing -------------------------------------------------------------------------------------------------------------
+
+    def synchronize(self, stream: StreamLike = None) -> None:
+        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator."""
+        try:
+            if stream is not None and hasattr(stream, "synchronize"):
+                stream.synchronize()
+            else:
+                self.runtime.synchronize()
+        except KernelError as error:
+            if self.control.aborted:
+                raise self._fail() from error
+            raise
+        self.check()
+
+    def check(self) -> None:
+        """Raises the exception that ended the communicator, if one has."""
+        if self._state == "closed":
+            return
+        if self.control.aborted:
+            raise self._fail()
+
+    def abort(self, reason: str = "") -> None:
+        """Ends the communicator on all ranks: their waits end with an AbortedError."""
+        if self._state == "open":
+            self._failure_cause = self._failure_cause or reason
+            self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self.rank))
+            self._watcher.pass_on()
+
+    def require_usable(self) -> None:
+        """Raises ClosedError or what ended the communicator, unless it can be used."""
+        if self._state == "closed":
+            raise ClosedError("the communicator is closed")
+        if self._state == "open" and self.control.aborted:
+            raise self._fail()
+
+    def _fail(self) -> CommunicatorError:
+        with self._lock:
+            if self._failure is None:
+                self._watcher.pass_on()
+                self._failure = exception_from(self.control.record(), self.rank, self._failure_cause)
+            return self._failure
+
+    def _proxy_failed(self, failure: ProxyFailure) -> None:
+        trigger = failure.trigger
+        self._failure_cause = failure.reason
+        self.control.raise_abort(
+            ErrorRecord(
+                code=failure.code,
+                rank=self.rank,
+                operation=int(trigger.operation) if trigger else 0,
+                channel=failure.channel,
+                status=failure.status,
+                offset=trigger.dst_offset if trigger else 0,
+                size=trigger.size if trigger else 0,
+            )
+        )
+        with self._lock:
+            if self._failure is None:
+                self._failure = exception_from(self.control.record(), self.rank, failure.reason)
+                self._failure.__cause__ = failure.exception
+        self._watcher.pass_on()
+
+    # -- for the other modules of this room --------------------------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes over the bootstrap."""
+        return self._bootstrap.all_gather(data, self.timeout, self.check if self._state == "open" else lambda: None)
+
+    def agree(self, fields: tuple[int, ...]) -> None:
+        """Logs a collective call and compares it with what the peers have logged for theirs.
+
+        Whoever comes later sees the difference; nothing can complete before that, since every collective needs every rank.
+        """
+        self.require_usable()
+        self._calls += 1
+        self.control.log_call(self._calls, fields)
+        for peer, segment in self._segments.items():
+            theirs = segment.read_call(self._calls)
+            if theirs is not None and theirs != fields:
+                self._mismatch(peer, fields, theirs)
+
+    def _mismatch(self, peer: int, mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+        which = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        name = CALL_FIELDS[which]
+        here, there = describe_call(mine), describe_call(theirs)
+        self._failure_cause = f"{here['collective']} with {name} {here[name]} here, {there['collective']} with {name} {there[name]} on rank {peer}"
+        self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer, wait=which))
+        raise self._fail()
+
+    def launch(
+        self, plan: Callable[[StreamLike], None], stream: StreamLike, handle: int, owners: tuple[object, ...]
+    ) -> None:
+        """Launches a plan. Without a stream on the host it waits; else it keeps the arrays alive until the next synchronisation."""
+        if stream is None and self.runtime.name == "host":
+            plan(self.default_stream)
+            try:
+                self.default_stream.synchronize()
+            finally:
+                self.check()
+            return
+        plan(handle if stream is None else stream)
+
+    @property
+    def proxy(self) -> ProxyService:
+        """This rank's proxy service, started when first used."""
+        with self._lock:
+            if self._proxy is None:
+                self.require_usable()
+                self._proxy = ProxyService(
+                    self.runtime,
+                    self.control.host_pointer,
+                    self.control.memory,
+                    shared_offset=ControlSegment.service_offset,
+                    on_failure=self._proxy_failed,
+                    name=f"proxyccl-{self.rank}",
+                    **self._proxy_options,  # type: ignore[arg-type]
+                )
+            return self._proxy
+
+    @property
+    def proxy_if_started(self) -> ProxyService | None:
+        """The proxy service, if anything has used it."""
+        return self._proxy
+
+    def connection(self, peer: int) -> Connection:
+        """The proxy's way to a peer, made when first used."""
+        if peer not in self._connections:
+            if not self.topology.same_host(peer):
+                raise RuntimeUnavailableError(f"no transport reaches rank {peer} on another host in this version")
+            self._connections[peer] = self.proxy.connect_copy()
+        return self._connections[peer]
+
+    def reserve_channel(self, connection: Connection) -> int:
+        """A channel id of this rank's proxy."""
+        return self.proxy.reserve_channel(connection)
+
+    def segment(self, peer: int) -> ControlSegment:
+        """A peer's control segment."""
+        return self._segments[peer]
+
+    def open_handle(self, handle: bytes) -> Memory:
+        """Maps exported memory, once for each handle."""
+        if handle not in self._opened:
+            self._opened[handle] = self.runtime.open(handle)
+        return self._opened[handle]
+
+    # -- end -----------------------------------------------------------------------------------------------------------------------------
+
+    def close(self, *, _collective: bool = True) -> None:
+        """Ends the communicator. All ranks call this together; it waits for work in flight. Calling it twice does nothing.
+
+        After a failure it waits for nobody.
+        """
+        with self._lock:
+            if self._state == "closed":
+                return
+            healthy = self._state == "open" and not self.control.aborted
+            try:
+                if healthy:
+                    try:
+                        self.runtime.synchronize()
+                    except KernelError:
+                        healthy = False
+                if healthy and _collective:
+                    # Nobody unmaps what a peer may still write to.
+                    self.all_gather_bytes(b"close")
+                elif healthy:
+                    self.abort("it was closed by an exception")
+            finally:
+                self._release()
+
+    def _release(self) -> None:
+        self._state = "closed"
+        _open_communicators.discard(self)
+        self._watcher.close()
+        if self._proxy is not None:
+            self._proxy.close(self.timeout)
+        self.runtime.synchronize()
+        self.default_stream.close()
+        for memory in self._opened.values():
+            memory.close()
+        for segment in self._segments.values():
+            segment.close()
+        self.control.close()
+        if self._owns_bootstrap:
+            self._bootstrap.close()
+
+
+_open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    for communicator in list(_open_communicators):
+        communicator.close(_collective=False)

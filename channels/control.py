@@ -1,0 +1,283 @@
+"""How ranks tell each other to stop, and find out that one of them has.
+
+Each rank owns a control segment in pinned shared memory: the control block that its kernels poll, the words that proxies signal, its
+proxy's counters, and a log of its recent collective calls. The ranks of the same host map each other's. A watcher thread sees
+a peer's process end, and passes an abort on.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.errors import (
+    AbortedError,
+    CommunicatorError,
+    HandlerError,
+    MismatchError,
+    PeerLostError,
+    TransportError,
+    TriggerError,
+    WaitTimeoutError,
+)
+from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.trigger import MAX_CHANNELS, Operation
+
+NO_PEER: int = lib.PROXYCCL_NO_PEER
+_WAITS = {
+    lib.PROXYCCL_WAIT_RING_ROOM: "room in the trigger ring",
+    lib.PROXYCCL_WAIT_RING_SYNC: "the proxy to take a trigger",
+    lib.PROXYCCL_WAIT_FLUSH: "a flush",
+    lib.PROXYCCL_WAIT_SM_SIGNAL: "a signal (SmChannel)",
+    lib.PROXYCCL_WAIT_PROXY_SIGNAL: "a signal (ProxyChannel)",
+    lib.PROXYCCL_WAIT_PACKET: "a packet",
+    lib.PROXYCCL_WAIT_GRID: "the other blocks of the grid",
+}
+
+
+@dataclass(frozen=True)
+class ErrorRecord:
+    """An error record of control.h, read."""
+
+    code: int
+    rank: int
+    peer: int | None = None
+    wait: int = 0
+    operation: int = 0
+    channel: int | None = None
+    status: int = 0
+    expected: int = 0
+    seen: int = 0
+    offset: int = 0
+    size: int = 0
+
+
+# One entry of the call log: sequence number, checksum of the rest, then what must agree between ranks.
+CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count")
+_CALL = struct.Struct("<QIBBBBIQ")
+_CALL_STRIDE = 64
+_CALL_ENTRIES = 256
+
+_ALIGN = 4096
+
+
+def _round(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+_CONTROL_OFFSET = 0
+_SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
+_CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
+_SERVICE_OFFSET = _CALLS_OFFSET + _round(_CALL_STRIDE * _CALL_ENTRIES)
+SEGMENT_BYTES = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
+
+
+class ControlSegment:
+    """A rank's control segment, own or a peer's."""
+
+    service_offset = _SERVICE_OFFSET
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        self.memory = memory
+        self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
+        self._calls = ffi.buffer(ffi.cast("char *", memory.host_ptr + _CALLS_OFFSET), _CALL_STRIDE * _CALL_ENTRIES)
+
+    def initialise(self, rank: int, timeout: float) -> None:
+        """Fills an own, fresh segment."""
+        self._control.rank = rank
+        self._control.timeout_ns = int(timeout * 1e9)
+
+    @property
+    def device_pointer(self) -> int:
+        """The device's address of the control block."""
+        return self.memory.ptr
+
+    @property
+    def host_pointer(self) -> int:
+        """The CPU's address of the control block."""
+        return self.memory.host_ptr
+
+    def semaphore_host(self, channel: int) -> int:
+        """The CPU's address of the word that a peer's proxy signals for a channel."""
+        return self.memory.host_ptr + _SEMAPHORES_OFFSET + 8 * channel
+
+    def semaphore_device(self, channel: int) -> int:
+        """The device's address of the same word."""
+        return self.memory.ptr + _SEMAPHORES_OFFSET + 8 * channel
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the abort word is up."""
+        return bool(self._control.abort)
+
+    def raise_abort(self, record: ErrorRecord) -> None:
+        """Files the record, unless one is filed, and raises the abort word, which ends every wait of this rank's kernels."""
+        target = self._control.error
+        if target.state == lib.PROXYCCL_RECORD_EMPTY:
+            target.state = lib.PROXYCCL_RECORD_CLAIMED
+            target.code, target.rank, target.wait, target.operation = (
+                record.code,
+                record.rank,
+                record.wait,
+                record.operation,
+            )
+            target.peer = NO_PEER if record.peer is None else record.peer
+            target.channel = MAX_CHANNELS if record.channel is None else record.channel
+            target.status, target.expected, target.seen = record.status, record.expected, record.seen
+            target.offset, target.size = record.offset, record.size
+            target.state = lib.PROXYCCL_RECORD_VALID
+        self._control.abort = record.code
+
+    def record(self) -> ErrorRecord:
+        """The error record. One that is still being written is waited for, briefly: its writer may be gone."""
+        error = self._control.error
+        deadline = time.monotonic() + 0.1
+        while error.state == lib.PROXYCCL_RECORD_CLAIMED and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return ErrorRecord(
+            code=error.code or self._control.abort,
+            rank=error.rank,
+            peer=None if error.peer == NO_PEER else error.peer,
+            wait=error.wait,
+            operation=error.operation,
+            channel=error.channel if error.channel < MAX_CHANNELS else None,
+            status=error.status,
+            expected=error.expected,
+            seen=error.seen,
+            offset=error.offset,
+            size=error.size,
+        )
+
+    def log_call(self, sequence: int, fields: tuple[int, ...]) -> None:
+        """Publishes what this rank's collective call number `sequence` was."""
+        checksum = zlib.crc32(repr((sequence, fields)).encode())
+        _CALL.pack_into(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE, sequence, checksum, *fields)
+
+    def read_call(self, sequence: int) -> tuple[int, ...] | None:
+        """The fields of a call, or None if it is not there (yet, or any more). The checksum catches a half-written entry."""
+        number, checksum, *fields = _CALL.unpack_from(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE)
+        if number != sequence or zlib.crc32(repr((sequence, tuple(fields))).encode()) != checksum:
+            return None
+        return tuple(fields)
+
+    def close(self) -> None:
+        """Unmaps the segment."""
+        self._calls = None
+        self._control = None
+        self.memory.close()
+
+
+def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
+    """The exception for an error record, as this rank sees it. `cause` is what only the rank that failed knows."""
+    details: dict[str, Any] = {"rank": record.rank, "peer": record.peer, "channel": record.channel}
+    who = "this rank" if record.rank == own_rank else f"rank {record.rank}"
+    peer = f" from rank {record.peer}" if record.peer is not None else ""
+    on = f" on channel {record.channel}" if record.channel is not None else ""
+    code = record.code
+    if code == lib.PROXYCCL_ERROR_TIMEOUT:
+        what = _WAITS.get(record.wait, "its peers")
+        message = f"{who} waited too long for {what}{peer}{on}: expected {record.expected}, saw {record.seen}"
+        return WaitTimeoutError(message, operation=f"wait for {what}", **details)
+    if code == lib.PROXYCCL_ERROR_PEER_LOST:
+        return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
+    operation = str(Operation(record.operation & 7).name or "").lower()
+    if code == lib.PROXYCCL_ERROR_TRANSPORT:
+        message = f"{who}'s proxy: {operation or 'a transfer'}{on} failed with status {record.status}"
+        return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
+    if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
+        message = (
+            f"{who} pushed a trigger that was refused: {operation} of {record.size} bytes at offset {record.offset}{on}"
+        )
+        return TriggerError(_join(message, cause), operation=operation, offset=record.offset, **details)
+    if code == lib.PROXYCCL_ERROR_INVALID_FLAG:
+        return TriggerError(
+            f"a kernel of {who} used packet flag 0, which fresh memory holds", operation="packet", **details
+        )
+    if code == lib.PROXYCCL_ERROR_HANDLER:
+        return HandlerError(_join(f"a handler on {who} raised{on}", cause), operation="handler", **details)
+    if code == lib.PROXYCCL_ERROR_MISMATCH:
+        argument = CALL_FIELDS[record.wait] if record.wait < len(CALL_FIELDS) else None
+        message = f"{argument}: {who} called a collective with another {argument} than rank {record.peer}"
+        return MismatchError(_join(message, cause), argument=argument, rank=record.rank, peer=record.peer)
+    return AbortedError(_join(f"{who} ended the communicator", cause), operation="abort", **details)
+
+
+def _join(message: str, cause: str) -> str:
+    return f"{message}: {cause}" if cause else message
+
+
+class Watcher:
+    """A thread that sees peers' processes end and passes an abort of this rank on to its peers. It sleeps in poll() otherwise.
+
+    Args:
+        rank: this rank.
+        own: its segment.
+        peers: the segments of the other ranks of this host.
+        pids: their processes, where they are not this one.
+    """
+
+    INTERVAL_MS = 20
+
+    def __init__(self, rank: int, own: ControlSegment, peers: dict[int, ControlSegment], pids: dict[int, int]) -> None:
+        self._rank = rank
+        self._own = own
+        self._peers = peers
+        self._poll = select.poll()
+        self._descriptors: dict[int, int] = {}
+        lost: list[int] = []
+        for peer, pid in pids.items():
+            try:
+                descriptor = os.pidfd_open(pid)
+            except ProcessLookupError:
+                lost.append(peer)
+                continue
+            self._descriptors[descriptor] = peer
+            self._poll.register(descriptor, select.POLLIN)
+        self._stop_read, self._stop_write = os.pipe()
+        self._poll.register(self._stop_read, select.POLLIN)
+        self._lost = lost
+        self._thread = threading.Thread(target=self._run, name=f"proxyccl-watch-{rank}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        for peer in self._lost:
+            self._peer_lost(peer)
+        while not self._own.aborted:
+            for descriptor, _ in self._poll.poll(self.INTERVAL_MS):
+                if descriptor == self._stop_read:
+                    return
+                self._poll.unregister(descriptor)
+                self._peer_lost(self._descriptors[descriptor])
+        self.pass_on()
+
+    def _peer_lost(self, peer: int) -> None:
+        self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
+
+    def pass_on(self) -> None:
+        """Raises the abort word of every peer of this host with this rank's record."""
+        record = self._own.record()
+        for segment in self._peers.values():
+            if not segment.aborted:
+                segment.raise_abort(record)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        os.write(self._stop_write, b"x")
+        self._thread.join()
+        for descriptor in (*self._descriptors, self._stop_read, self._stop_write):
+            os.close(descriptor)
+
+
+def create_segment(runtime: Runtime, rank: int, timeout: float) -> ControlSegment:
+    """A fresh segment for this rank."""
+    segment = ControlSegment(runtime.allocate_pinned(SEGMENT_BYTES))
+    segment.initialise(rank, timeout)
+    return segment

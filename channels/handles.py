@@ -1,0 +1,69 @@
+"""Arrays of device handles: what a set of channels is to a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar, overload
+
+from proxyccl.device._native import ffi
+from proxyccl.device.runtime import Memory, Runtime
+
+
+class Channel:
+    """A channel to one peer. `device_handle` is what a kernel takes by value."""
+
+    def __init__(self, peer: int, handle: Any) -> None:
+        self.peer = peer
+        self._handle = handle
+
+    @property
+    def device_handle(self) -> bytes:
+        """The struct that the kernel sees, as bytes."""
+        return bytes(ffi.buffer(self._handle))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} to rank {self.peer}>"
+
+
+C = TypeVar("C", bound=Channel)
+
+
+class ChannelSet(Sequence[C], Generic[C]):
+    """Channels in the order of their peers' ranks. As a kernel's pointer argument it is the array of their device handles."""
+
+    def __init__(self, runtime: Runtime, channels: list[C], kept: tuple[object, ...]) -> None:
+        self._channels = channels
+        self._by_peer = {channel.peer: channel for channel in channels}
+        self._kept = kept
+        self._memory: Memory | None = None
+        handles = b"".join(channel.device_handle for channel in channels)
+        if handles:
+            self._memory = runtime.allocate(len(handles))
+            runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(handles))), len(handles))
+
+    @overload
+    def __getitem__(self, index: int) -> C: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[C]: ...
+    def __getitem__(self, index: int | slice) -> C | list[C]:
+        return self._channels[index]
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def to(self, peer: int) -> C:
+        """The channel to a rank. Raises KeyError if there is none."""
+        return self._by_peer[peer]
+
+    @property
+    def peers(self) -> list[int]:
+        """The ranks at the other ends."""
+        return [channel.peer for channel in self._channels]
+
+    @property
+    def device_pointer(self) -> int:
+        """Address of the array of device handles, 0 if there are no channels."""
+        return self._memory.ptr if self._memory is not None else 0
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} channels to ranks {self.peers}>"

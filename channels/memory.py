@@ -1,0 +1,140 @@
+"""Memory that peers reach: registration, the exchange of handles, and the cache of what was opened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.runtime import Memory
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+    from proxyccl.device.arrays import ArrayView
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells of the memory that it registers."""
+
+    nbytes: int
+    handle: bytes
+    refusal: str
+
+    def encode(self) -> bytes:
+        return json.dumps({"nbytes": self.nbytes, "handle": self.handle.hex(), "refusal": self.refusal}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Offer:
+        fields = json.loads(data)
+        return cls(fields["nbytes"], bytes.fromhex(fields["handle"]), fields["refusal"])
+
+
+class RegisteredMemory:
+    """A range of memory on every rank, made by `Communicator.register`, which all ranks call together.
+
+    Attributes:
+        ptr: address of the own range.
+        nbytes: its size; other ranks' may differ (`peer_nbytes`).
+    """
+
+    def __init__(self, communicator: Communicator, view: ArrayView, offers: list[_Offer]) -> None:
+        self._communicator = communicator
+        self._owner = view.owner
+        self._offers = offers
+        self._remote_ids: dict[int, int] = {}
+        self._opened: dict[int, Memory] = {}
+        self._id: int | None = None
+        self._closed = False
+        self.ptr = view.ptr
+        self.nbytes = view.nbytes
+
+    @classmethod
+    def exchange(cls, communicator: Communicator, view: ArrayView) -> RegisteredMemory:
+        """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
+        handle, refusal = b"", ""
+        if view.nbytes:
+            try:
+                handle = communicator.runtime.export(view.ptr, view.nbytes)
+            except ArgumentError as error:
+                refusal = str(error)
+        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, refusal).encode())
+        return cls(communicator, view, [_Offer.decode(offer) for offer in offers])
+
+    def __repr__(self) -> str:
+        return f"<RegisteredMemory of {self.nbytes} bytes>"
+
+    @property
+    def device_pointer(self) -> int:
+        """The own range's address, for a kernel's pointer parameter."""
+        self._require_open()
+        return self.ptr
+
+    @property
+    def id(self) -> int:
+        """The first memory id of the own range, for triggers."""
+        self._require_open()
+        if self._id is None:
+            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes)
+        return self._id
+
+    def peer_nbytes(self, peer: int) -> int:
+        """The size of a rank's range in bytes."""
+        return self._offers[peer].nbytes
+
+    def peer_id(self, peer: int) -> int:
+        """The first memory id of a peer's range, for triggers to that peer.
+
+        Raises:
+            ArgumentError: the peer's memory can't be shared.
+            ResourceError: no ids left.
+        """
+        if peer == self._communicator.rank:
+            return self.id
+        if peer not in self._remote_ids:
+            self._remote_ids[peer] = self._communicator.proxy.add_memory(self.open(peer).ptr, self.peer_nbytes(peer))
+        return self._remote_ids[peer]
+
+    def peer_ptr(self, peer: int) -> int:
+        """Address at which kernels here reach a peer's range.
+
+        Raises:
+            ArgumentError: the peer's memory can't be shared, or kernels here can't touch that peer's memory.
+        """
+        if peer == self._communicator.rank:
+            return self.ptr
+        if not self._communicator.topology.accessible[peer]:
+            raise ArgumentError(
+                "peer",
+                f"kernels of rank {self._communicator.rank} can't touch the memory of rank {peer}; use a ProxyChannel",
+            )
+        return self.open(peer).ptr
+
+    def open(self, peer: int) -> Memory:
+        """Maps a peer's range, once."""
+        self._require_open()
+        if peer not in self._opened:
+            offer = self._offers[peer]
+            if not offer.handle:
+                raise ArgumentError("memory", f"rank {peer} can't share its memory: {offer.refusal or 'it is empty'}")
+            self._opened[peer] = self._communicator.open_handle(offer.handle)
+        return self._opened[peer]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the registered memory is closed")
+
+    def close(self) -> None:
+        """Gives its memory ids back. Mappings stay cached in the communicator, for the next registration of the same memory."""
+        if self._closed:
+            return
+        self._closed = True
+        service = self._communicator.proxy_if_started
+        if service is not None:
+            if self._id is not None:
+                service.remove_memory(self._id, self.nbytes)
+            for peer, first in self._remote_ids.items():
+                service.remove_memory(first, self.peer_nbytes(peer))
+        self._opened.clear()
+        self._owner = None

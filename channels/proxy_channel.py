@@ -1,0 +1,80 @@
+"""ProxyChannel: a kernel pushes triggers, the proxy moves the data."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.channels.handles import Channel, ChannelSet
+from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.device._native import ffi
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.service import ChannelCounters, ProxyService
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+
+_LINE = 128
+
+
+class ProxyChannel(Channel):
+    """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
+
+    Attributes:
+        id: channel id in this rank's proxy.
+        transport: name of what moves its data.
+    """
+
+    def __init__(self, peer: int, handle: Any, service: ProxyService, transport: str) -> None:
+        super().__init__(peer, handle)
+        self._service = service
+        self.id: int = handle.channel
+        self.transport = transport
+
+    @property
+    def counters(self) -> ChannelCounters:
+        """What the proxy did for this channel so far."""
+        return self._service.counters(self.id)
+
+
+def connect_handles(
+    communicator: Communicator, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int], count: int
+) -> tuple[dict[int, list[ProxyChannel]], object]:
+    """`count` channels to each of `peers`; all ranks call this together. Returns them, and what must be kept alive with them."""
+    service = communicator.proxy
+    opened = {peer: (dst.peer_id(peer), communicator.connection(peer)) for peer in peers}
+    # The peer's proxy signals the word of this side's channel id, so ids are taken before they are told.
+    ids: dict[int, list[int]] = {peer: [] for peer in peers}
+    for peer in peers:
+        for _ in range(count):
+            ids[peer].append(communicator.reserve_channel(opened[peer][1]))
+    answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(ids).encode())]
+    expected = communicator.runtime.allocate(max(1, len(peers) * count) * _LINE)
+
+    channels: dict[int, list[ProxyChannel]] = {}
+    for p, peer in enumerate(peers):
+        theirs = answers[peer].get(str(communicator.rank), [])
+        connection = opened[peer][1]
+        channels[peer] = []
+        for i, channel in enumerate(ids[peer]):
+            if i < len(theirs):  # a channel that the peer did not make can put, but has nobody to signal
+                service.set_channel(channel, connection, communicator.segment(peer).semaphore_host(theirs[i]))
+            handle = ffi.new("ProxycclProxyChannel *")
+            service.fifo_for(channel).fill_handle(handle.fifo)
+            handle.semaphore.inbound = ffi.cast("uint64_t *", communicator.control.semaphore_device(channel))
+            handle.semaphore.expected = ffi.cast("uint64_t *", expected.ptr + (p * count + i) * _LINE)
+            handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
+            handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+            handle.channel, handle.peer = channel, peer
+            handle.dst_memory, handle.src_memory = opened[peer][0], src.id
+            channels[peer].append(ProxyChannel(peer, handle, service, connection.transport))
+    return channels, expected
+
+
+def connect(
+    communicator: Communicator, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int]
+) -> ChannelSet[ProxyChannel]:
+    """One channel to each of `peers`. See `Communicator.proxy_channels`."""
+    channels, kept = connect_handles(communicator, dst, src, peers, 1)
+    runtime: Runtime = communicator.runtime
+    return ChannelSet(runtime, [channels[peer][0] for peer in peers], (kept, dst, src))

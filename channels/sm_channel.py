@@ -1,0 +1,79 @@
+"""SmChannel: kernels touch a peer's mapped memory with their own loads and stores."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxyccl.channels.handles import Channel, ChannelSet
+from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.device._native import ffi
+from proxyccl.device.runtime import Memory, Runtime
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+
+_LINE = 128  # a semaphore word a cache line: writers and pollers of different peers don't meet
+
+
+class SmChannel(Channel):
+    """A channel to one peer; its device side is proxyccl::SmChannelDeviceHandle."""
+
+
+class SmSemaphores:
+    """Semaphores in device memory between this rank and each mapped peer, `count` for each peer.
+
+    All ranks make them together. The word that peer p signals here lies where p computes it from this rank's
+    handle, so one exchange serves any number.
+    """
+
+    def __init__(self, communicator: Communicator, count: int) -> None:
+        runtime, self._ranks, self._count = communicator.runtime, communicator.world_size, count
+        words = self._ranks * count
+        self._inbound = runtime.allocate(words * _LINE)
+        self._local = runtime.allocate(2 * words * _LINE)
+        self._rank = communicator.rank
+        handles = communicator.all_gather_bytes(runtime.export(self._inbound.ptr, self._inbound.nbytes))
+        self._remote: dict[int, Memory] = {
+            peer: communicator.open_handle(handles[peer])
+            for peer in range(self._ranks)
+            if peer != self._rank and communicator.topology.accessible[peer]
+        }
+
+    def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
+        """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
+        mine = (index * self._ranks + peer) * _LINE
+        theirs = (index * self._ranks + self._rank) * _LINE
+        total = self._ranks * self._count * _LINE
+
+        def word(address: int) -> object:
+            return ffi.cast("uint64_t *", address)
+
+        semaphore.inbound = word(self._inbound.ptr + mine)  # type: ignore[attr-defined]
+        semaphore.expected = word(self._local.ptr + mine)  # type: ignore[attr-defined]
+        semaphore.outbound = word(self._local.ptr + total + mine)  # type: ignore[attr-defined]
+        semaphore.remote_inbound = word(self._remote[peer].ptr + theirs)  # type: ignore[attr-defined]
+
+
+def connect(
+    communicator: Communicator,
+    dst: RegisteredMemory,
+    src: RegisteredMemory,
+    packet_buffer: RegisteredMemory | None,
+    peers: list[int],
+) -> ChannelSet[SmChannel]:
+    """Channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
+    pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses before anything is exchanged
+    semaphores = SmSemaphores(communicator, 1)
+    channels = []
+    for number, peer in enumerate(peers):
+        handle = ffi.new("ProxycclSmChannel *")
+        semaphores.fill(handle.semaphore, peer)
+        handle.dst = ffi.cast("char *", pointers[peer])
+        handle.src = ffi.cast("char *", src.ptr)
+        handle.packet_buffer = ffi.cast("char *", packet_buffer.ptr if packet_buffer is not None else 0)
+        handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        handle.dst_bytes, handle.src_bytes = dst.peer_nbytes(peer), src.nbytes
+        handle.peer, handle.channel = peer, number
+        channels.append(SmChannel(peer, handle))
+    runtime: Runtime = communicator.runtime
+    return ChannelSet(runtime, channels, (semaphores, dst, src, packet_buffer))

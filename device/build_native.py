@@ -1,0 +1,97 @@
+"""Declares the extension `proxyccl.device._native`: the host runtime, and the structs that kernels and Python share.
+
+Run by setuptools at build time. The `...` in a struct makes cffi take its layout from the C compiler, so the
+header is the one definition.
+"""
+
+import cffi
+
+ffi = cffi.FFI()
+
+ffi.cdef("""
+typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
+
+#define PROXYCCL_MAX_TRIGGER_BYTES ...
+#define PROXYCCL_WINDOW_BYTES ...
+#define PROXYCCL_NO_PEER ...
+enum { PROXYCCL_OP_CUSTOM, PROXYCCL_OP_DATA, PROXYCCL_OP_SIGNAL, PROXYCCL_OP_FLUSH, ... };
+enum { PROXYCCL_SIZE_BITS, PROXYCCL_OFFSET_BITS, PROXYCCL_MEMORY_BITS, PROXYCCL_OP_BITS, PROXYCCL_CHANNEL_BITS,
+       PROXYCCL_MAX_MEMORIES, PROXYCCL_MAX_CHANNELS, ... };
+enum { PROXYCCL_SIZE_SHIFT, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_SRC_MEMORY_SHIFT,
+       PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_OP_SHIFT, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_PARITY_SHIFT, ... };
+enum { PROXYCCL_OK, PROXYCCL_ERROR_TIMEOUT, PROXYCCL_ERROR_PEER_LOST, PROXYCCL_ERROR_TRANSPORT,
+       PROXYCCL_ERROR_BAD_TRIGGER, PROXYCCL_ERROR_HANDLER, PROXYCCL_ERROR_MISMATCH, PROXYCCL_ERROR_INVALID_FLAG,
+       PROXYCCL_ERROR_LOCAL, ... };
+enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PROXYCCL_WAIT_FLUSH, PROXYCCL_WAIT_SM_SIGNAL,
+       PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID, ... };
+enum { PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED, PROXYCCL_RECORD_VALID, ... };
+
+typedef struct {
+  uint32_t state; uint32_t code; uint32_t rank; uint32_t peer; uint32_t wait; uint32_t operation; uint32_t channel;
+  int32_t status; uint64_t expected; uint64_t seen; uint64_t offset; uint64_t size; ...;
+} ProxycclErrorRecord;
+typedef struct { uint32_t abort; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error; ...; } ProxycclControl;
+
+typedef struct {
+  ProxycclTrigger *slots; uint64_t *tail; uint64_t *head; uint64_t *tail_cache; uint32_t *refresh_lock;
+  uint32_t size_log2; ...;
+} ProxycclFifo;
+typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound; ...; } ProxycclSemaphore;
+typedef struct {
+  ProxycclSemaphore semaphore; char *dst; char *src; char *packet_buffer; ProxycclControl *control; uint64_t dst_bytes;
+  uint64_t src_bytes; uint32_t peer; uint32_t channel; ...;
+} ProxycclSmChannel;
+typedef struct {
+  ProxycclFifo fifo; ProxycclSemaphore semaphore; uint64_t *flushed; ProxycclControl *control; uint32_t channel;
+  uint32_t peer; uint32_t dst_memory; uint32_t src_memory; ...;
+} ProxycclProxyChannel;
+
+typedef struct {
+  ProxycclSemaphore semaphore; ProxycclProxyChannel proxy; char *remote; uint32_t proxied; uint32_t peer; ...;
+} ProxycclLink;
+typedef struct {
+  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch; uint64_t packet_bytes;
+  uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; uint32_t blocks_done; ...;
+} ProxycclTeam;
+
+enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
+       PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS,
+       PROXYCCL_HOST_MAX_SHARED_BYTES, ... };
+int proxyccl_host_stream_create(void **stream, int run_inline);
+int proxyccl_host_stream_destroy(void *stream);
+int proxyccl_host_stream_query(void *stream);
+int proxyccl_host_stream_synchronize(void *stream);
+int proxyccl_host_stream_wait(void *stream, uint64_t timeout_ns);
+int proxyccl_host_stream_wait_event(void *stream, void *event, unsigned flags);
+int proxyccl_host_event_create(void **event);
+int proxyccl_host_event_destroy(void *event);
+int proxyccl_host_event_record(void *event, void *stream);
+int proxyccl_host_event_query(void *event);
+int proxyccl_host_event_synchronize(void *event);
+int proxyccl_host_event_elapsed(float *milliseconds, void *start, void *end);
+int proxyccl_host_copy(void *dst, const void *src, size_t bytes, void *stream);
+int proxyccl_host_set(void *dst, int value, size_t bytes, void *stream);
+int proxyccl_host_write64(void *stream, uint64_t *address, uint64_t value, unsigned flags);
+int proxyccl_host_module_load(void **module, const char *path);
+const char *proxyccl_host_module_error(void);
+int proxyccl_host_module_function(void **function, void *module, const char *name);
+const uint32_t *proxyccl_host_function_parameters(void *function);
+int proxyccl_host_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                         unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **parameters,
+                         void **extra);
+int proxyccl_host_memory_create(int *descriptor, size_t bytes);
+int proxyccl_host_memory_map(void **address, int descriptor, size_t bytes);
+int proxyccl_host_memory_unmap(void *address, size_t bytes);
+""")
+
+ffi.set_source(
+    "proxyccl.device._native",
+    '#include "proxyccl/handles.h"\n#include "team.h"\n#include "runtime.h"\n',
+    source_extension=".cpp",
+    sources=["device/host/fibers.cpp", "device/host/streams.cpp", "device/host/memory.cpp"],
+    depends=["device/host/runtime.h", "device/host/fibers.h", "device/include/proxyccl/handles.h"],
+    include_dirs=["device/include", "device/host", "device/kernels"],
+    # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.
+    extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],
+    extra_link_args=["-pthread"],
+)

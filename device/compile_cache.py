@@ -1,0 +1,53 @@
+"""Compiled kernels on disk, by what went into them.
+
+The key covers the source, the options, the compiler and every shipped header, so a cached file is never stale. A file is written
+under another name and moved into place: ranks that compile the same source at once do no harm.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+INCLUDE_DIR = Path(__file__).parent / "include"
+KERNEL_DIR = Path(__file__).parent / "kernels"
+
+
+def cache_dir() -> Path:
+    """``$PROXYCCL_CACHE``, else ``proxyccl`` in the user's cache directory."""
+    explicit = os.environ.get("PROXYCCL_CACHE")
+    if explicit:
+        return Path(explicit)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proxyccl"
+
+
+@functools.cache
+def headers_digest() -> str:
+    """A digest of all shipped headers and kernels."""
+    digest = hashlib.sha256()
+    for path in sorted([*INCLUDE_DIR.rglob("*.h"), *KERNEL_DIR.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
+    """The file that `build(path)` makes for this key, built if it is not there yet."""
+    digest = hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40]
+    directory = cache_dir()
+    target = directory / f"{digest}{suffix}"
+    if target.exists():
+        return target
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=directory, suffix=suffix)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        build(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target

@@ -1,0 +1,108 @@
+"""Every exception that ProxyCCL raises by name.
+
+They live in the lowest room so that each room can raise them. An exception that ends a communicator derives from
+`CommunicatorError` and says which rank, peer, channel, operation and offset it is about, as far as that is known.
+"""
+
+from __future__ import annotations
+
+
+class ProxyCCLError(Exception):
+    """Base of all exceptions of this library."""
+
+
+class ArgumentError(ProxyCCLError, ValueError):
+    """An argument is wrong; nothing was done. `argument` is its name."""
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(f"{argument}: {message}")
+        self.argument = argument
+
+
+class ResourceError(ProxyCCLError):
+    """A limited resource ran out: memory ids, channel ids, device memory."""
+
+
+class ClosedError(ProxyCCLError):
+    """The object was closed, or its communicator failed before."""
+
+
+class RuntimeUnavailableError(ProxyCCLError):
+    """A runtime was asked for that this machine does not offer; the message says what is missing."""
+
+
+class CompileError(ProxyCCLError):
+    """A kernel did not compile, or there is no compiler. `log` is the compiler's output."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(f"{message}\n{log}" if log else message)
+        self.log = log
+
+
+class KernelError(ProxyCCLError):
+    """A launch was refused or a kernel failed."""
+
+
+class CommunicatorError(ProxyCCLError):
+    """The communicator failed and is closed for use. All ranks that could be reached were told.
+
+    Attributes are None where they do not apply or are not known.
+
+    Attributes:
+        rank: the rank that found the failure.
+        peer: the rank that it concerns.
+        channel: channel id.
+        operation: what was under way, in words.
+        offset: byte offset of the transfer that failed.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        peer: int | None = None,
+        channel: int | None = None,
+        operation: str | None = None,
+        offset: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.peer = peer
+        self.channel = channel
+        self.operation = operation
+        self.offset = offset
+
+
+class WaitTimeoutError(CommunicatorError, TimeoutError):
+    """A bounded wait, in a kernel or on the CPU, ran out."""
+
+
+class PeerLostError(CommunicatorError):
+    """The process of a rank ended."""
+
+
+class TransportError(CommunicatorError):
+    """A copy or a work request failed."""
+
+
+class TriggerError(CommunicatorError):
+    """A kernel pushed a trigger that names an id not in use, or that leaves its memory, or used packet flag 0."""
+
+
+class HandlerError(CommunicatorError):
+    """A Python handler of the proxy raised; the exception is the cause on the rank where it happened."""
+
+
+class MismatchError(CommunicatorError, ValueError):
+    """Ranks called a collective with different arguments. `argument` names the one that differs."""
+
+    def __init__(
+        self, message: str, *, argument: str | None = None, rank: int | None = None, peer: int | None = None
+    ) -> None:
+        super().__init__(message, rank=rank, peer=peer)
+        self.argument = argument
+
+
+class AbortedError(CommunicatorError):
+    """Another rank ended the communicator for a reason of its own."""

@@ -1,0 +1,423 @@
+// Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
+//
+// This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the process: a switch
+// is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds a kernel's races.
+#include "fibers.h"
+
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+// Weak: null unless the process runs under ThreadSanitizer.
+extern "C" {
+void* __tsan_get_current_fiber() __attribute__((weak));
+void* __tsan_create_fiber(unsigned flags) __attribute__((weak));
+void __tsan_destroy_fiber(void* fiber) __attribute__((weak));
+void __tsan_switch_to_fiber(void* fiber, unsigned flags) __attribute__((weak));
+void __tsan_acquire(void* address) __attribute__((weak));
+void __tsan_release(void* address) __attribute__((weak));
+}
+
+// Saves the callee-saved registers on the current stack, stores its pointer, and continues on another stack: a few
+// nanoseconds, where swapcontext's system call costs hundreds.
+extern "C" void proxyccl_host_switch(void** save, void* to);
+#if defined(__x86_64__)
+asm(R"(
+.text
+.hidden proxyccl_host_switch
+.globl proxyccl_host_switch
+.type proxyccl_host_switch,@function
+proxyccl_host_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size proxyccl_host_switch,.-proxyccl_host_switch
+)");
+constexpr uint64_t kSwitchFrame = 7 * 8;   // six registers and the return address
+constexpr uint64_t kReturnAddress = 6 * 8;
+#elif defined(__aarch64__)
+asm(R"(
+.text
+.hidden proxyccl_host_switch
+.globl proxyccl_host_switch
+.type proxyccl_host_switch,%function
+proxyccl_host_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+.size proxyccl_host_switch,.-proxyccl_host_switch
+)");
+constexpr uint64_t kSwitchFrame = 160;
+constexpr uint64_t kReturnAddress = 88;    // x30
+#else
+#error "the host runtime knows x86-64 and aarch64"
+#endif
+
+namespace proxyccl {
+namespace host {
+namespace {
+
+constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
+constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
+constexpr unsigned kTsanNoSync = 1;
+
+struct Block;
+
+struct FiberState : Fiber {
+  void* stack_pointer;
+  FiberState *next, *previous;  // circular list of the block's runnable fibers
+  Block* block;
+  void* sanitizer;
+  uint32_t index;
+  bool live;
+  // The warp exchange that this fiber waits in.
+  uint32_t exchange_mask, exchange_source;
+  bool exchange_is_ballot;
+  uint64_t exchange_value, exchange_result;
+};
+static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
+
+struct Warp {
+  uint32_t live, waiting;
+};
+
+struct Block {
+  const Launch* launch;
+  std::vector<FiberState*> fibers;
+  std::vector<Warp> warps;
+  uint32_t live, runnable, at_barrier;
+  uint32_t idle_turns, idle_rounds;
+  bool deadlocked;
+  void* host_stack_pointer;
+  void* host_sanitizer;
+};
+
+// The stacks of one OS thread, kept from block to block.
+class StackPool {
+ public:
+  ~StackPool() {
+    for (FiberState* fiber : fibers_) {
+      if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber->sanitizer);
+      munmap(base(fiber), kStackBytes);
+    }
+  }
+
+  FiberState* get(uint32_t index) {
+    while (fibers_.size() <= index) fibers_.push_back(create());
+    return fibers_[index];
+  }
+
+  static char* base(FiberState* fiber) { return reinterpret_cast<char*>(fiber) + kFiberSlot - kStackBytes; }
+
+ private:
+  static FiberState* create() {
+    // Twice the size holds an aligned stack; the rest goes back.
+    void* mapping = mmap(nullptr, 2 * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) throw std::bad_alloc();
+    char* low = static_cast<char*>(mapping);
+    char* aligned = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(low) + kStackBytes - 1) & ~(kStackBytes - 1));
+    if (aligned > low) munmap(low, static_cast<size_t>(aligned - low));
+    char* high = low + 2 * kStackBytes;
+    if (high > aligned + kStackBytes) munmap(aligned + kStackBytes, static_cast<size_t>(high - aligned - kStackBytes));
+    auto* fiber = new (aligned + kStackBytes - kFiberSlot) FiberState();
+    *reinterpret_cast<uint64_t*>(aligned) = kCanary;
+    if (__tsan_create_fiber) fiber->sanitizer = __tsan_create_fiber(0);
+    return fiber;
+  }
+
+  std::vector<FiberState*> fibers_;
+};
+
+void switchTo(void** save, void* to, void* sanitizer) {
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(sanitizer, kTsanNoSync);
+  proxyccl_host_switch(save, to);
+}
+
+void resume(FiberState* from, FiberState* to) {
+  if (from != to) switchTo(&from->stack_pointer, to->stack_pointer, to->sanitizer);
+}
+
+void leaveToHost(FiberState* from) {
+  Block* block = from->block;
+  switchTo(&from->stack_pointer, block->host_stack_pointer, block->host_sanitizer);
+}
+
+void unlink(FiberState* fiber) {
+  fiber->next->previous = fiber->previous;
+  fiber->previous->next = fiber->next;
+  --fiber->block->runnable;
+}
+
+void linkAfter(FiberState* position, FiberState* fiber) {
+  fiber->previous = position;
+  fiber->next = position->next;
+  position->next->previous = fiber;
+  position->next = fiber;
+  ++fiber->block->runnable;
+}
+
+// Takes the running fiber off the list and runs the next; returns when somebody linked it again.
+void suspend(FiberState* fiber) {
+  FiberState* next = fiber->next;
+  Block* block = fiber->block;
+  unlink(fiber);
+  if (block->runnable == 0) {
+    block->deadlocked = true;  // every live fiber waits for another: a barrier that not all of them reach
+    leaveToHost(fiber);
+  }
+  resume(fiber, next);
+}
+
+// Makes every live fiber of the block runnable: all of them wait at the barrier, but for `current` if it is live.
+void releaseBarrier(Block* block, FiberState* current) {
+  block->at_barrier = 0;
+  FiberState* position = current;
+  for (FiberState* fiber : block->fibers) {
+    if (!fiber->live || fiber == current) continue;
+    linkAfter(position, fiber);
+    position = fiber;
+  }
+}
+
+void syncBlock(Fiber* base) {
+  auto* fiber = static_cast<FiberState*>(base);
+  Block* block = fiber->block;
+  block->idle_rounds = 0;
+  if (__tsan_release) __tsan_release(&block->at_barrier);
+  if (++block->at_barrier == block->live) {
+    releaseBarrier(block, fiber);
+  } else {
+    suspend(fiber);
+  }
+  if (__tsan_acquire) __tsan_acquire(&block->at_barrier);
+}
+
+FiberState* laneOf(Block* block, uint32_t warp, uint32_t lane) { return block->fibers[warp * kWarp + lane]; }
+
+// Completes the exchange over `mask` if each of its live lanes waits in it. `current` is running and stays linked.
+bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberState* current) {
+  Warp& warp = block->warps[warp_index];
+  const uint32_t members = mask & warp.live;
+  if (members == 0 || (warp.waiting & members) != members) return false;
+  uint64_t bits = 0;
+  for (uint32_t lane = 0; lane < kWarp; ++lane) {
+    if (!(members >> lane & 1)) continue;
+    const FiberState* fiber = laneOf(block, warp_index, lane);
+    if (fiber->exchange_mask != mask) return false;
+    bits |= static_cast<uint64_t>(fiber->exchange_value & 1) << lane;
+  }
+  FiberState* position = current;
+  for (uint32_t lane = 0; lane < kWarp; ++lane) {
+    if (!(members >> lane & 1)) continue;
+    FiberState* fiber = laneOf(block, warp_index, lane);
+    if (fiber->exchange_is_ballot) {
+      fiber->exchange_result = bits;
+    } else {
+      const uint32_t source = fiber->exchange_source;
+      // Reading a lane that takes no part is undefined on a GPU; here it gives the reader's own value.
+      fiber->exchange_result = members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
+    }
+    if (fiber != current) {
+      linkAfter(position, fiber);
+      position = fiber;
+    }
+  }
+  warp.waiting &= ~members;
+  return true;
+}
+
+uint64_t exchange(FiberState* fiber, uint32_t mask, uint64_t value, uint32_t source, bool is_ballot) {
+  Block* block = fiber->block;
+  const uint32_t warp_index = fiber->index / kWarp;
+  Warp& warp = block->warps[warp_index];
+  block->idle_rounds = 0;
+  fiber->exchange_mask = mask;
+  fiber->exchange_value = value;
+  fiber->exchange_source = source;
+  fiber->exchange_is_ballot = is_ballot;
+  warp.waiting |= 1u << fiber->lane;
+  if (__tsan_release) __tsan_release(&warp);
+  if (!completeExchange(block, warp_index, mask, fiber)) suspend(fiber);
+  if (__tsan_acquire) __tsan_acquire(&warp);
+  return fiber->exchange_result;
+}
+
+uint64_t shuffleLanes(Fiber* fiber, uint32_t mask, uint64_t value, uint32_t source) {
+  return exchange(static_cast<FiberState*>(fiber), mask, value, source, false);
+}
+
+uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
+  return static_cast<uint32_t>(exchange(static_cast<FiberState*>(fiber), mask, predicate, 0, true));
+}
+
+// When every fiber of the block has spun since anything happened, the core goes to somebody else: at first by yielding,
+// which costs the waiter least, then by sleeping, so that many waiting ranks on few cores do not starve the one that works.
+void backOff(uint32_t rounds) {
+  constexpr uint32_t kYields = 200;
+  constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
+  if (rounds < kYields) {
+    sched_yield();
+    return;
+  }
+  const uint32_t doublings = (rounds - kYields) / 32;
+  const long sleep = doublings < 6 ? kFirstSleepNs << doublings : kLongestSleepNs;
+  const timespec pause = {0, sleep};
+  nanosleep(&pause, nullptr);
+}
+
+void spin(Fiber* base, uint32_t spins) {
+  auto* fiber = static_cast<FiberState*>(base);
+  Block* block = fiber->block;
+  if (spins == 0) block->idle_rounds = 0;  // a fresh wait: the one before it succeeded
+  if (++block->idle_turns >= block->runnable) {
+    block->idle_turns = 0;
+    backOff(block->idle_rounds++);
+  }
+  resume(fiber, fiber->next);
+}
+
+uint64_t nowNanoseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000ull + static_cast<uint64_t>(now.tv_nsec);
+}
+
+const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanoseconds};
+
+[[noreturn]] void fiberMain() {
+  auto* fiber = static_cast<FiberState*>(self());
+  Block* block = fiber->block;
+  if (__tsan_acquire) __tsan_acquire(block);
+  block->launch->entry(block->launch->arguments);
+  if (__tsan_release) __tsan_release(block);
+
+  const uint32_t warp_index = fiber->index / kWarp;
+  Warp& warp = block->warps[warp_index];
+  fiber->live = false;
+  --block->live;
+  warp.live &= ~(1u << fiber->lane);
+  block->idle_rounds = 0;
+  // Those that waited for this thread need wait no longer. Its place in the list is kept until they are linked behind it.
+  if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
+  for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
+    if (warp.waiting >> lane & 1) completeExchange(block, warp_index, laneOf(block, warp_index, lane)->exchange_mask, fiber);
+  FiberState* next = fiber->next;
+  unlink(fiber);
+  if (block->live == 0) leaveToHost(fiber);
+  if (block->runnable == 0) {
+    block->deadlocked = true;
+    leaveToHost(fiber);
+  }
+  resume(fiber, next);
+  std::abort();  // nobody resumes a fiber that has ended
+}
+
+void prepare(FiberState* fiber) {
+  // An aligned stack below the fiber's slot, as it looks on entry to a function that was called.
+  char* top = reinterpret_cast<char*>(fiber) - 64;
+  char* frame = top - 8 - kSwitchFrame;
+#if defined(__aarch64__)
+  frame = top - kSwitchFrame;
+#endif
+  memset(frame, 0, static_cast<size_t>(top - frame));
+  void (*entry)() = fiberMain;
+  memcpy(frame + kReturnAddress, &entry, sizeof entry);
+  fiber->stack_pointer = frame;
+}
+
+}  // namespace
+
+BlockResult runBlock(const Launch& launch, uint32_t block_index) {
+  thread_local StackPool stacks;
+  thread_local std::vector<char> shared;
+  thread_local Block block;
+
+  const uint32_t count = launch.block.x * launch.block.y * launch.block.z;
+  if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
+  void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
+
+  block.launch = &launch;
+  block.fibers.resize(count);
+  block.warps.assign((count + kWarp - 1) / kWarp, Warp{0, 0});
+  block.live = count;
+  block.runnable = 0;
+  block.at_barrier = block.idle_turns = block.idle_rounds = 0;
+  block.deadlocked = false;
+  if (__tsan_get_current_fiber) block.host_sanitizer = __tsan_get_current_fiber();
+
+  for (uint32_t i = 0; i < count; ++i) {
+    FiberState* fiber = stacks.get(i);
+    block.fibers[i] = fiber;
+    fiber->api = &kApi;
+    fiber->thread_idx = {i % launch.block.x, i / launch.block.x % launch.block.y, i / (launch.block.x * launch.block.y)};
+    fiber->block_idx = {block_index % launch.grid.x, block_index / launch.grid.x % launch.grid.y,
+                        block_index / (launch.grid.x * launch.grid.y)};
+    fiber->block_dim = launch.block;
+    fiber->grid_dim = launch.grid;
+    fiber->lane = i % kWarp;
+    fiber->dynamic_shared = dynamic_shared;
+    fiber->block = &block;
+    fiber->index = i;
+    fiber->live = true;
+    block.warps[i / kWarp].live |= 1u << fiber->lane;
+    prepare(fiber);
+    if (i == 0) {
+      fiber->next = fiber->previous = fiber;
+      block.runnable = 1;
+    } else {
+      linkAfter(block.fibers[i - 1], fiber);
+    }
+  }
+
+  if (__tsan_release) __tsan_release(&block);
+  switchTo(&block.host_stack_pointer, block.fibers[0]->stack_pointer, block.fibers[0]->sanitizer);
+  if (__tsan_acquire) __tsan_acquire(&block);
+
+  for (FiberState* fiber : block.fibers)
+    if (*reinterpret_cast<uint64_t*>(StackPool::base(fiber)) != kCanary) return BlockResult::kStackOverflow;
+  return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;
+}
+
+}  // namespace host
+}  // namespace proxyccl

@@ -1,0 +1,337 @@
+// Streams, events and launches of the host runtime.
+//
+// A stream is a queue and the thread that works it off. A launch gives each block an OS thread from a pool, since the
+// blocks of a communication kernel wait for one another.
+#include <dlfcn.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "fibers.h"
+#include "runtime.h"
+
+namespace proxyccl {
+namespace host {
+namespace {
+
+// Threads that run blocks. It grows to as many as wait to run and never blocks a submitter.
+class BlockThreads {
+ public:
+  // Never destroyed: at exit, detached threads may still be parked in it.
+  static BlockThreads& instance() {
+    static BlockThreads* threads = new BlockThreads();
+    return *threads;
+  }
+
+  void submit(std::function<void()> task) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (idle_ >= tasks_.size()) {
+      ready_.notify_one();
+    } else {
+      std::thread([this] { work(); }).detach();
+    }
+  }
+
+ private:
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      while (tasks_.empty()) {
+        ++idle_;
+        ready_.wait(lock);
+        --idle_;
+      }
+      std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      task();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable ready_;
+  std::deque<std::function<void()>> tasks_;
+  size_t idle_ = 0;
+};
+
+struct Function {
+  void (*entry)(void**);
+  const uint32_t* parameters;
+};
+
+// Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
+int runLaunch(const Launch& launch) {
+  const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
+  std::atomic<uint32_t> next{0};
+  std::atomic<bool> failed{false};
+  auto work = [&] {
+    for (uint32_t block; (block = next.fetch_add(1)) < blocks;)
+      if (runBlock(launch, block) != BlockResult::kDone) failed = true;
+  };
+  std::mutex mutex;
+  std::condition_variable done;
+  uint32_t running = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS) - 1;
+  for (uint32_t i = running; i > 0; --i)
+    BlockThreads::instance().submit([&] {
+      work();
+      std::lock_guard<std::mutex> lock(mutex);
+      if (--running == 0) done.notify_one();
+    });
+  work();
+  std::unique_lock<std::mutex> lock(mutex);
+  done.wait(lock, [&] { return running == 0; });
+  return failed ? PROXYCCL_HOST_LAUNCH_FAILED : PROXYCCL_HOST_SUCCESS;
+}
+
+class Stream {
+ public:
+  explicit Stream(bool run_inline) : inline_(run_inline) {
+    if (!inline_) thread_ = std::thread([this] { work(); });
+  }
+
+  ~Stream() {
+    if (inline_) return;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  bool isInline() const { return inline_; }
+
+  int enqueue(std::function<int()> operation) {
+    if (inline_) return operation();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      operations_.push_back(std::move(operation));
+      ++queued_;
+    }
+    changed_.notify_all();
+    return PROXYCCL_HOST_SUCCESS;
+  }
+
+  int query() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return completed_ == queued_ ? takeStatus() : PROXYCCL_HOST_NOT_READY;
+  }
+
+  int wait(uint64_t timeout_ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t target = queued_;
+    const auto deadline = std::chrono::system_clock::now() + std::chrono::nanoseconds(timeout_ns);
+    if (!changed_.wait_until(lock, deadline, [&] { return completed_ >= target; })) return PROXYCCL_HOST_NOT_READY;
+    return takeStatus();
+  }
+
+  int synchronize() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const uint64_t target = queued_;
+    changed_.wait(lock, [&] { return completed_ >= target; });
+    return takeStatus();
+  }
+
+ private:
+  // Tells a failure once; later work on the stream is not condemned by it.
+  int takeStatus() {
+    const int status = status_;
+    status_ = PROXYCCL_HOST_SUCCESS;
+    return status;
+  }
+
+  void work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return stopping_ || !operations_.empty(); });
+      if (operations_.empty()) return;
+      std::function<int()> operation = std::move(operations_.front());
+      operations_.pop_front();
+      lock.unlock();
+      const int status = operation();
+      operation = nullptr;
+      lock.lock();
+      if (status != PROXYCCL_HOST_SUCCESS && status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
+      ++completed_;
+      changed_.notify_all();
+    }
+  }
+
+  const bool inline_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<int()>> operations_;
+  uint64_t queued_ = 0, completed_ = 0;
+  int status_ = PROXYCCL_HOST_SUCCESS;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
+class Event {
+ public:
+  uint64_t begin() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return ++recorded_;
+  }
+  void finish(uint64_t record) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (record > completed_) completed_ = record;
+    time_ = std::chrono::steady_clock::now();
+    changed_.notify_all();
+  }
+  int query() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return completed_ == recorded_ ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
+  }
+  uint64_t lastRecord() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return recorded_;
+  }
+  void waitFor(uint64_t record) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return completed_ >= record; });
+  }
+  std::chrono::steady_clock::time_point time() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return time_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t recorded_ = 0, completed_ = 0;
+  std::chrono::steady_clock::time_point time_{};
+};
+
+// Shared ownership: an event may be destroyed while a stream still has to record it.
+using EventHolder = std::shared_ptr<Event>;
+
+Stream* asStream(void* stream) { return static_cast<Stream*>(stream); }
+EventHolder& asEvent(void* event) { return *static_cast<EventHolder*>(event); }
+
+}  // namespace
+}  // namespace host
+}  // namespace proxyccl
+
+using namespace proxyccl::host;
+
+int proxyccl_host_stream_create(void** stream, int run_inline) {
+  *stream = new Stream(run_inline != 0);
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_stream_destroy(void* stream) {
+  delete asStream(stream);
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_stream_query(void* stream) { return asStream(stream)->query(); }
+int proxyccl_host_stream_synchronize(void* stream) { return asStream(stream)->synchronize(); }
+int proxyccl_host_stream_wait(void* stream, uint64_t timeout_ns) { return asStream(stream)->wait(timeout_ns); }
+int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned) {
+  EventHolder holder = asEvent(event);
+  const uint64_t record = holder->lastRecord();
+  return asStream(stream)->enqueue([holder, record] {
+    holder->waitFor(record);
+    return 0;
+  });
+}
+
+int proxyccl_host_event_create(void** event) {
+  *event = new EventHolder(std::make_shared<Event>());
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_event_destroy(void* event) {
+  delete static_cast<EventHolder*>(event);
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_event_record(void* event, void* stream) {
+  EventHolder holder = asEvent(event);
+  const uint64_t record = holder->begin();
+  return asStream(stream)->enqueue([holder, record] {
+    holder->finish(record);
+    return 0;
+  });
+}
+int proxyccl_host_event_query(void* event) { return asEvent(event)->query(); }
+int proxyccl_host_event_synchronize(void* event) {
+  asEvent(event)->waitFor(asEvent(event)->lastRecord());
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end) {
+  if (asEvent(start)->query() != PROXYCCL_HOST_SUCCESS || asEvent(end)->query() != PROXYCCL_HOST_SUCCESS)
+    return PROXYCCL_HOST_NOT_READY;
+  *milliseconds = std::chrono::duration<float, std::milli>(asEvent(end)->time() - asEvent(start)->time()).count();
+  return PROXYCCL_HOST_SUCCESS;
+}
+
+int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream) {
+  return asStream(stream)->enqueue([=] {
+    memmove(dst, src, bytes);
+    return 0;
+  });
+}
+int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream) {
+  return asStream(stream)->enqueue([=] {
+    memset(dst, value, bytes);
+    return 0;
+  });
+}
+int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+  return asStream(stream)->enqueue([=] {
+    // Behind the stream's copies, and pairs with the waiter's acquire.
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+    return 0;
+  });
+}
+
+int proxyccl_host_module_load(void** module, const char* path) {
+  *module = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  return *module != nullptr ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_FOUND;
+}
+const char* proxyccl_host_module_error(void) { return dlerror(); }
+int proxyccl_host_module_function(void** function, void* module, const char* name) {
+  const std::string suffix(name);
+  void* entry = dlsym(module, ("proxyccl_entry_" + suffix).c_str());
+  const void* parameters = dlsym(module, ("proxyccl_parameters_" + suffix).c_str());
+  if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
+  *function = new Function{reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters)};
+  return PROXYCCL_HOST_SUCCESS;
+}
+const uint32_t* proxyccl_host_function_parameters(void* function) { return static_cast<Function*>(function)->parameters; }
+
+int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                         unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
+                         void**) {
+  const uint64_t threads = static_cast<uint64_t>(block_x) * block_y * block_z;
+  const uint64_t blocks = static_cast<uint64_t>(grid_x) * grid_y * grid_z;
+  if (threads == 0 || threads > PROXYCCL_HOST_MAX_THREADS_PER_BLOCK || blocks == 0 || blocks > UINT32_MAX ||
+      shared_bytes > PROXYCCL_HOST_MAX_SHARED_BYTES || asStream(stream)->isInline())
+    return PROXYCCL_HOST_INVALID_VALUE;
+
+  // The arguments are copied, as a driver does: the caller's may be gone when the launch runs.
+  const auto* kernel = static_cast<Function*>(function);
+  const uint32_t count = kernel->parameters[0];
+  struct Arguments {
+    std::vector<std::unique_ptr<char[]>> values;
+    std::vector<void*> addresses;
+  };
+  auto arguments = std::make_shared<Arguments>();
+  for (uint32_t i = 0; i < count; ++i) {
+    const size_t bytes = kernel->parameters[1 + i] >> 2;
+    arguments->values.emplace_back(new char[bytes]);
+    memcpy(arguments->values.back().get(), parameters[i], bytes);
+    arguments->addresses.push_back(arguments->values.back().get());
+  }
+  Launch launch = {kernel->entry, arguments->addresses.data(), {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes};
+  return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
+}

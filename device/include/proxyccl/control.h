@@ -1,0 +1,61 @@
+/* The control block: how a rank's kernels, its proxy and the CPUs of its peers tell each other to stop.
+ *
+ * One a rank, in pinned host memory that the CPUs of the node's other ranks map too. Every device-side wait reads
+ * `abort` while it spins and `timeout_ns` to know when to give up; whoever gives up first files the one error
+ * record and raises `abort`. Plain C, shared with the engine and with Python.
+ */
+#ifndef PROXYCCL_CONTROL_H
+#define PROXYCCL_CONTROL_H
+
+#include "proxyccl/types.h"
+
+enum ProxycclErrorCode {
+  PROXYCCL_OK = 0,
+  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait ran out */
+  PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
+  PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
+  PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names what is not registered, or leaves its memory */
+  PROXYCCL_ERROR_HANDLER = 5,        /* a Python handler raised */
+  PROXYCCL_ERROR_MISMATCH = 6,       /* ranks called a collective with different arguments */
+  PROXYCCL_ERROR_INVALID_FLAG = 7,   /* a kernel used packet flag 0 */
+  PROXYCCL_ERROR_LOCAL = 8           /* any other failure on one rank that ends the communicator */
+};
+
+enum ProxycclWaitKind { /* what a bounded wait waits for */
+  PROXYCCL_WAIT_NONE = 0,
+  PROXYCCL_WAIT_RING_ROOM = 1,
+  PROXYCCL_WAIT_RING_SYNC = 2,
+  PROXYCCL_WAIT_FLUSH = 3,
+  PROXYCCL_WAIT_SM_SIGNAL = 4,
+  PROXYCCL_WAIT_PROXY_SIGNAL = 5,
+  PROXYCCL_WAIT_PACKET = 6,
+  PROXYCCL_WAIT_GRID = 7
+};
+
+enum ProxycclRecordState { PROXYCCL_RECORD_EMPTY = 0, PROXYCCL_RECORD_CLAIMED = 1, PROXYCCL_RECORD_VALID = 2 };
+
+#define PROXYCCL_NO_PEER 0xffffffffu
+
+typedef struct ProxycclErrorRecord {
+  uint32_t state;     /* ProxycclRecordState: the first reporter claims it, fills it, then publishes it */
+  uint32_t code;      /* ProxycclErrorCode */
+  uint32_t rank;      /* the rank that reports */
+  uint32_t peer;      /* the rank that it concerns, or PROXYCCL_NO_PEER */
+  uint32_t wait;      /* ProxycclWaitKind */
+  uint32_t operation; /* bits of a trigger's operation, where one is involved */
+  uint32_t channel;   /* channel id */
+  int32_t status;     /* a driver's or transport's own status */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag */
+  uint64_t seen;      /* value last seen */
+  uint64_t offset;    /* byte offset of the transfer that failed */
+  uint64_t size;      /* its size in bytes */
+} ProxycclErrorRecord;
+
+typedef struct ProxycclControl {
+  uint32_t abort; /* 0 while all is well, else a ProxycclErrorCode */
+  uint32_t rank;
+  uint64_t timeout_ns;
+  ProxycclErrorRecord error;
+} __attribute__((aligned(128))) ProxycclControl;
+
+#endif

@@ -1,0 +1,40 @@
+// Copies by the threads of a block or grid, in the widest pieces that both addresses allow.
+#ifndef PROXYCCL_COPY_H
+#define PROXYCCL_COPY_H
+
+#include "proxyccl/platform.h"
+
+namespace proxyccl {
+
+struct alignas(16) Bytes16 {
+  uint64_t low, high;
+};
+
+template <class Word>
+PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
+  Word* to = reinterpret_cast<Word*>(dst);
+  const Word* from = reinterpret_cast<const Word*>(src);
+  forEach(bytes / sizeof(Word), thread, threads, [&](size_t i) { to[i] = from[i]; });
+  const size_t done = bytes / sizeof(Word) * sizeof(Word);
+  forEach(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
+}
+
+// Copies `bytes` bytes with the callers `thread` of `threads`. The ranges must not overlap.
+PROXYCCL_DEVICE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
+  char* to = static_cast<char*>(dst);
+  const char* from = static_cast<const char*>(src);
+#if PROXYCCL_ON_HOST
+  const size_t begin = bytes * thread / threads, end = bytes * (thread + 1) / threads;
+  if (end > begin) __builtin_memcpy(to + begin, from + begin, end - begin);
+#else
+  const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
+  if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
+  if (misaligned % 8 == 0) return copyWords<uint64_t>(to, from, bytes, thread, threads);
+  if (misaligned % 4 == 0) return copyWords<uint32_t>(to, from, bytes, thread, threads);
+  copyWords<char>(to, from, bytes, thread, threads);
+#endif
+}
+
+}  // namespace proxyccl
+
+#endif

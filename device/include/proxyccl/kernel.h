@@ -1,0 +1,56 @@
+// PROXYCCL_EXPORT_KERNEL(name): appended for each kernel of a compiled source.
+//
+// It exports the kernel's parameter table, which tells the launcher the size and the kind of each argument (a driver
+// knows the sizes at best), and on the host the entry point that unpacks them.
+#ifndef PROXYCCL_KERNEL_H
+#define PROXYCCL_KERNEL_H
+
+#include "proxyccl/platform.h"
+
+namespace proxyccl {
+
+enum ParameterKind { kParameterBytes = 0, kParameterInteger = 1, kParameterFloat = 2, kParameterPointer = 3 };
+
+template <class T> struct ParameterKindOf { static constexpr uint32_t value = kParameterBytes; };
+template <class T> struct ParameterKindOf<T*> { static constexpr uint32_t value = kParameterPointer; };
+template <> struct ParameterKindOf<float> { static constexpr uint32_t value = kParameterFloat; };
+template <> struct ParameterKindOf<double> { static constexpr uint32_t value = kParameterFloat; };
+#define PROXYCCL_INTEGER_PARAMETER(T) \
+  template <> struct ParameterKindOf<T> { static constexpr uint32_t value = kParameterInteger; };
+PROXYCCL_INTEGER_PARAMETER(bool)
+PROXYCCL_INTEGER_PARAMETER(char)
+PROXYCCL_INTEGER_PARAMETER(signed char)
+PROXYCCL_INTEGER_PARAMETER(unsigned char)
+PROXYCCL_INTEGER_PARAMETER(short)
+PROXYCCL_INTEGER_PARAMETER(unsigned short)
+PROXYCCL_INTEGER_PARAMETER(int)
+PROXYCCL_INTEGER_PARAMETER(unsigned)
+PROXYCCL_INTEGER_PARAMETER(long)
+PROXYCCL_INTEGER_PARAMETER(unsigned long)
+PROXYCCL_INTEGER_PARAMETER(long long)
+PROXYCCL_INTEGER_PARAMETER(unsigned long long)
+#undef PROXYCCL_INTEGER_PARAMETER
+
+// {count, then size << 2 | kind for each parameter}
+template <class... Args> struct ParameterTable {
+  uint32_t entries[1 + sizeof...(Args)];
+};
+template <class... Args> constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
+  return {{static_cast<uint32_t>(sizeof...(Args)), (static_cast<uint32_t>(sizeof(Args)) << 2 | ParameterKindOf<Args>::value)...}};
+}
+
+}  // namespace proxyccl
+
+#if PROXYCCL_ON_HOST
+#define PROXYCCL_EXPORT_KERNEL(name)                                                                          \
+  extern "C" __attribute__((visibility("default"))) constexpr auto proxyccl_parameters_##name =               \
+      ::proxyccl::parameterTable(&name);                                                                      \
+  extern "C" __attribute__((visibility("default"))) void proxyccl_entry_##name(void** arguments) {            \
+    ::proxyccl::host::callKernel(&name, arguments);                                                           \
+  }
+#else
+#define PROXYCCL_EXPORT_KERNEL(name) \
+  extern "C" __device__ const auto proxyccl_parameters_##name = ::proxyccl::parameterTable(&name);
+#endif
+
+#endif

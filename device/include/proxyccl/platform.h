@@ -1,0 +1,62 @@
+// What differs between targets, behind one set of names.
+//
+// Each platform_*.h defines:
+//   PROXYCCL_DEVICE           a function that runs on the device, inlined
+//   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
+//   PROXYCCL_WARP_SIZE        lanes that run together
+//   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
+//   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
+//   namespace proxyccl: spinHint, nanoseconds, shuffle, ballot, syncWarp, syncThreadsSystem, fenceSystem,
+//   storeTrigger, storePacket128, loadPacket128, halfToFloat, floatToHalf, dynamicShared
+//
+// Nothing here includes a system or a vendor header: NVRTC and HIPRTC have none.
+#ifndef PROXYCCL_PLATFORM_H
+#define PROXYCCL_PLATFORM_H
+
+#include "proxyccl/types.h"
+
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#include "proxyccl/platform_cuda.h"
+#elif defined(__HIP__) || defined(__HIPCC_RTC__)
+#include "proxyccl/platform_hip.h"
+#else
+#include "proxyccl/platform_host.h"
+#endif
+
+namespace proxyccl {
+
+// Every memory-order choice of the library is one of these names.
+template <class T> PROXYCCL_DEVICE T loadAcquireSystem(const T* p) { return PROXYCCL_LOAD(p, ACQUIRE, SYSTEM); }
+template <class T> PROXYCCL_DEVICE T loadRelaxedSystem(const T* p) { return PROXYCCL_LOAD(p, RELAXED, SYSTEM); }
+template <class T> PROXYCCL_DEVICE T loadAcquireDevice(const T* p) { return PROXYCCL_LOAD(p, ACQUIRE, DEVICE); }
+template <class T> PROXYCCL_DEVICE T loadRelaxedDevice(const T* p) { return PROXYCCL_LOAD(p, RELAXED, DEVICE); }
+template <class T> PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) { PROXYCCL_STORE(p, v, RELEASE, SYSTEM); }
+template <class T> PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) { PROXYCCL_STORE(p, v, RELAXED, SYSTEM); }
+template <class T> PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) { PROXYCCL_STORE(p, v, RELEASE, DEVICE); }
+template <class T> PROXYCCL_DEVICE void storeRelaxedDevice(T* p, T v) { PROXYCCL_STORE(p, v, RELAXED, DEVICE); }
+template <class T> PROXYCCL_DEVICE T fetchAddRelaxedDevice(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, RELAXED, DEVICE); }
+template <class T> PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE); }
+template <class T> PROXYCCL_DEVICE T fetchAddRelaxedSystem(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, RELAXED, SYSTEM); }
+template <class T> PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) { return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE); }
+template <class T> PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
+  return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, SYSTEM);
+}
+
+// Calls body(i) for each i < n, the work shared by `threads` callers numbered `thread`. On a GPU neighbours take
+// neighbouring elements, so that accesses coalesce; on a CPU each fiber takes one contiguous run, so that the loop
+// vectorises (20 to 30 times faster there).
+template <class Body>
+PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
+#if PROXYCCL_ON_HOST
+  const size_t share = n / threads, extra = n % threads;
+  const size_t begin = thread * share + (thread < extra ? thread : extra);
+  const size_t end = begin + share + (thread < extra ? 1 : 0);
+  for (size_t i = begin; i < end; ++i) body(i);
+#else
+  for (size_t i = thread; i < n; i += threads) body(i);
+#endif
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,78 @@
+// The NVIDIA target, compiled by NVRTC (or nvcc) for sm_70 and later.
+#ifndef PROXYCCL_PLATFORM_CUDA_H
+#define PROXYCCL_PLATFORM_CUDA_H
+
+#include "proxyccl/types.h"
+
+#define PROXYCCL_ON_HOST 0
+#define PROXYCCL_WARP_SIZE 32
+#define PROXYCCL_DEVICE __device__ __forceinline__
+
+// NVRTC's built-in atomics: libcu++ would cost a second a compile.
+#define PROXYCCL_LOAD(p, ORDER, SCOPE) __nv_atomic_load_n(p, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __nv_atomic_fetch_add(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __nv_atomic_exchange_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                     \
+  __nv_atomic_compare_exchange_n(p, expected, desired, false, __NV_ATOMIC_ACQ_REL, __NV_ATOMIC_ACQUIRE, \
+                                 __NV_THREAD_SCOPE_##SCOPE)
+
+namespace proxyccl {
+
+PROXYCCL_DEVICE void spinHint(uint32_t) {}
+PROXYCCL_DEVICE uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+// A look at the abort word crosses PCIe, so it is taken seldom.
+constexpr uint32_t kSpinsPerCheck = 4096;
+
+template <class T> PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) { return __shfl_sync(0xffffffffu, value, lane); }
+PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
+PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
+// A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
+PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+PROXYCCL_DEVICE void* dynamicShared() {
+  extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
+  return proxyccl_dynamic_shared;
+}
+
+PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .b128 trigger;\n\t"
+      "mov.b128 trigger, {%1, %2};\n\t"
+      "st.release.sys.global.b128 [%0], trigger;\n\t}"
+      ::"l"(slot), "l"(word0), "l"(word1)
+      : "memory");
+#else
+  // No untorn 16-byte store before sm_90: the word with the parity bit is released behind the other.
+  __nv_atomic_store_n(slot, word0, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
+  __nv_atomic_store_n(slot + 1, word1, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
+#endif
+}
+
+// A packet's halves each hold data and flag, so a store torn into 8-byte halves is harmless.
+PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
+}
+PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* high) {
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(*low), "=l"(*high) : "l"(p) : "memory");
+}
+
+PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,199 @@
+// The host target: a GPU thread is a fiber, a block is one OS thread that switches between its fibers.
+//
+// A fiber's description lies at the top of its aligned stack, so that `self()` is an addition to the frame address:
+// no thread-local storage, no symbol to link. The emulator's entry points hang off it as function pointers, so a
+// compiled kernel is a shared object without undefined symbols.
+#ifndef PROXYCCL_PLATFORM_HOST_H
+#define PROXYCCL_PLATFORM_HOST_H
+
+#include "proxyccl/types.h"
+
+#define PROXYCCL_ON_HOST 1
+#define PROXYCCL_WARP_SIZE 32
+#define PROXYCCL_DEVICE inline __attribute__((always_inline))
+
+#define __global__ __attribute__((visibility("default")))
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __restrict__ __restrict
+// One OS thread runs one block at a time, so what is local to it is shared by the block and by nobody else.
+#define __shared__ static thread_local
+
+namespace proxyccl {
+namespace host {
+
+constexpr uint64_t kStackBytes = 128 * 1024;  // per fiber, aligned to its size; touched pages only are backed
+constexpr uint64_t kFiberSlot = 256;          // room for the Fiber at the stack's top
+
+struct Dim3 {
+  uint32_t x, y, z;
+};
+
+struct Fiber;
+
+struct EmulatorApi {
+  void (*sync_block)(Fiber*);
+  uint64_t (*shuffle)(Fiber*, uint32_t mask, uint64_t value, uint32_t source_lane);
+  uint32_t (*ballot)(Fiber*, uint32_t mask, uint32_t predicate);
+  void (*spin)(Fiber*, uint32_t spins);
+  uint64_t (*nanoseconds)(void);
+};
+
+// The part of a fiber that kernels read. Written by the emulator before the fiber first runs.
+struct Fiber {
+  const EmulatorApi* api;
+  Dim3 thread_idx, block_idx, block_dim, grid_dim;
+  uint32_t lane;
+  void* dynamic_shared;
+};
+
+PROXYCCL_DEVICE Fiber* self() {
+  const uint64_t frame = reinterpret_cast<uint64_t>(__builtin_frame_address(0));
+  return reinterpret_cast<Fiber*>((frame & ~(kStackBytes - 1)) + kStackBytes - kFiberSlot);
+}
+
+template <class T> PROXYCCL_DEVICE uint64_t toBits(T value) {
+  static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
+  uint64_t bits = 0;
+  __builtin_memcpy(&bits, &value, sizeof(T));
+  return bits;
+}
+template <class T> PROXYCCL_DEVICE T fromBits(uint64_t bits) {
+  T value;
+  __builtin_memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+template <size_t... I> struct Indices {};
+
+// Unpacks the array of argument addresses that a launch passes, as a driver does for a GPU.
+template <class... Args, size_t... I> void call(void (*kernel)(Args...), void** args, Indices<I...>) {
+  kernel(*static_cast<Args*>(args[I])...);
+}
+template <class... Args> void callKernel(void (*kernel)(Args...), void** args) {
+  call(kernel, args, Indices<__integer_pack(sizeof...(Args))...>{});
+}
+
+}  // namespace host
+}  // namespace proxyccl
+
+#define threadIdx (::proxyccl::host::self()->thread_idx)
+#define blockIdx (::proxyccl::host::self()->block_idx)
+#define blockDim (::proxyccl::host::self()->block_dim)
+#define gridDim (::proxyccl::host::self()->grid_dim)
+
+#define PROXYCCL_LOAD(p, ORDER, SCOPE) __atomic_load_n(p, __ATOMIC_##ORDER)
+#define PROXYCCL_STORE(p, v, ORDER, SCOPE) __atomic_store_n(p, v, __ATOMIC_##ORDER)
+#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __atomic_fetch_add(p, v, __ATOMIC_##ORDER)
+#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __atomic_exchange_n(p, v, __ATOMIC_##ORDER)
+#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE) \
+  __atomic_compare_exchange_n(p, expected, desired, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+
+namespace proxyccl {
+
+PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
+PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
+// How many spins pass between two looks at the abort word and the clock: a spin here is a turn of the scheduler.
+constexpr uint32_t kSpinsPerCheck = 8;
+
+template <class T> PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
+  return host::fromBits<T>(host::self()->api->shuffle(host::self(), 0xffffffffu, host::toBits(value), lane));
+}
+PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return host::self()->api->ballot(host::self(), 0xffffffffu, predicate); }
+PROXYCCL_DEVICE void syncWarp() { ballot(false); }
+PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
+
+// The second word carries the parity bit: released behind the first, it publishes both.
+PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
+  __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
+  __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);
+}
+
+// A packet's halves each hold data and flag, so two 8-byte accesses can't be told from one of 16.
+PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
+  __atomic_store_n(p, low, __ATOMIC_RELAXED);
+  __atomic_store_n(p + 1, high, __ATOMIC_RELAXED);
+}
+PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* high) {
+  *low = __atomic_load_n(p, __ATOMIC_RELAXED);
+  *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
+}
+
+PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
+  _Float16 half;
+  __builtin_memcpy(&half, &bits, sizeof half);
+  return static_cast<float>(half);
+}
+PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
+  const _Float16 half = static_cast<_Float16>(value);
+  uint16_t bits;
+  __builtin_memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
+
+}  // namespace proxyccl
+
+// The CUDA spellings, so that a kernel written for a GPU compiles unchanged.
+PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
+namespace proxyccl {
+// A block barrier after which one thread's system-scope release covers what the whole block wrote.
+PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+}  // namespace proxyccl
+PROXYCCL_DEVICE void __threadfence() { ::proxyccl::fenceSystem(); }
+PROXYCCL_DEVICE void __threadfence_system() { ::proxyccl::fenceSystem(); }
+PROXYCCL_DEVICE void __threadfence_block() { __atomic_thread_fence(__ATOMIC_ACQ_REL); }
+PROXYCCL_DEVICE void __syncwarp(uint32_t mask = 0xffffffffu) {
+  ::proxyccl::host::self()->api->ballot(::proxyccl::host::self(), mask, 0);
+}
+PROXYCCL_DEVICE uint32_t __ballot_sync(uint32_t mask, int predicate) {
+  return ::proxyccl::host::self()->api->ballot(::proxyccl::host::self(), mask, predicate != 0);
+}
+PROXYCCL_DEVICE int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+PROXYCCL_DEVICE int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
+template <class T> PROXYCCL_DEVICE T __shfl_sync(uint32_t mask, T value, int lane) {
+  using namespace ::proxyccl::host;
+  return fromBits<T>(self()->api->shuffle(self(), mask, toBits(value), static_cast<uint32_t>(lane) % PROXYCCL_WARP_SIZE));
+}
+template <class T> PROXYCCL_DEVICE T __shfl_xor_sync(uint32_t mask, T value, int bits) {
+  return __shfl_sync(mask, value, static_cast<int>(::proxyccl::host::self()->lane ^ static_cast<uint32_t>(bits)));
+}
+template <class T> PROXYCCL_DEVICE T __shfl_down_sync(uint32_t mask, T value, uint32_t delta) {
+  const uint32_t lane = ::proxyccl::host::self()->lane;
+  return __shfl_sync(mask, value, static_cast<int>(lane + delta < PROXYCCL_WARP_SIZE ? lane + delta : lane));
+}
+template <class T> PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
+  const uint32_t lane = ::proxyccl::host::self()->lane;
+  return __shfl_sync(mask, value, static_cast<int>(lane >= delta ? lane - delta : lane));
+}
+template <class T> PROXYCCL_DEVICE T atomicAdd(T* p, T v) {
+  if constexpr (T(1) / T(2) == T(0)) {
+    return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+  } else {  // floating point has no fetch_add before C++20
+    T seen;
+    __atomic_load(p, &seen, __ATOMIC_RELAXED);
+    for (T next = seen + v; !__atomic_compare_exchange(p, &seen, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) next = seen + v;
+    return seen;
+  }
+}
+template <class T> PROXYCCL_DEVICE T atomicAdd_system(T* p, T v) { return atomicAdd(p, v); }
+template <class T> PROXYCCL_DEVICE T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
+template <class T> PROXYCCL_DEVICE T atomicCAS(T* p, T expected, T desired) {
+  __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+template <class T> PROXYCCL_DEVICE T atomicMax(T* p, T v) {
+  T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+  return seen;
+}
+template <class T> PROXYCCL_DEVICE T atomicMin(T* p, T v) {
+  T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
+  while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+  return seen;
+}
+
+#endif

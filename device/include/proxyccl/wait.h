@@ -1,0 +1,66 @@
+// Bounded waits. Nothing on the device spins without end: every wait looks at the abort word and at the clock.
+#ifndef PROXYCCL_WAIT_H
+#define PROXYCCL_WAIT_H
+
+#include "proxyccl/control.h"
+#include "proxyccl/platform.h"
+
+namespace proxyccl {
+
+using Control = ProxycclControl;
+
+// The bound of a wait that was given no control block (a DeviceSyncer of the user's own).
+constexpr uint64_t kDefaultTimeoutNs = 30ull * 1000 * 1000 * 1000;
+
+// What a wait is about, for the error record if it fails.
+struct WaitFor {
+  uint32_t kind;     // ProxycclWaitKind
+  uint32_t peer;     // rank waited for, or PROXYCCL_NO_PEER
+  uint32_t channel;  // channel id, where there is one
+  uint64_t expected;
+};
+
+PROXYCCL_DEVICE bool aborted(const Control* control) {
+  return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK;
+}
+
+// Files the error record, if no other has been filed, and raises the abort word.
+PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor& what, uint64_t seen) {
+  ProxycclErrorRecord* record = &control->error;
+  if (compareExchangeSystem<uint32_t>(&record->state, PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED)) {
+    storeRelaxedSystem(&record->code, code);
+    storeRelaxedSystem(&record->rank, control->rank);
+    storeRelaxedSystem(&record->peer, what.peer);
+    storeRelaxedSystem(&record->wait, what.kind);
+    storeRelaxedSystem(&record->channel, what.channel);
+    storeRelaxedSystem(&record->expected, what.expected);
+    storeRelaxedSystem(&record->seen, seen);
+    // Pairs with the acquire load of `state` by the CPU that reads the record.
+    storeReleaseSystem<uint32_t>(&record->state, PROXYCCL_RECORD_VALID);
+  }
+  storeReleaseSystem<uint32_t>(&control->abort, code);
+}
+
+// Spins until ready(&seen) is true. Returns false, and the caller must give up its work, when the communicator was
+// aborted or the time-out passed; the latter is reported with the value last seen.
+template <class Ready> PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready ready) {
+  uint64_t seen = 0, started = 0;
+  for (uint32_t spins = 0; !ready(&seen); ++spins) {
+    if (spins % kSpinsPerCheck == kSpinsPerCheck - 1) {
+      if (aborted(control)) return false;
+      const uint64_t now = nanoseconds();
+      if (started == 0) started = now;
+      const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
+      if (now - started > bound) {
+        if (control != nullptr) reportError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
+        return false;
+      }
+    }
+    spinHint(spins);
+  }
+  return true;
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,177 @@
+"""Compiled kernels: packing arguments and launching.
+
+A kernel exports a table of its parameters' sizes and kinds (kernel.h), so Python values are converted to what the
+kernel takes, or refused by position, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.device._native import ffi
+from proxyccl.device.arrays import as_view
+from proxyccl.device.errors import ArgumentError, KernelError
+
+if TYPE_CHECKING:
+    from proxyccl.device.runtime import Runtime, StreamLike
+
+_BYTES, _INTEGER, _FLOAT, _POINTER = range(4)  # kernel.h, ParameterKind
+_FLOAT_FORMAT = {4: "<f", 8: "<d"}
+
+Shape = int | Sequence[int]
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_KERNEL = re.compile(
+    r"__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\("
+)
+
+
+def kernel_names(source: str) -> list[str]:
+    """Names of the ``extern "C" __global__ void`` functions in a source."""
+    return _KERNEL.findall(_COMMENT.sub(" ", source))
+
+
+def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
+    values = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not 1 <= len(values) <= 3 or not all(isinstance(v, int) and v > 0 for v in values):
+        raise ArgumentError(argument, f"must be one to three positive integers, not {shape!r}")
+    x, y, z = (*values, 1, 1)[:3]
+    return x, y, z
+
+
+class Launch:
+    """A launch whose arguments are packed: calling it is one call into the driver."""
+
+    def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
+        self._kernel = kernel
+        self._runtime = kernel.runtime
+        self._shape = (*_dimensions(grid, "grid"), *_dimensions(block, "block"), shared)
+        self._values, self._kept = kernel.pack(args)
+        self._parameters = ffi.new("void *[]", [ffi.from_buffer(value) for value in self._values] or [ffi.NULL])
+        self._launch = kernel.runtime.launch_function()
+
+    def __call__(self, stream: StreamLike = None) -> None:
+        """Queues the launch on the stream."""
+        handle = self._runtime.stream_handle(stream)
+        status = self._launch(
+            self._kernel.function, *self._shape, ffi.cast("void *", handle), self._parameters, ffi.NULL
+        )
+        if status:
+            raise KernelError(
+                f"kernel {self._kernel.name} with grid {self._shape[:3]}, block {self._shape[3:6]} and "
+                f"{self._shape[6]} bytes of shared memory was refused (status {status})"
+            )
+
+
+class Kernel:
+    """A kernel of a module, launched as ``kernel(grid, block, *args, stream=None, shared=0)``.
+
+    A pointer parameter takes an array (anything that `as_view` takes), a registered memory, an integer address or None; an integer or
+    floating parameter a number; a struct by value a channel handle or bytes of its size.
+    """
+
+    def __init__(self, runtime: Runtime, name: str, function: Any, parameters: Sequence[tuple[int, int]]) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.function = function
+        self.parameters = tuple(parameters)
+
+    def __repr__(self) -> str:
+        return f"<Kernel {self.name} with {len(self.parameters)} parameters on {self.runtime.name}>"
+
+    def __call__(self, grid: Shape, block: Shape, *args: Any, stream: StreamLike = None, shared: int = 0) -> None:
+        """Queues the kernel on the stream and returns.
+
+        Raises:
+            ArgumentError: an argument does not fit its parameter, or grid or block is no shape.
+            KernelError: the driver refused the launch.
+        """
+        Launch(self, grid, block, args, shared)(stream)
+
+    def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
+        """Packs the arguments once, for many launches. Arrays among them are kept alive."""
+        return Launch(self, grid, block, args, shared)
+
+    def pack(self, args: tuple[Any, ...]) -> tuple[list[bytearray], list[object]]:
+        """The bytes of each argument, and the objects that must outlive the launch."""
+        if len(args) != len(self.parameters):
+            raise ArgumentError("args", f"kernel {self.name} takes {len(self.parameters)} arguments, not {len(args)}")
+        kept: list[object] = []
+        values = [
+            bytearray(self._convert(i, value, size, kind, kept))
+            for i, (value, (size, kind)) in enumerate(zip(args, self.parameters, strict=True))
+        ]
+        return values, kept
+
+    def _convert(self, index: int, value: Any, size: int, kind: int, kept: list[object]) -> bytes:
+        argument = f"args[{index}] of kernel {self.name}"
+        if kind == _POINTER:
+            kept.append(value)
+            return struct.pack("<Q", self._address(value, argument))
+        if kind == _FLOAT:
+            if isinstance(value, (int, float)) or hasattr(value, "__float__"):
+                return struct.pack(_FLOAT_FORMAT[size], float(value))
+            raise ArgumentError(argument, f"a number is wanted, not {type(value).__name__}")
+        if kind == _INTEGER:
+            if not hasattr(value, "__index__"):
+                raise ArgumentError(argument, f"an integer is wanted, not {type(value).__name__}")
+            number, bits = value.__index__(), 8 * size
+            if not -(1 << (bits - 1)) <= number < 1 << bits:
+                raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
+            return (number & ((1 << bits) - 1)).to_bytes(size, "little")
+        raw = bytes(getattr(value, "device_handle", value))
+        if len(raw) != size:
+            raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {len(raw)}")
+        return raw
+
+    def _address(self, value: Any, argument: str) -> int:
+        if value is None:
+            return 0
+        if isinstance(value, int):
+            return value
+        address = getattr(value, "device_pointer", None)
+        if isinstance(address, int):
+            return address
+        view = as_view(value, argument, gpu=self.runtime.name)
+        if view.device[0] != self.runtime.name:
+            raise ArgumentError(argument, f"the array lies on {view.device[0]}, the kernel runs on {self.runtime.name}")
+        return view.ptr
+
+
+class Module:
+    """The kernels of one compiled source, as attributes or by name. With one kernel in it, it can be called as that kernel."""
+
+    def __init__(self, kernels: dict[str, Kernel]) -> None:
+        self._kernels = kernels
+
+    def __getitem__(self, name: str) -> Kernel:
+        if name not in self._kernels:
+            raise ArgumentError(
+                "name", f"no kernel {name!r} in this source; it has {', '.join(self._kernels) or 'none'}"
+            )
+        return self._kernels[name]
+
+    def __getattr__(self, name: str) -> Kernel:
+        if name.startswith("_") or name not in self._kernels:
+            raise AttributeError(f"no kernel {name!r} in this source; it has {', '.join(self._kernels) or 'none'}")
+        return self._kernels[name]
+
+    def __iter__(self) -> Iterator[Kernel]:
+        return iter(self._kernels.values())
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def __repr__(self) -> str:
+        return f"<Module with {', '.join(self._kernels)}>"
+
+    def __call__(self, grid: Shape, block: Shape, *args: Any, stream: StreamLike = None, shared: int = 0) -> None:
+        """Launches the only kernel of this module; see `Kernel.__call__`."""
+        if len(self._kernels) != 1:
+            raise ArgumentError(
+                "name", f"this source has {len(self._kernels)} kernels; say which: {', '.join(self._kernels)}"
+            )
+        next(iter(self._kernels.values()))(grid, block, *args, stream=stream, shared=shared)

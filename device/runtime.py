@@ -1,0 +1,244 @@
+"""The runtime protocol: what a device and its driver must offer, and no more.
+
+Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It knows nothing of ranks. The proxy's engine does
+not call it: it gets the addresses in `engine_functions()` and calls the driver itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from proxyccl.device.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from proxyccl.device.kernel import Kernel, Module
+
+StreamLike = Any
+"""A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream`` or ``ptr``."""
+
+
+class Memory(Protocol):
+    """A piece of memory that a runtime allocated or opened. Freed by `close`, which may be called twice."""
+
+    @property
+    def ptr(self) -> int:
+        """Address for kernels and copies."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        ...
+
+    def close(self) -> None:
+        """Frees or unmaps it."""
+        ...
+
+
+class PinnedMemory(Memory, Protocol):
+    """Memory that the CPU and the device both reach, and that other processes of the node can map."""
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU; `ptr` is the device's."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done. Raises KernelError if any of it failed."""
+        ...
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        ...
+
+    def close(self) -> None:
+        """Destroys the stream when its work is done."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+        ...
+
+    def record(self, stream: StreamLike = None) -> None:
+        """Marks the stream's current end."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the marked point was reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for the marked point."""
+        ...
+
+    def elapsed(self, start: Event) -> float:
+        """Milliseconds from `start` to this event; both were reached."""
+        ...
+
+    def close(self) -> None:
+        """Destroys the event."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineFunctions:
+    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h)."""
+
+    copy: int
+    write64: int
+    event_record: int
+    event_query: int
+
+
+@dataclass(frozen=True)
+class LaunchDefaults:
+    """Shapes that suit the device.
+
+    Attributes:
+        threads: threads in a block of the shipped kernels.
+        blocks: most blocks that a shipped collective uses.
+        copy_blocks: most blocks that a proxied collective uses.
+    """
+
+    threads: int
+    blocks: int
+    copy_blocks: int
+
+
+class Runtime(Protocol):
+    """A device, its driver, and its kernels."""
+
+    @property
+    def name(self) -> str:
+        """One of "host", "cuda" and "hip"."""
+        ...
+
+    @property
+    def device(self) -> int:
+        """Number of the device that this runtime object uses."""
+        ...
+
+    @property
+    def launch_defaults(self) -> LaunchDefaults:
+        """Launch shapes that suit the device."""
+        ...
+
+    def activate(self) -> None:
+        """Makes the device current on the calling thread."""
+        ...
+
+    def describe(self) -> str:
+        """One line on the device."""
+        ...
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
+        ...
+
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        """Zeroed pinned host memory that can be exported."""
+        ...
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle by which other processes can open the memory at ptr. Raises ArgumentError where it can't be shared."""
+        ...
+
+    def open(self, handle: bytes) -> Memory:
+        """Maps what another process (or this one) exported. Raises ArgumentError for bytes that are no valid handle."""
+        ...
+
+    def open_pinned(self, handle: bytes) -> PinnedMemory:
+        """The same for pinned memory."""
+        ...
+
+    def can_access_peer(self, device_id: str) -> bool:
+        """Whether kernels here can touch memory of the device with this `device_id`."""
+        ...
+
+    @property
+    def device_id(self) -> str:
+        """Names the physical device among all of the machine's, the same in every process."""
+        ...
+
+    def create_stream(self, *, for_proxy: bool = False) -> Stream:
+        """A stream; `for_proxy` makes one for the engine's copies, which need not take launches."""
+        ...
+
+    def create_event(self) -> Event:
+        """An event."""
+        ...
+
+    def stream_handle(self, stream: StreamLike) -> int:
+        """The driver's handle of a stream of any kind. Raises ArgumentError for what is none."""
+        ...
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Copies between any two addresses; returns when it is done if no stream is given."""
+        ...
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Sets bytes; returns when it is done if no stream is given."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device's default stream and the streams made here."""
+        ...
+
+    def compile(self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = ()) -> Module:
+        """Compiles a source (cached on disk). Raises CompileError."""
+        ...
+
+    def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
+        """A kernel that ships, for an element type and an operation where it is a reduction."""
+        ...
+
+    def launch_function(self) -> Any:
+        """The driver's launch call as a cffi function pointer with cuLaunchKernel's signature."""
+        ...
+
+    def check(self, status: int, call: str) -> None:
+        """Raises an exception that names the call and the driver's message unless status is 0."""
+        ...
+
+    def engine_functions(self) -> EngineFunctions:
+        """The driver calls for the engine."""
+        ...
+
+
+def foreign_stream_handle(stream: StreamLike) -> int:
+    """The handle of another library's stream.
+
+    Raises:
+        ArgumentError: the object is no stream.
+    """
+    if isinstance(stream, int):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version_and_handle = protocol() if callable(protocol) else protocol
+        return int(version_and_handle[1])
+    for attribute in ("handle", "cuda_stream", "ptr"):
+        value = getattr(stream, attribute, None)
+        if isinstance(value, int):
+            return value
+    raise ArgumentError("stream", f"{type(stream).__name__} is no stream")

@@ -1,0 +1,314 @@
+/* The drain loop, its tables and its idling. See engine.h for the contract. */
+#include "engine.h"
+
+#include <errno.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "ring.h"
+
+enum {
+  RELEASE_BATCH = 32, /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
+  POLL_INTERVAL = 64  /* triggers between two polls of the connections under load */
+};
+
+typedef struct {
+  ProxycclConnection *connection; /* NULL: not in use, or a handler's */
+  int is_handler;
+  uint64_t *remote_semaphore;
+  uint64_t *flushed;
+  uint64_t outbound; /* signals sent: the engine is the only writer of the peer's word, so the count is kept here */
+} Channel;
+
+struct ProxycclService {
+  ProxycclControl *control;
+  ProxycclCounters *counters;
+  ProxycclMemory memories[PROXYCCL_MAX_MEMORIES];
+  Channel channels[PROXYCCL_MAX_CHANNELS];
+};
+
+struct ProxycclWorker {
+  ProxycclService *service;
+  ProxycclIdlePolicy idle;
+  Ring rings[PROXYCCL_MAX_RINGS];
+  ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
+  /* Stored with release after the entry, so that entries can be added under a running worker. */
+  uint32_t ring_count, connection_count;
+  uint32_t current; /* ring to look at first; fair over returns to Python */
+  int handling;     /* the current ring's next trigger is with a Python handler */
+  int stop;
+};
+
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static void cpu_relax(void) {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters) {
+  ProxycclService *service = calloc(1, sizeof *service);
+  if (service == NULL) return NULL;
+  service->control = control;
+  service->counters = counters;
+  return service;
+}
+
+void proxyccl_service_destroy(ProxycclService *service) { free(service); }
+
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key) {
+  if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;
+  service->memories[id] = (ProxycclMemory){base, bytes, key};
+  return 0;
+}
+
+int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
+                                 uint64_t *remote_semaphore, uint64_t *flushed) {
+  if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
+  service->channels[id] = (Channel){connection, 0, remote_semaphore, flushed, 0};
+  return 0;
+}
+
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed) {
+  if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
+  service->channels[id] = (Channel){NULL, 1, NULL, flushed, 0};
+  return 0;
+}
+
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service, const ProxycclIdlePolicy *idle) {
+  ProxycclWorker *worker = calloc(1, sizeof *worker);
+  if (worker == NULL) return NULL;
+  worker->service = service;
+  worker->idle = *idle;
+  return worker;
+}
+
+void proxyccl_worker_destroy(ProxycclWorker *worker) { free(worker); }
+
+int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2) {
+  if (worker->ring_count == PROXYCCL_MAX_RINGS) return ENOSPC;
+  worker->rings[worker->ring_count] = (Ring){slots, tail, size_log2, 0, 0};
+  __atomic_store_n(&worker->ring_count, worker->ring_count + 1, __ATOMIC_RELEASE);
+  return 0;
+}
+
+int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection) {
+  if (worker->connection_count == PROXYCCL_MAX_CONNECTIONS) return ENOSPC;
+  worker->connections[worker->connection_count] = connection;
+  __atomic_store_n(&worker->connection_count, worker->connection_count + 1, __ATOMIC_RELEASE);
+  return 0;
+}
+
+void proxyccl_worker_stop(ProxycclWorker *worker) { __atomic_store_n(&worker->stop, 1, __ATOMIC_RELEASE); }
+
+/* Only this worker writes these; a plain add would do but for readers in other threads, who must not see a torn value. */
+static void count(uint64_t *counter, uint64_t amount) {
+  __atomic_store_n(counter, __atomic_load_n(counter, __ATOMIC_RELAXED) + amount, __ATOMIC_RELAXED);
+}
+
+static ProxycclExit fail(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
+  info->code = code;
+  info->status = status;
+  info->reason = reason;
+  return PROXYCCL_EXIT_ERROR;
+}
+
+/* Nothing has moved when a trigger is refused: all of it is checked before any of it is done. */
+static const char *check_transfer(const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+                                  uint64_t src_offset, uint64_t size) {
+  if (src->bytes == 0) return "the source memory id is not registered";
+  if (dst->bytes == 0) return "the destination memory id is not registered";
+  if (src_offset > src->bytes || size > src->bytes - src_offset) return "the transfer leaves the source memory";
+  if (dst_offset > dst->bytes || size > dst->bytes - dst_offset) return "the transfer leaves the destination memory";
+  return NULL;
+}
+
+#define CONTINUE ((ProxycclExit) - 1)
+
+/* Acts on one trigger. CONTINUE, or the reason to return to Python. */
+static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const ProxycclTrigger *trigger, ProxycclExitInfo *info) {
+  const uint32_t id = trigger_field(trigger->word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+  const uint32_t op = trigger_field(trigger->word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
+  Channel *channel = &service->channels[id];
+  ProxycclCounters *counters = &service->counters[id];
+  int status;
+
+  info->trigger = *trigger;
+  info->ticket = ticket;
+  info->channel = id;
+  if (channel->is_handler) return PROXYCCL_EXIT_HANDLER;
+  if (channel->connection == NULL) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
+  if (op == PROXYCCL_OP_CUSTOM) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
+  const ProxycclTransport *transport = channel->connection->transport;
+
+  if (op & PROXYCCL_OP_DATA) {
+    const uint64_t size = trigger_field(trigger->word0, PROXYCCL_SIZE_SHIFT, PROXYCCL_SIZE_BITS);
+    const uint64_t src_offset = trigger_field(trigger->word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const uint64_t dst_offset = trigger_field(trigger->word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const ProxycclMemory *src =
+        &service->memories[trigger_field(trigger->word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+    const ProxycclMemory *dst =
+        &service->memories[trigger_field(trigger->word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+    const char *reason = check_transfer(dst, dst_offset, src, src_offset, size);
+    if (reason != NULL) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
+    if (size > 0 && (status = transport->put(channel->connection, dst, dst_offset, src, src_offset, size)) != 0)
+      return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
+    count(&counters->puts, 1);
+    count(&counters->bytes, size);
+  }
+  if (op & PROXYCCL_OP_SIGNAL) {
+    status = transport->signal(channel->connection, channel->remote_semaphore, ++channel->outbound);
+    if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
+    count(&counters->signals, 1);
+  }
+  if (op & PROXYCCL_OP_FLUSH) {
+    status = transport->flush(channel->connection, channel->flushed, ticket + 1);
+    if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
+    count(&counters->flushes, 1);
+  }
+  count(&counters->triggers, 1);
+  return CONTINUE;
+}
+
+static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *outstanding) {
+  const uint32_t connections = __atomic_load_n(&worker->connection_count, __ATOMIC_ACQUIRE);
+  *outstanding = 0;
+  for (uint32_t i = 0; i < connections; ++i) {
+    ProxycclConnection *connection = worker->connections[i];
+    const int status = connection->transport->poll(connection, progress);
+    if (status != 0) {
+      memset(info, 0, sizeof *info);
+      info->channel = PROXYCCL_MAX_CHANNELS;
+      return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "completion");
+    }
+    if (!connection->transport->idle(connection)) *outstanding = 1;
+  }
+  return CONTINUE;
+}
+
+void proxyccl_worker_handled(ProxycclWorker *worker) {
+  Ring *ring = &worker->rings[worker->current];
+  ProxycclTrigger trigger;
+  if (!worker->handling || !ring_peek(ring, &trigger)) return;
+  const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+  Channel *channel = &worker->service->channels[id];
+  /* The handler has returned, so what this channel was given before is complete by definition. */
+  if (trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS) & PROXYCCL_OP_FLUSH)
+    __atomic_store_n(channel->flushed, ring->next + 1, __ATOMIC_RELEASE);
+  count(&worker->service->counters[id].triggers, 1);
+  ++ring->next;
+  ring_release(ring);
+  worker->handling = 0;
+}
+
+/* Spins, then yields, then sleeps: a wake-up costs at most the current pause, and an idle proxy costs next to no core. */
+static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, uint64_t *sleep_ns) {
+  const uint64_t idle_ns = now_ns() - idle_since;
+  if (idle_ns < policy->spin_ns) {
+    for (int i = 0; i < 16; ++i) cpu_relax();
+  } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
+    sched_yield();
+  } else {
+    *sleep_ns = *sleep_ns == 0 ? 1000 : *sleep_ns * 2;
+    if (*sleep_ns > policy->max_sleep_ns) *sleep_ns = policy->max_sleep_ns;
+    const struct timespec pause = {(time_t)(*sleep_ns / 1000000000u), (long)(*sleep_ns % 1000000000u)};
+    nanosleep(&pause, NULL);
+  }
+}
+
+ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info) {
+  uint64_t idle_since = 0, sleep_ns = 0;
+  memset(info, 0, sizeof *info);
+  for (;;) {
+    const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
+    uint32_t progress = 0;
+    for (uint32_t visited = 0; visited < rings; ++visited) {
+      Ring *ring = &worker->rings[worker->current];
+      ProxycclTrigger trigger;
+      uint32_t taken = 0;
+      while (taken < POLL_INTERVAL && ring_peek(ring, &trigger)) {
+        const ProxycclExit result = execute(worker->service, ring->next, &trigger, info);
+        if (result != CONTINUE) {
+          ring_release(ring);
+          worker->handling = result == PROXYCCL_EXIT_HANDLER;
+          return result;
+        }
+        ++ring->next;
+        if (++taken % RELEASE_BATCH == 0) ring_release(ring);
+      }
+      ring_release(ring);
+      progress += taken;
+      worker->current = (worker->current + 1) % rings;
+    }
+
+    int outstanding;
+    const int busy = progress != 0;
+    const ProxycclExit result = poll_connections(worker, info, &progress, &outstanding);
+    if (result != CONTINUE) return result;
+    if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_EXIT_ABORTED;
+    if (progress != 0) {
+      idle_since = 0;
+      sleep_ns = 0;
+      if (busy) continue;
+    }
+    if (!outstanding && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
+    if (idle_since == 0) idle_since = now_ns();
+    back_off(&worker->idle, idle_since, &sleep_ns);
+  }
+}
+
+uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count_, uint64_t timeout_ns) {
+  Ring ring = {slots, tail, size_log2, 0, 0};
+  const uint64_t deadline = now_ns() + timeout_ns;
+  ProxycclTrigger trigger;
+  uint32_t misses = 0;
+  while (ring.next < count_) {
+    if (ring_peek(&ring, &trigger)) {
+      if (++ring.next % RELEASE_BATCH == 0) ring_release(&ring);
+      misses = 0;
+    } else {
+      ring_release(&ring);
+      cpu_relax();
+      if (++misses % 1024 == 0) {
+        sched_yield();
+        if (now_ns() > deadline) break;
+      }
+    }
+  }
+  ring_release(&ring);
+  return ring.next;
+}
+
+uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t first_ticket,
+                               uint64_t count_, ProxycclTrigger trigger, uint64_t timeout_ns) {
+  const uint64_t size = 1ull << size_log2, deadline = now_ns() + timeout_ns;
+  uint64_t ticket = first_ticket, cache = __atomic_load_n(tail, __ATOMIC_ACQUIRE);
+  uint32_t misses = 0;
+  while (ticket < first_ticket + count_) {
+    if (ticket >= cache + size) {
+      cache = __atomic_load_n(tail, __ATOMIC_ACQUIRE);
+      cpu_relax();
+      if (++misses % 1024 == 0) {
+        sched_yield();
+        if (now_ns() > deadline) break;
+      }
+      continue;
+    }
+    ProxycclTrigger *slot = &slots[ticket & (size - 1)];
+    const uint64_t parity = ~(ticket >> size_log2) & 1;
+    __atomic_store_n(&slot->word0, trigger.word0, __ATOMIC_RELAXED);
+    __atomic_store_n(&slot->word1, (trigger.word1 & ~(1ull << PROXYCCL_PARITY_SHIFT)) | parity << PROXYCCL_PARITY_SHIFT,
+                     __ATOMIC_RELEASE);
+    ++ticket;
+  }
+  return ticket - first_ticket;
+}

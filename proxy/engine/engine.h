@@ -1,0 +1,81 @@
+/* The proxy engine: drains rings of triggers and issues what they ask for.
+ *
+ * A service has one table of memories, one of channels, and some workers; each worker is one OS thread that drains its
+ * own rings. A channel's triggers all come through one ring, so its order is kept whatever the number of workers. The engine
+ * knows no Python, no driver and no rank; it reaches data through connections (transport.h).
+ */
+#ifndef PROXYCCL_ENGINE_H
+#define PROXYCCL_ENGINE_H
+
+#include "proxyccl/control.h"
+#include "proxyccl/trigger.h"
+#include "transport.h"
+
+typedef struct ProxycclService ProxycclService;
+typedef struct ProxycclWorker ProxycclWorker;
+
+/* Counters of one channel. Written by its worker alone, with plain 8-byte stores; read by anybody at any time. They may lie in memory
+ * that other processes map. */
+typedef struct ProxycclCounters {
+  uint64_t triggers;
+  uint64_t puts;
+  uint64_t bytes;
+  uint64_t signals;
+  uint64_t flushes;
+  uint64_t reserved[3];
+} ProxycclCounters;
+
+enum { PROXYCCL_MAX_RINGS = 64, PROXYCCL_MAX_CONNECTIONS = 1024 }; /* of one worker */
+
+typedef enum ProxycclExit { /* why proxyccl_worker_run returned */
+  PROXYCCL_EXIT_STOPPED = 0,  /* asked to, with its rings drained */
+  PROXYCCL_EXIT_HANDLER = 1,  /* `trigger` belongs to a Python handler; run again after it */
+  PROXYCCL_EXIT_ERROR = 2,    /* see the fields below; the worker must not be run again */
+  PROXYCCL_EXIT_ABORTED = 3   /* the abort word was raised elsewhere */
+} ProxycclExit;
+
+typedef struct ProxycclExitInfo {
+  ProxycclTrigger trigger;
+  uint64_t ticket;
+  uint32_t channel;
+  uint32_t code;      /* ProxycclErrorCode */
+  int32_t status;     /* the transport's or driver's own */
+  const char *reason; /* static text, for a bad trigger */
+} ProxycclExitInfo;
+
+typedef struct ProxycclIdlePolicy {
+  uint64_t spin_ns;      /* spin this long after the last trigger … */
+  uint64_t yield_ns;     /* … then yield the core between looks for this long … */
+  uint64_t max_sleep_ns; /* … then sleep, each time twice as long, up to this */
+} ProxycclIdlePolicy;
+
+ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
+void proxyccl_service_destroy(ProxycclService *service); /* its workers have returned */
+
+/* Table entries may be set while workers run, before a trigger names them. */
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key);
+int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
+                                 uint64_t *remote_semaphore, uint64_t *flushed);
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
+
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service, const ProxycclIdlePolicy *idle);
+void proxyccl_worker_destroy(ProxycclWorker *worker);
+/* Also while it runs. `slots` and `tail` as in ProxycclFifo. */
+int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
+int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
+
+/* Drains until told to stop. The caller's thread stays inside, without the GIL. */
+ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info);
+/* From any thread: run() returns when the rings are empty and nothing is outstanding. */
+void proxyccl_worker_stop(ProxycclWorker *worker);
+/* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before run() is called again. */
+void proxyccl_worker_handled(ProxycclWorker *worker);
+
+/* Drains a ring and nothing else: what the ring itself allows, for the benchmark to compare the engine with. Returns when
+ * `count` triggers were taken, or, with fewer, after timeout_ns. */
+uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t timeout_ns);
+/* Fills a ring from one CPU thread, `count` copies of `trigger`. Returns the number pushed before timeout_ns. */
+uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t first_ticket,
+                               uint64_t count, ProxycclTrigger trigger, uint64_t timeout_ns);
+
+#endif

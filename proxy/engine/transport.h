@@ -1,0 +1,39 @@
+/* What moves data to one peer. A connection is one peer's: the channels to it share it.
+ *
+ * Every function returns 0, or a status of its own that ends the communicator; none of them blocks. What a connection is given is
+ * done in order: a signal arrives behind the puts before it, and a flush word is written when they are complete.
+ */
+#ifndef PROXYCCL_TRANSPORT_H
+#define PROXYCCL_TRANSPORT_H
+
+#include <stdint.h>
+
+/* One memory id. For a memory longer than a window, id + i starts i windows further. */
+typedef struct ProxycclMemory {
+  char *base;     /* address of the window, as the transport reaches it */
+  uint64_t bytes; /* from `base` to the end of the memory; 0: id not in use */
+  uint64_t key;   /* the transport's: an RDMA key */
+} ProxycclMemory;
+
+typedef struct ProxycclConnection ProxycclConnection;
+
+typedef struct ProxycclTransport {
+  const char *name;
+  int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+             uint64_t src_offset, uint64_t bytes);
+  /* Stores `value` to the peer's semaphore word. */
+  int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value);
+  /* Stores `value` to the own word `flushed` when all before is complete. */
+  int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
+  /* Makes progress and finds failures. Adds the number of completions to *progress. */
+  int (*poll)(ProxycclConnection *self, uint32_t *progress);
+  /* 1 when nothing is outstanding. */
+  int (*idle)(const ProxycclConnection *self);
+  void (*destroy)(ProxycclConnection *self);
+} ProxycclTransport;
+
+struct ProxycclConnection {
+  const ProxycclTransport *transport;
+};
+
+#endif

@@ -1,0 +1,53 @@
+"""A ring's memory: slots and tail in pinned host memory, the producers' words in device memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.device._native import ffi
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import Runtime
+
+_SLOT_BYTES = 16
+_LINE = 128  # no two of the words that different parties write share a cache line
+
+
+class Fifo:
+    """A ring of triggers that kernels push to and one proxy worker drains.
+
+    Args:
+        runtime: whose kernels push.
+        size: slots, a power of two from 2 to 2**20. It may be smaller than the number of producers.
+    """
+
+    def __init__(self, runtime: Runtime, size: int = 1024) -> None:
+        if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
+            raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
+        self.size = size
+        self.size_log2 = size.bit_length() - 1
+        self._pinned = runtime.allocate_pinned(size * _SLOT_BYTES + _LINE)
+        self._device = runtime.allocate(3 * _LINE)
+        self.slots_host = self._pinned.host_ptr
+        self.tail_host = self._pinned.host_ptr + size * _SLOT_BYTES
+
+    def fill_handle(self, handle: Any) -> None:
+        """Fills a ProxycclFifo with the device's addresses."""
+        slots = self._pinned.ptr
+        handle.slots = ffi.cast("ProxycclTrigger *", slots)
+        handle.tail = ffi.cast("uint64_t *", slots + self.size * _SLOT_BYTES)
+        handle.head = ffi.cast("uint64_t *", self._device.ptr)
+        handle.tail_cache = ffi.cast("uint64_t *", self._device.ptr + _LINE)
+        handle.refresh_lock = ffi.cast("uint32_t *", self._device.ptr + 2 * _LINE)
+        handle.size_log2 = self.size_log2
+
+    @property
+    def device_handle(self) -> bytes:
+        """A ProxycclFifo, to pass to a kernel by value (as proxyccl::Fifo)."""
+        handle = ffi.new("ProxycclFifo *")
+        self.fill_handle(handle)
+        return bytes(ffi.buffer(handle))
+
+    def close(self) -> None:
+        """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
+        self._pinned.close()
+        self._device.close()

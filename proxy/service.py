@@ -1,0 +1,346 @@
+"""The proxy service: rings, the threads that drain them, and the tables that triggers refer to.
+
+A thread enters the C engine once and stays there without the GIL; it comes back for a Python handler, an error or a stop. The
+service runs inside a rank, or in a daemon for many: it knows no ranks and no collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
+from proxyccl.proxy import _engine
+from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
+
+ffi, lib = _engine.ffi, _engine.lib
+
+COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
+FLUSHED_BYTES = 8 * MAX_CHANNELS
+
+Handler = Callable[[Trigger], None]
+
+
+@dataclass(frozen=True)
+class IdlePolicy:
+    """What a worker does when its rings are empty.
+
+    Attributes:
+        spin_us: first it spins for this long: the lowest latency, at the price of a core.
+        yield_us: then it yields the core between looks for this long.
+        max_sleep_us: then it sleeps, each time twice as long, up to this. That is the most that waking costs.
+    """
+
+    spin_us: float = 50.0
+    yield_us: float = 500.0
+    max_sleep_us: float = 200.0
+
+
+@dataclass(frozen=True)
+class ChannelCounters:
+    """What one channel did so far."""
+
+    triggers: int
+    puts: int
+    bytes: int
+    signals: int
+    flushes: int
+
+
+@dataclass(frozen=True)
+class ProxyFailure:
+    """Why a worker ended on its own account.
+
+    Attributes:
+        code: an error code of control.h.
+        channel: channel id, or None.
+        trigger: the trigger that failed, or None.
+        status: the transport's or driver's status.
+        reason: in words.
+        exception: what a handler raised, or None.
+    """
+
+    code: int
+    channel: int | None
+    trigger: Trigger | None
+    status: int
+    reason: str
+    exception: BaseException | None = None
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks."""
+
+    pointer: Any
+    worker: int
+    stream: Stream
+    event: Event
+
+    @property
+    def transport(self) -> str:
+        """The transport's name."""
+        return str(ffi.string(lib.proxyccl_connection_transport(self.pointer)).decode())
+
+
+class ProxyService:
+    """Drains rings and issues what their triggers ask for.
+
+    Args:
+        runtime: whose copies it issues.
+        control: address of the ProxycclControl whose abort word ends the workers.
+        shared: pinned memory of at least `shared_bytes()`, for the counters and the flush words; zeroed.
+        fifos: number of rings.
+        threads: number of workers; rings are dealt out to them in turn.
+        fifo_size: slots in each ring.
+        idle: what to do when there is nothing to do.
+        on_failure: called in the worker's thread when it ends on an error; nobody else is told.
+
+    Raises:
+        ArgumentError: fewer rings than threads, or a size that is none.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        control: int,
+        shared: PinnedMemory,
+        *,
+        shared_offset: int = 0,
+        fifos: int = 1,
+        threads: int = 1,
+        fifo_size: int = 1024,
+        idle: IdlePolicy | None = None,
+        on_failure: Callable[[ProxyFailure], None] | None = None,
+        name: str = "proxyccl",
+    ) -> None:
+        if not isinstance(threads, int) or threads < 1:
+            raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
+        if not isinstance(fifos, int) or not threads <= fifos <= lib.PROXYCCL_MAX_RINGS:
+            raise ArgumentError(
+                "fifos", f"must be an integer from proxy_threads ({threads}) to {lib.PROXYCCL_MAX_RINGS}, not {fifos!r}"
+            )
+        self.runtime = runtime
+        self._shared = shared
+        self._counters_offset = shared_offset
+        self._flushed_offset = shared_offset + COUNTERS_BYTES
+        counters = ffi.cast("ProxycclCounters *", shared.host_ptr + shared_offset)
+        self._counters = counters
+        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)
+        functions = runtime.engine_functions()
+        self._table = ffi.new("ProxycclRuntimeTable *")
+        lib.proxyccl_runtime_table_fill(
+            self._table, functions.copy, functions.write64, functions.event_record, functions.event_query
+        )
+        self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
+        self._on_failure = on_failure
+        self._memory_used = [False] * MAX_MEMORIES
+        self._channel_fifos: list[Fifo] = []
+        self._handlers: dict[int, Handler] = {}
+        self._connections: list[Connection] = []
+        self._closed = False
+        self._lock = threading.Lock()
+        policy = idle or IdlePolicy()
+        self._policy = ffi.new("ProxycclIdlePolicy *")
+        self._policy.spin_ns, self._policy.yield_ns = int(policy.spin_us * 1000), int(policy.yield_us * 1000)
+        self._policy.max_sleep_ns = max(1000, int(policy.max_sleep_us * 1000))
+        self._workers = [lib.proxyccl_worker_create(self._service, self._policy) for _ in range(threads)]
+        for i, fifo in enumerate(self.fifos):
+            lib.proxyccl_worker_add_ring(
+                self._workers[i % threads],
+                ffi.cast("ProxycclTrigger *", fifo.slots_host),
+                ffi.cast("uint64_t *", fifo.tail_host),
+                fifo.size_log2,
+            )
+        self._threads = [
+            threading.Thread(target=self._run, args=(worker,), name=f"{name}-proxy-{i}", daemon=True)
+            for i, worker in enumerate(self._workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @staticmethod
+    def shared_bytes() -> int:
+        """Bytes of shared memory that a service needs."""
+        return COUNTERS_BYTES + FLUSHED_BYTES
+
+    def __repr__(self) -> str:
+        return f"<ProxyService with {len(self.fifos)} rings, {len(self._threads)} threads, {len(self._channel_fifos)} channels>"
+
+    def flushed_pointer(self, channel: int) -> int:
+        """The device's address of a channel's flush word."""
+        return self._shared.ptr + self._flushed_offset + 8 * channel
+
+    def add_memory(self, base: int, nbytes: int, key: int = 0) -> int:
+        """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB. Returns the first.
+
+        Raises:
+            ResourceError: no ids left: a ring's trigger can name 512.
+        """
+        windows = max(1, -(-nbytes // WINDOW_BYTES))
+        with self._lock:
+            self._require_open()
+            first = self._find_ids(windows)
+            for i in range(windows):
+                self._memory_used[first + i] = True
+                offset = i * WINDOW_BYTES
+                lib.proxyccl_service_set_memory(
+                    self._service, first + i, ffi.cast("char *", base + offset), nbytes - offset, key
+                )
+        return first
+
+    def _find_ids(self, windows: int) -> int:
+        run = 0
+        for i, used in enumerate(self._memory_used):
+            run = 0 if used else run + 1
+            if run == windows:
+                return i - windows + 1
+        raise ResourceError(
+            f"no {windows} consecutive memory ids are free of {MAX_MEMORIES}: "
+            f"{sum(self._memory_used)} are in use; close memories that are not needed any more"
+        )
+
+    def remove_memory(self, first: int, nbytes: int) -> None:
+        """Gives ids back. No trigger may name them any more."""
+        with self._lock:
+            if self._closed:
+                return
+            for i in range(max(1, -(-nbytes // WINDOW_BYTES))):
+                lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0)
+                self._memory_used[first + i] = False
+
+    def connect_copy(self) -> Connection:
+        """A connection that copies within the node, in a stream of its own."""
+        stream, event = self.runtime.create_stream(for_proxy=True), self.runtime.create_event()
+        pointer = lib.proxyccl_copy_connection(
+            self._table, ffi.cast("void *", stream.handle), ffi.cast("void *", event.handle)
+        )
+        if not pointer:
+            raise ResourceError("out of memory for a connection")
+        with self._lock:
+            self._require_open()
+            worker = len(self._connections) % len(self._workers)
+            if lib.proxyccl_worker_add_connection(self._workers[worker], pointer):
+                raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
+            connection = Connection(pointer, worker, stream, event)
+            self._connections.append(connection)
+        return connection
+
+    def reserve_channel(self, connection: Connection) -> int:
+        """A channel id for a connection's ring. Triggers on it are refused until `set_channel`.
+
+        Raises:
+            ResourceError: all 1024 channel ids are in use.
+        """
+        with self._lock:
+            return self._take_channel(connection.worker)
+
+    def set_channel(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
+        """Puts a channel in use. `remote_semaphore` is the address, as the transport reaches it, of the word that its signals count up."""
+        with self._lock:
+            self._require_open()
+            lib.proxyccl_service_set_channel(
+                self._service,
+                channel,
+                connection.pointer,
+                ffi.cast("uint64_t *", remote_semaphore),
+                ffi.cast("uint64_t *", self._shared.host_ptr + self._flushed_offset + 8 * channel),
+            )
+
+    def add_handler(self, handler: Handler) -> int:
+        """A channel whose triggers, of any operation, are passed to a Python function in the worker's thread.
+
+        The ring's later triggers wait until it returns. If it raises, the communicator ends with a HandlerError.
+        """
+        if not callable(handler):
+            raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
+        with self._lock:
+            channel = self._take_channel(len(self._channel_fifos) % len(self._workers))
+            self._handlers[channel] = handler
+            flushed = ffi.cast("uint64_t *", self._shared.host_ptr + self._flushed_offset + 8 * channel)
+            lib.proxyccl_service_set_handler(self._service, channel, flushed)
+        return channel
+
+    def _take_channel(self, worker: int) -> int:
+        self._require_open()
+        channel = len(self._channel_fifos)
+        if channel == MAX_CHANNELS:
+            raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
+        rings = self.fifos[worker :: len(self._workers)]
+        self._channel_fifos.append(rings[channel // len(self._workers) % len(rings)])
+        return channel
+
+    def fifo_for(self, channel: int) -> Fifo:
+        """The ring that a channel's triggers go through."""
+        return self._channel_fifos[channel]
+
+    def counters(self, channel: int) -> ChannelCounters:
+        """A channel's counters, read without disturbing the proxy."""
+        if not 0 <= channel < MAX_CHANNELS:
+            raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
+        if self._shared.closed:
+            raise ClosedError("the proxy service is closed")
+        c = self._counters[channel]
+        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
+
+    def _run(self, worker: Any) -> None:
+        info = ffi.new("ProxycclExitInfo *")
+        self.runtime.activate()
+        while True:
+            reason = lib.proxyccl_worker_run(worker, info)
+            if reason in (lib.PROXYCCL_EXIT_STOPPED, lib.PROXYCCL_EXIT_ABORTED):
+                return
+            trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)
+            channel = info.channel if info.channel < MAX_CHANNELS else None
+            if reason == lib.PROXYCCL_EXIT_HANDLER:
+                try:
+                    self._handlers[info.channel](trigger)
+                except Exception as error:
+                    from proxyccl.device._native import lib as native
+
+                    reason_text = f"{type(error).__name__}: {error}"
+                    self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, trigger, 0, reason_text, error))
+                    return
+                lib.proxyccl_worker_handled(worker)
+                continue
+            text = ffi.string(info.reason).decode() if info.reason else ""
+            self._fail(ProxyFailure(info.code, channel, trigger if channel is not None else None, info.status, text))
+            return
+
+    def _fail(self, failure: ProxyFailure) -> None:
+        if self._on_failure is not None:
+            self._on_failure(failure)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the proxy service is closed")
+
+    def close(self, timeout: float = 30.0) -> bool:
+        """Drains the rings, ends the threads and frees everything. False if a thread did not end in time (its memory is then kept)."""
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        for worker in self._workers:
+            lib.proxyccl_worker_stop(worker)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout)
+        if any(thread.is_alive() for thread in self._threads):
+            return False
+        for connection in self._connections:
+            lib.proxyccl_connection_destroy(connection.pointer)
+            with contextlib.suppress(ProxyCCLError):
+                connection.stream.close()
+            connection.event.close()
+        for worker in self._workers:
+            lib.proxyccl_worker_destroy(worker)
+        lib.proxyccl_service_destroy(self._service)
+        for fifo in self.fifos:
+            fifo.close()
+        return True

@@ -1,0 +1,80 @@
+"""Triggers as Python sees them. The layout is trigger.h's, read from the compiled module, never repeated here."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device._native import lib
+from proxyccl.device.errors import ArgumentError
+
+MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
+MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS
+WINDOW_BYTES: int = lib.PROXYCCL_WINDOW_BYTES
+
+
+class Operation(enum.IntFlag):
+    """What a trigger asks for; bits combine. `CUSTOM`, no bit, goes to the channel's Python handler."""
+
+    CUSTOM = lib.PROXYCCL_OP_CUSTOM
+    DATA = lib.PROXYCCL_OP_DATA
+    SIGNAL = lib.PROXYCCL_OP_SIGNAL
+    FLUSH = lib.PROXYCCL_OP_FLUSH
+
+
+# field: (word, shift, bits)
+_FIELDS = {
+    "size": (0, lib.PROXYCCL_SIZE_SHIFT, lib.PROXYCCL_SIZE_BITS),
+    "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
+    "dst_offset": (1, lib.PROXYCCL_DST_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
+    "src_memory": (1, lib.PROXYCCL_SRC_MEMORY_SHIFT, lib.PROXYCCL_MEMORY_BITS),
+    "dst_memory": (1, lib.PROXYCCL_DST_MEMORY_SHIFT, lib.PROXYCCL_MEMORY_BITS),
+    "operation": (1, lib.PROXYCCL_OP_SHIFT, lib.PROXYCCL_OP_BITS),
+    "channel": (1, lib.PROXYCCL_CHANNEL_SHIFT, lib.PROXYCCL_CHANNEL_BITS),
+}
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """One trigger: what a kernel pushed into the ring.
+
+    Attributes:
+        operation: what is asked for.
+        channel: channel id, 0 to 1023.
+        size: bytes, below 4 GiB.
+        src_memory, src_offset: own memory id (0 to 511) and byte offset (below 4 GiB) in it.
+        dst_memory, dst_offset: the same for the destination.
+    """
+
+    operation: Operation
+    channel: int = 0
+    size: int = 0
+    src_memory: int = 0
+    src_offset: int = 0
+    dst_memory: int = 0
+    dst_offset: int = 0
+
+    def encode(self) -> tuple[int, int]:
+        """The two 64-bit words, with the parity bit 0.
+
+        Raises:
+            ArgumentError: a field does not fit its bits.
+        """
+        words = [0, 0]
+        for name, (word, shift, bits) in _FIELDS.items():
+            value = int(getattr(self, name))
+            if not 0 <= value < 1 << bits:
+                raise ArgumentError(name, f"{value} does not fit in {bits} bits")
+            words[word] |= value << shift
+        return words[0], words[1]
+
+    @classmethod
+    def decode(cls, word0: int, word1: int) -> Trigger:
+        """The trigger in two words; the parity bit is ignored."""
+        words = (word0, word1)
+        values: dict[str, Any] = {
+            name: words[w] >> shift & ((1 << bits) - 1) for name, (w, shift, bits) in _FIELDS.items()
+        }
+        values["operation"] = Operation(values["operation"])
+        return cls(**values)

@@ -1,0 +1,69 @@
+"""ProxyCCL: host-proxy communication for GPU kernels.
+
+A kernel pushes 128-bit triggers into a ring in pinned host memory; a proxy on the CPU drains it and moves the data. This module
+holds the public names and nothing else; see DESIGN.md for the rooms behind them.
+"""
+
+from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
+from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.channels.sm_channel import SmChannel
+from proxyccl.device import open_runtime
+from proxyccl.device.arrays import Array
+from proxyccl.device.errors import (
+    AbortedError,
+    ArgumentError,
+    ClosedError,
+    CommunicatorError,
+    CompileError,
+    HandlerError,
+    KernelError,
+    MismatchError,
+    PeerLostError,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+    TransportError,
+    TriggerError,
+    WaitTimeoutError,
+)
+from proxyccl.device.runtime import Event, Runtime, Stream
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.trigger import Operation, Trigger
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AbortedError",
+    "ArgumentError",
+    "Array",
+    "Bootstrap",
+    "ClosedError",
+    "Communicator",
+    "CommunicatorError",
+    "CompileError",
+    "Event",
+    "HandlerError",
+    "KernelError",
+    "MismatchError",
+    "MpiBootstrap",
+    "Operation",
+    "PeerLostError",
+    "ProxyCCLError",
+    "ProxyChannel",
+    "ProxyService",
+    "RegisteredMemory",
+    "ResourceError",
+    "Runtime",
+    "RuntimeUnavailableError",
+    "SmChannel",
+    "Stream",
+    "ThreadBootstrap",
+    "TorchBootstrap",
+    "TransportError",
+    "Trigger",
+    "TriggerError",
+    "WaitTimeoutError",
+    "open_runtime",
+]
