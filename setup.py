@@ -8,8 +8,8 @@ HEADERS = [
     str(path) for folder in ("device/include/proxyccl", "device/kernels") for path in sorted(Path(folder).glob("*.h"))
 ]
 
-# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built, installed and
-# made part of the wheel by the same machinery as the others.
+# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built,
+# installed and made part of the wheel by the same machinery as the others.
 shipped_kernels = [
     Extension(
         f"proxyccl.device.{source.stem.replace('kernels', '_kernels', 1)}",

@@ -1,1 +1,1 @@
-"""What joins ranks: bootstrap, topology, memory that peers reach, channels, the communicator and what is built on it."""
+"""What joins ranks: bootstrap, topology, memory that peers reach, channels, the communicator and what builds on it."""

@@ -46,7 +46,10 @@ class Bootstrap(Protocol):
 
 
 class MpiBootstrap:
-    """Ranks of an MPI communicator, by default all of them. Its context is a duplicate, so the program's own messages never meet ours."""
+    """Ranks of an MPI communicator, by default all of them.
+
+    Its context is a duplicate, so the program's own messages never meet ours.
+    """
 
     def __init__(self, comm: Any = None) -> None:
         from mpi4py import MPI
@@ -179,7 +182,9 @@ class TorchBootstrap:
 
 
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
-    """A bootstrap from what a caller has: a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
+    """A bootstrap from what a caller has.
+
+    That is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
 
     Returns:
         The bootstrap, and whether it was made here (and is to be closed by its user).

@@ -47,16 +47,20 @@ def _timeout_from(value: float | None) -> float:
 
 
 class Communicator:
-    """A group of ranks. All of them construct it together, and call its collectives and registrations in the same order.
+    """A group of ranks.
+
+    All of them construct it together, and call its collectives and registrations in the same order.
 
     Use it as a context manager, or call `close`.
 
     Args:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
-        runtime: a `Runtime` or the name of one ("host", "cuda", "hip"); None for ``PROXYCCL_RUNTIME``, else what the machine offers.
+        runtime: a `Runtime` or the name of one ("host", "cuda", "hip"); None for ``PROXYCCL_RUNTIME``, else what the
+            machine offers.
         device: device number, for a runtime given by name; None for the rank's number within its node.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
-        local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else real hosts.
+        local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
+            real hosts.
         fifos: rings of this rank's proxy.
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
@@ -158,7 +162,7 @@ class Communicator:
         """Whether `close` was called."""
         return self._state == "closed"
 
-    # -- memory and channels ------------------------------------------------------------------------------------------------------------
+    # -- memory and channels ---
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Array:
         """A new array in device memory that peers can reach once it is registered. Its contents are undefined.
@@ -178,10 +182,12 @@ class Communicator:
         return Array(self.runtime, self.runtime.allocate(max(nbytes, 1)), dims, element)
 
     def register(self, array: Any) -> RegisteredMemory:
-        """Registers an array so that peers can reach it. All ranks call this together, each with its own array; sizes may differ.
+        """Registers an array so that peers can reach it.
 
-        Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process: they
-        are good as the source of a put, and a peer that wants to reach one is refused by name.
+        All ranks call this together, each with its own array; sizes may differ.
+
+        Memory of `empty` can be reached by all peers. On the host runtime other arrays are private to their process:
+        they are good as the source of a put, and a peer that wants to reach one is refused by name.
         """
         self.require_usable()
         if isinstance(array, RegisteredMemory):
@@ -197,7 +203,8 @@ class Communicator:
         """Channels by which kernels touch the peers' memory. All ranks call this together.
 
         Args:
-            dst: an array or registered memory; the peers' counterparts are the destinations of put and the sources of get.
+            dst: an array or registered memory; the peers' counterparts are the destinations of put and the sources of
+                get.
             src: own memory that put reads and get writes; None for `dst`.
             packet_buffer: own memory that peers' putPackets fill, where getPackets looks; None for `dst`.
             peers: ranks to connect to, in the order of the channels; None for all others by rank.
@@ -214,7 +221,9 @@ class Communicator:
     def proxy_channels(
         self, dst: Any, src: Any = None, *, peers: Sequence[int] | None = None
     ) -> ChannelSet[ProxyChannel]:
-        """Channels by which kernels have the proxy move data. All ranks call this together. Arguments as for `sm_channels`.
+        """Channels by which kernels have the proxy move data.
+
+        All ranks call this together. Arguments as for `sm_channels`.
 
         Raises:
             ArgumentError: a peer is no other rank, or its memory can't be shared.
@@ -245,7 +254,9 @@ class Communicator:
     def compile(
         self, source: str, name: str | None = None, *, options: Sequence[str] = (), include_dirs: Sequence[str] = ()
     ) -> Any:
-        """Compiles kernels from source text. It includes ``"proxyccl/proxyccl.h"`` and defines ``extern "C" __global__ void`` functions.
+        """Compiles kernels from source text.
+
+        It includes ``"proxyccl/proxyccl.h"`` and defines ``extern "C" __global__ void`` functions.
 
         Args:
             source: the text.
@@ -254,7 +265,8 @@ class Communicator:
             include_dirs: extra directories for ``#include``.
 
         Returns:
-            The `Kernel` of that name, or a `Module` with all of them. A kernel is launched as ``kernel(grid, block, *args, stream=None)``.
+            The `Kernel` of that name, or a `Module` with all of them. A kernel is launched as ``kernel(grid, block,
+            *args, stream=None)``.
 
         Raises:
             CompileError: with the compiler's messages, or with what to install where there is no compiler.
@@ -264,7 +276,7 @@ class Communicator:
         kernel_or_module: Kernel | Module = module if name is None else module[name]
         return kernel_or_module
 
-    # -- collectives -----------------------------------------------------------------------------------------------------------------------
+    # -- collectives ---
 
     def all_reduce(
         self, x: Any, op: str = "sum", *, out: Any = None, algorithm: str | None = None, stream: StreamLike = None
@@ -272,11 +284,14 @@ class Communicator:
         """Reduces `x` over all ranks; every rank gets the same bits.
 
         Args:
-            x: float16, bfloat16, float32, float64, int32 or int64, of any contiguous shape; the same count and type on all ranks.
-            op: "sum", "prod", "min", "max" or "avg". 16-bit floats are accumulated in float32; the integer average truncates.
+            x: float16, bfloat16, float32, float64, int32 or int64, of any contiguous shape; the same count and type
+                on all ranks.
+            op: "sum", "prod", "min", "max" or "avg". 16-bit floats are accumulated in float32; the integer average
+                truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot", "ring" or "proxy"; None chooses by size.
-            stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a GPU.
+            stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a
+                GPU.
 
         Returns:
             `out`, or `x`.
@@ -363,7 +378,7 @@ class Communicator:
         """Chooses all-reduce algorithms by another table; the same on all ranks."""
         self._collectives.selector = selector
 
-    # -- waiting and failing -------------------------------------------------------------------------------------------------------------
+    # -- waiting and failing ---
 
     def synchronize(self, stream: StreamLike = None) -> None:
         """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator."""
@@ -426,7 +441,7 @@ class Communicator:
                 self._failure.__cause__ = failure.exception
         self._watcher.pass_on()
 
-    # -- for the other modules of this room --------------------------------------------------------------------------------------------------
+    # -- for the other modules of this room ---
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes over the bootstrap."""
@@ -435,7 +450,8 @@ class Communicator:
     def agree(self, fields: tuple[int, ...]) -> None:
         """Logs a collective call and compares it with what the peers have logged for theirs.
 
-        Whoever comes later sees the difference; nothing can complete before that, since every collective needs every rank.
+        Whoever comes later sees the difference; nothing can complete before that, since every collective needs every
+        rank.
         """
         self.require_usable()
         self._calls += 1
@@ -449,14 +465,20 @@ class Communicator:
         which = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[which]
         here, there = describe_call(mine), describe_call(theirs)
-        self._failure_cause = f"{here['collective']} with {name} {here[name]} here, {there['collective']} with {name} {there[name]} on rank {peer}"
+        self._failure_cause = (
+            f"{here['collective']} with {name} {here[name]} here, "
+            f"{there['collective']} with {name} {there[name]} on rank {peer}"
+        )
         self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer, wait=which))
         raise self._fail()
 
     def launch(
         self, plan: Callable[[StreamLike], None], stream: StreamLike, handle: int, owners: tuple[object, ...]
     ) -> None:
-        """Launches a plan. Without a stream on the host it waits; else it keeps the arrays alive until the next synchronisation."""
+        """Launches a plan.
+
+        Without a stream on the host it waits; else it keeps the arrays alive until the next synchronisation.
+        """
         if stream is None and self.runtime.name == "host":
             plan(self.default_stream)
             try:
@@ -510,10 +532,12 @@ class Communicator:
             self._opened[handle] = self.runtime.open(handle)
         return self._opened[handle]
 
-    # -- end -----------------------------------------------------------------------------------------------------------------------------
+    # -- end ---
 
     def close(self, *, _collective: bool = True) -> None:
-        """Ends the communicator. All ranks call this together; it waits for work in flight. Calling it twice does nothing.
+        """Ends the communicator. Calling it twice does nothing.
+
+        All ranks call this together; it waits for work in flight.
 
         After a failure it waits for nobody.
         """

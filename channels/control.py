@@ -1,8 +1,8 @@
 """How ranks tell each other to stop, and find out that one of them has.
 
-Each rank owns a control segment in pinned shared memory: the control block that its kernels poll, the words that proxies signal, its
-proxy's counters, and a log of its recent collective calls. The ranks of the same host map each other's. A watcher thread sees
-a peer's process end, and passes an abort on.
+Each rank owns a control segment in pinned shared memory: the control block that its kernels poll, the words that
+proxies signal, its proxy's counters, and a log of its recent collective calls. The ranks of the same host map each
+other's. A watcher thread sees a peer's process end, and passes an abort on.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ class ControlSegment:
         return bool(self._control.abort)
 
     def raise_abort(self, record: ErrorRecord) -> None:
-        """Files the record, unless one is filed, and raises the abort word, which ends every wait of this rank's kernels."""
+        """Files the record, unless one is filed, and raises the abort word, which ends every wait of this rank's
+        kernels.
+        """
         target = self._control.error
         if target.state == lib.PROXYCCL_RECORD_EMPTY:
             target.state = lib.PROXYCCL_RECORD_CLAIMED
@@ -162,7 +164,10 @@ class ControlSegment:
         _CALL.pack_into(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE, sequence, checksum, *fields)
 
     def read_call(self, sequence: int) -> tuple[int, ...] | None:
-        """The fields of a call, or None if it is not there (yet, or any more). The checksum catches a half-written entry."""
+        """The fields of a call, or None if it is not there (yet, or any more).
+
+        The checksum catches a half-written entry.
+        """
         number, checksum, *fields = _CALL.unpack_from(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE)
         if number != sequence or zlib.crc32(repr((sequence, tuple(fields))).encode()) != checksum:
             return None
@@ -215,7 +220,9 @@ def _join(message: str, cause: str) -> str:
 
 
 class Watcher:
-    """A thread that sees peers' processes end and passes an abort of this rank on to its peers. It sleeps in poll() otherwise.
+    """A thread that sees peers' processes end and passes an abort of this rank on to its peers.
+
+    It sleeps in poll() otherwise.
 
     Args:
         rank: this rank.

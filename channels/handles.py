@@ -29,7 +29,10 @@ C = TypeVar("C", bound=Channel)
 
 
 class ChannelSet(Sequence[C], Generic[C]):
-    """Channels in the order of their peers' ranks. As a kernel's pointer argument it is the array of their device handles."""
+    """Channels in the order of their peers' ranks.
+
+    As a kernel's pointer argument it is the array of their device handles.
+    """
 
     def __init__(self, runtime: Runtime, channels: list[C], kept: tuple[object, ...]) -> None:
         self._channels = channels

@@ -126,7 +126,10 @@ class RegisteredMemory:
             raise ClosedError("the registered memory is closed")
 
     def close(self) -> None:
-        """Gives its memory ids back. Mappings stay cached in the communicator, for the next registration of the same memory."""
+        """Gives its memory ids back.
+
+        Mappings stay cached in the communicator, for the next registration of the same memory.
+        """
         if self._closed:
             return
         self._closed = True

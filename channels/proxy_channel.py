@@ -40,7 +40,10 @@ class ProxyChannel(Channel):
 def connect_handles(
     communicator: Communicator, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int], count: int
 ) -> tuple[dict[int, list[ProxyChannel]], object]:
-    """`count` channels to each of `peers`; all ranks call this together. Returns them, and what must be kept alive with them."""
+    """`count` channels to each of `peers`; all ranks call this together.
+
+    Returns them, and what must be kept alive with them.
+    """
     service = communicator.proxy
     opened = {peer: (dst.peer_id(peer), communicator.connection(peer)) for peer in peers}
     # The peer's proxy signals the word of this side's channel id, so ids are taken before they are told.

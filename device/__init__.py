@@ -1,4 +1,7 @@
-"""The device's side: headers that kernels include, kernels that ship, and the runtimes that run them. It knows nothing of ranks."""
+"""The device's side: headers that kernels include, kernels that ship, and the runtimes that run them.
+
+It knows nothing of ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Arrays: a view of anybody's array, and memory of our own as an array.
 
-`as_view` takes whatever a caller has (DLPack first, then the CUDA array interface, then the buffer protocol) and says where it
-lies. It knows no rank and copies nothing.
+`as_view` takes whatever a caller has (DLPack first, then the CUDA array interface, then the buffer protocol) and says
+where it lies. It knows no rank and copies nothing.
 """
 
 from __future__ import annotations
@@ -187,17 +187,19 @@ _DLTENSOR = b"dltensor"
 _exported: dict[int, tuple[object, ...]] = {}
 
 
-@_Deleter
 def _release_export(managed: Any) -> None:
     _exported.pop(ctypes.addressof(managed.contents), None)
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 def _drop_capsule(capsule: int) -> None:
     # A capsule that was consumed has been renamed; one that was not still owns its tensor.
     holder = ctypes.cast(capsule, ctypes.py_object)
     if _is_valid(holder, _DLTENSOR):
         _exported.pop(int(_get_pointer(holder, _DLTENSOR)), None)
+
+
+_deleter = _Deleter(_release_export)
+_capsule_destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_drop_capsule)
 
 
 def _export_dlpack(array: Array) -> Any:
@@ -208,10 +210,10 @@ def _export_dlpack(array: Array) -> Any:
     tensor.data, tensor.device_type, tensor.device_id = array.ptr, device_type, device
     tensor.ndim, tensor.shape, tensor.strides, tensor.byte_offset = len(array.shape), shape, None, 0
     tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes = (*array.dtype.dlpack, 1)
-    managed.deleter = _release_export
+    managed.deleter = _deleter
     address = ctypes.addressof(managed)
     _exported[address] = (managed, shape, array)
-    return _new_capsule(address, _DLTENSOR, ctypes.cast(_drop_capsule, ctypes.c_void_p))
+    return _new_capsule(address, _DLTENSOR, ctypes.cast(_capsule_destructor, ctypes.c_void_p))
 
 
 def _from_dlpack(x: Any, argument: str) -> ArrayView:
@@ -258,7 +260,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     """Where the caller's array lies.
 
     Args:
-        x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol; contiguous in C order.
+        x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
+            contiguous in C order.
         argument: the caller's name for it, for messages.
         gpu: the runtime that ``__cuda_array_interface__`` means: AMD's packages use the same name.
 
@@ -283,7 +286,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     except TypeError:
         raise ArgumentError(
             argument,
-            f"{type(x).__name__} is no array: it has neither __dlpack__ nor __cuda_array_interface__ nor the buffer protocol",
+            f"{type(x).__name__} is no array: "
+            "it has neither __dlpack__ nor __cuda_array_interface__ nor the buffer protocol",
         ) from None
     host = np.asarray(buffer)
     dtype = as_dtype(host.dtype, argument)

@@ -22,8 +22,8 @@ enum { PROXYCCL_SIZE_SHIFT, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_DST_OFFSET_SHIFT
 enum { PROXYCCL_OK, PROXYCCL_ERROR_TIMEOUT, PROXYCCL_ERROR_PEER_LOST, PROXYCCL_ERROR_TRANSPORT,
        PROXYCCL_ERROR_BAD_TRIGGER, PROXYCCL_ERROR_HANDLER, PROXYCCL_ERROR_MISMATCH, PROXYCCL_ERROR_INVALID_FLAG,
        PROXYCCL_ERROR_LOCAL, ... };
-enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PROXYCCL_WAIT_FLUSH, PROXYCCL_WAIT_SM_SIGNAL,
-       PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID, ... };
+enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PROXYCCL_WAIT_FLUSH,
+       PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID, ... };
 enum { PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED, PROXYCCL_RECORD_VALID, ... };
 
 typedef struct {
@@ -36,8 +36,8 @@ typedef struct {
   ProxycclTrigger *slots; uint64_t *tail; uint64_t *head; uint64_t *tail_cache; uint32_t *refresh_lock;
   uint32_t size_log2; ...;
 } ProxycclFifo;
-typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound; ...; } ProxycclSemaphore;
-typedef struct {
+typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound; ...; }
+ProxycclSemaphore; typedef struct {
   ProxycclSemaphore semaphore; char *dst; char *src; char *packet_buffer; ProxycclControl *control; uint64_t dst_bytes;
   uint64_t src_bytes; uint32_t peer; uint32_t channel; ...;
 } ProxycclSmChannel;
@@ -50,8 +50,9 @@ typedef struct {
   ProxycclSemaphore semaphore; ProxycclProxyChannel proxy; char *remote; uint32_t proxied; uint32_t peer; ...;
 } ProxycclLink;
 typedef struct {
-  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch; uint64_t packet_bytes;
-  uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; uint32_t blocks_done; ...;
+  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch; uint64_t
+  packet_bytes; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; uint32_t
+  blocks_done; ...;
 } ProxycclTeam;
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,

@@ -39,7 +39,8 @@ class DType:
                 import ml_dtypes
             except ImportError:
                 raise ArgumentError("dtype", f"numpy has no {self.name}; install the package ml_dtypes") from None
-            return np.dtype(getattr(ml_dtypes, self.name))
+            extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+            return extended
         return np.dtype(self.name)
 
 

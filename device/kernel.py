@@ -69,8 +69,8 @@ class Launch:
 class Kernel:
     """A kernel of a module, launched as ``kernel(grid, block, *args, stream=None, shared=0)``.
 
-    A pointer parameter takes an array (anything that `as_view` takes), a registered memory, an integer address or None; an integer or
-    floating parameter a number; a struct by value a channel handle or bytes of its size.
+    A pointer parameter takes an array (anything that `as_view` takes), a registered memory, an integer address or
+    None; an integer or floating parameter a number; a struct by value a channel handle or bytes of its size.
     """
 
     def __init__(self, runtime: Runtime, name: str, function: Any, parameters: Sequence[tuple[int, int]]) -> None:
@@ -121,7 +121,7 @@ class Kernel:
             number, bits = value.__index__(), 8 * size
             if not -(1 << (bits - 1)) <= number < 1 << bits:
                 raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
-            return (number & ((1 << bits) - 1)).to_bytes(size, "little")
+            return int(number & ((1 << bits) - 1)).to_bytes(size, "little")
         raw = bytes(getattr(value, "device_handle", value))
         if len(raw) != size:
             raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {len(raw)}")
@@ -142,7 +142,10 @@ class Kernel:
 
 
 class Module:
-    """The kernels of one compiled source, as attributes or by name. With one kernel in it, it can be called as that kernel."""
+    """The kernels of one compiled source, as attributes or by name.
+
+    With one kernel in it, it can be called as that kernel.
+    """
 
     def __init__(self, kernels: dict[str, Kernel]) -> None:
         self._kernels = kernels

@@ -1,7 +1,7 @@
 """The runtime protocol: what a device and its driver must offer, and no more.
 
-Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It knows nothing of ranks. The proxy's engine does
-not call it: it gets the addresses in `engine_functions()` and calls the driver itself.
+Three runtimes implement it: host (a CPU emulates the GPU), cuda and hip. It knows nothing of ranks. The proxy's
+engine does not call it: it gets the addresses in `engine_functions()` and calls the driver itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from proxyccl.device.kernel import Kernel, Module
 
 StreamLike = Any
-"""A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream`` or ``ptr``."""
+"""A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream``
+or ``ptr``.
+"""
 
 
 class Memory(Protocol):
@@ -91,7 +93,7 @@ class Event(Protocol):
         """Waits for the marked point."""
         ...
 
-    def elapsed(self, start: Event) -> float:
+    def elapsed(self, start: Any) -> float:
         """Milliseconds from `start` to this event; both were reached."""
         ...
 
@@ -160,7 +162,10 @@ class Runtime(Protocol):
         ...
 
     def export(self, ptr: int, nbytes: int) -> bytes:
-        """A handle by which other processes can open the memory at ptr. Raises ArgumentError where it can't be shared."""
+        """A handle by which other processes can open the memory at ptr.
+
+        Raises ArgumentError where it can't be shared.
+        """
         ...
 
     def open(self, handle: bytes) -> Memory:

@@ -1,1 +1,4 @@
-"""The CPU's side: rings, the C engine that drains them, and the service that runs it. It knows nothing of collectives."""
+"""The CPU's side: rings, the C engine that drains them, and the service that runs it.
+
+It knows nothing of collectives.
+"""

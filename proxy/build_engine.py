@@ -7,10 +7,11 @@ ffi = cffi.FFI()
 ffi.cdef("""
 typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 typedef struct { uint32_t abort; ...; } ProxycclControl;
-typedef struct { uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; ...; } ProxycclCounters;
+typedef struct { uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; ...; }
+ProxycclCounters;
 
-typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED, ... } ProxycclExit;
-typedef struct {
+typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED, ... }
+ProxycclExit; typedef struct {
   ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason; ...;
 } ProxycclExitInfo;
 typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...; } ProxycclIdlePolicy;
@@ -41,8 +42,9 @@ ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime
 void proxyccl_connection_destroy(ProxycclConnection *connection);
 const char *proxyccl_connection_transport(const ProxycclConnection *connection);
 
-uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t timeout_ns);
-uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t first_ticket,
+uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t
+timeout_ns); uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t
+first_ticket,
                                uint64_t count, ProxycclTrigger trigger, uint64_t timeout_ns);
 """)
 
@@ -61,7 +63,8 @@ static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t c
   table->event_query = (int (*)(void *))event_query;
 }
 static void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }
-static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return connection->transport->name; }
+static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return
+connection->transport->name; }
 """,
     sources=["proxy/engine/engine.c", "proxy/engine/copy_transport.c"],
     depends=[

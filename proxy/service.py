@@ -1,7 +1,7 @@
 """The proxy service: rings, the threads that drain them, and the tables that triggers refer to.
 
-A thread enters the C engine once and stays there without the GIL; it comes back for a Python handler, an error or a stop. The
-service runs inside a rank, or in a daemon for many: it knows no ranks and no collectives.
+A thread enters the C engine once and stays there without the GIL; it comes back for a Python handler, an error or a
+stop. The service runs inside a rank, or in a daemon for many: it knows no ranks and no collectives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
 from proxyccl.proxy import _engine
@@ -170,7 +171,8 @@ class ProxyService:
         return COUNTERS_BYTES + FLUSHED_BYTES
 
     def __repr__(self) -> str:
-        return f"<ProxyService with {len(self.fifos)} rings, {len(self._threads)} threads, {len(self._channel_fifos)} channels>"
+        rings, threads, channels = len(self.fifos), len(self._threads), len(self._channel_fifos)
+        return f"<ProxyService with {rings} rings, {threads} threads, {channels} channels>"
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
@@ -241,7 +243,10 @@ class ProxyService:
             return self._take_channel(connection.worker)
 
     def set_channel(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
-        """Puts a channel in use. `remote_semaphore` is the address, as the transport reaches it, of the word that its signals count up."""
+        """Puts a channel in use.
+
+        `remote_semaphore` is the address, as the transport reaches it, of the word that its signals count up.
+        """
         with self._lock:
             self._require_open()
             lib.proxyccl_service_set_channel(
@@ -301,8 +306,6 @@ class ProxyService:
                 try:
                     self._handlers[info.channel](trigger)
                 except Exception as error:
-                    from proxyccl.device._native import lib as native
-
                     reason_text = f"{type(error).__name__}: {error}"
                     self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, trigger, 0, reason_text, error))
                     return
@@ -321,7 +324,10 @@ class ProxyService:
             raise ClosedError("the proxy service is closed")
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, ends the threads and frees everything. False if a thread did not end in time (its memory is then kept)."""
+        """Drains the rings, ends the threads and frees everything.
+
+        False if a thread did not end in time (its memory is then kept).
+        """
         with self._lock:
             if self._closed:
                 return True

@@ -23,7 +23,10 @@ TIMEOUT = 20.0
 def run_ranks(
     world_size: int, body: Callable[[Communicator], T], *, timeout: float = TIMEOUT, **options: Any
 ) -> list[T]:
-    """Runs body(communicator) in one thread a rank. Returns the results by rank, or raises the first rank's exception."""
+    """Runs body(communicator) in one thread a rank.
+
+    Returns the results by rank, or raises the first rank's exception.
+    """
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
     bootstraps = ThreadBootstrap.create(world_size)
@@ -57,7 +60,10 @@ def run_mpi(
     env: dict[str, str] | None = None,
     survive: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program on `world_size` MPI processes. With `survive` a rank that dies leaves the others running."""
+    """Runs a Python program on `world_size` MPI processes.
+
+    With `survive` a rank that dies leaves the others running.
+    """
     mpiexec = Path(sys.executable).with_name("mpiexec")
     command = [str(mpiexec), *(["-disable-auto-cleanup"] if survive else []), "-n", str(world_size)]
     command += [sys.executable, "-m", "mpi4py", str(program), *arguments]

@@ -1,7 +1,8 @@
 """The collectives of a communicator: checks, plans, launches.
 
-A plan is a collective with its arguments packed, kept for the next call with the same arguments, so that issuing it again is one
-call into the driver. What must agree between ranks is compared through the control segments' call logs, before the launch.
+A plan is a collective with its arguments packed, kept for the next call with the same arguments, so that issuing it
+again is one call into the driver. What must agree between ranks is compared through the control segments' call logs,
+before the launch.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ class Collectives:
         self.selector = Selector()
 
     def team(self, *, proxied: bool = False) -> Team:
-        """The team whose links are all proxied, or the one that maps what it can. Made when first used, by all ranks together."""
+        """The team whose links are all proxied, or the one that maps what it can.
+
+        Made when first used, by all ranks together.
+        """
         if proxied not in self._teams:
             self._teams[proxied] = Team(self._comm, proxied=proxied)
         return self._teams[proxied]
@@ -80,7 +84,7 @@ class Collectives:
         """The proxied team if it was made."""
         return self._teams.get(True)
 
-    # -- the calls -------------------------------------------------------------------------------------------------------------------
+    # -- the calls ---
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_reduce`."""
@@ -164,7 +168,7 @@ class Collectives:
             stream,
         )
 
-    # -- plans -----------------------------------------------------------------------------------------------------------------------
+    # -- plans ---
 
     def _plan_all_reduce(
         self, source: ArrayView, target: ArrayView, op: str, algorithm: str | None
@@ -177,7 +181,7 @@ class Collectives:
             if algorithm is not None:
                 raise ArgumentError(
                     "algorithm",
-                    f"{algorithm} needs every rank's memory mapped, and some rank's is not; use ring, two_shot or proxy",
+                    f"{algorithm} needs every rank's memory mapped, and some is not; use ring, two_shot or proxy",
                 )
             chosen = "two_shot"
         file, name = _ALL_REDUCE[chosen]
@@ -249,7 +253,7 @@ class Collectives:
             self._plans.move_to_end(key)
         comm.launch(plan[1], stream, handle, tuple(view.owner for view in arrays))
 
-    # -- arguments -------------------------------------------------------------------------------------------------------------------
+    # -- arguments ---
 
     def _input(self, x: Any, argument: str) -> ArrayView:
         self._comm.require_usable()
@@ -258,7 +262,8 @@ class Collectives:
         if view.device[0] != runtime.name or view.device[1] not in (-1, runtime.device):
             raise ArgumentError(
                 argument,
-                f"the array lies on {view.device[0]}:{view.device[1]}, the communicator uses {runtime.name}:{runtime.device}",
+                f"the array lies on {view.device[0]}:{view.device[1]}, "
+                f"the communicator uses {runtime.name}:{runtime.device}",
             )
         if view.ptr % view.dtype.itemsize:
             raise ArgumentError(
@@ -267,7 +272,10 @@ class Collectives:
         return view
 
     def _output(self, out: Any, default: Any, source: ArrayView, shape: tuple[int, ...]) -> tuple[Any, ArrayView]:
-        """What the caller gets back, and where it lies. Without `out` it is `default` for an in-place call, else a new array."""
+        """What the caller gets back, and where it lies.
+
+        Without `out` it is `default` for an in-place call, else a new array.
+        """
         if out is None:
             out = default if default is not None else self._new_like(source, shape)
             argument = "x" if default is not None else "out"

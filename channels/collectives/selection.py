@@ -14,8 +14,8 @@ PACKET_ALGORITHMS = frozenset({"one_shot", "recursive_doubling"})
 class Selector:
     """Algorithms by the most bytes that each is used for, in rising order; the last is used beyond.
 
-    The default limit between latency and bandwidth, 32 KiB, is what a packet slot holds. `Communicator.tune` replaces it by what was
-    measured on the machine.
+    The default limit between latency and bandwidth, 32 KiB, is what a packet slot holds. `Communicator.tune` replaces
+    it by what was measured on the machine.
     """
 
     limits: tuple[tuple[int, str], ...] = ((32 * 1024, "one_shot"),)

@@ -1,0 +1,1 @@
+"""What the `proxyccl` command runs."""

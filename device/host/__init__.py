@@ -1,7 +1,7 @@
 """The host runtime: runs kernels on the CPU, a fiber for each GPU thread.
 
-It is what runs where there is no GPU, and what lets a race detector see a kernel. Device memory is anonymous shared memory, so that
-ranks can be processes and nothing is left behind by one that is killed.
+It is what runs where there is no GPU, and what lets a race detector see a kernel. Device memory is anonymous shared
+memory, so that ranks can be processes and nothing is left behind by one that is killed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _MESSAGES = {
     lib.PROXYCCL_HOST_INVALID_VALUE: "a value is out of range",
     lib.PROXYCCL_HOST_NOT_FOUND: "not found",
     lib.PROXYCCL_HOST_NOT_READY: "not ready",
-    lib.PROXYCCL_HOST_LAUNCH_FAILED: "the kernel failed: its threads deadlocked at a barrier that not all of them reach, "
-    "or one overflowed its stack",
+    lib.PROXYCCL_HOST_LAUNCH_FAILED: "the kernel failed: its threads deadlocked at a barrier "
+    "that not all of them reach, or one overflowed its stack",
 }
 
 
@@ -84,7 +84,9 @@ class HostMemory:
 
 
 class _Handle:
-    """What another process needs to open a `HostMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the same."""
+    """What another process needs to open a `HostMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the
+    same.
+    """
 
     _LAYOUT = struct.Struct("<8sqqQQQQ")
     _MAGIC = b"PXCCLhst"
@@ -204,7 +206,7 @@ class HostEvent:
         """Waits for the marked point."""
         _check(lib.proxyccl_host_event_synchronize(self._event), "event synchronize")
 
-    def elapsed(self, start: HostEvent) -> float:
+    def elapsed(self, start: Any) -> float:
         """Milliseconds from `start` to this event."""
         out = ffi.new("float *")
         _check(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
@@ -220,8 +222,8 @@ class HostRuntime:
 
     Args:
         device: any small number: every device is this machine's memory.
-        async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's thread makes them, which
-            is faster where cores are few.
+        async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
+            thread makes them, which is faster where cores are few.
         cxxflags: added to every compile; shipped kernels are then compiled at run time too (a sanitizer, say).
     """
 
@@ -440,7 +442,8 @@ def find_compiler() -> list[str]:
             return command
     raise CompileError(
         "kernels of your own need a C++ compiler on the host runtime, and none was found. "
-        "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Alpine: apk add g++) or name it in CXX."
+        "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Alpine: apk add g++) "
+        "or name it in CXX."
     )
 
 

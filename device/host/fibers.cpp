@@ -1,7 +1,8 @@
 // Threads of a block as fibers of one OS thread: creation, switching, barriers, warp exchanges.
 //
-// This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the process: a switch
-// is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds a kernel's races.
+// This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the
+// process: a switch is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds
+// a kernel's races.
 #include "fibers.h"
 
 #include <sched.h>
@@ -51,7 +52,7 @@ proxyccl_host_switch:
   ret
 .size proxyccl_host_switch,.-proxyccl_host_switch
 )");
-constexpr uint64_t kSwitchFrame = 7 * 8;   // six registers and the return address
+constexpr uint64_t kSwitchFrame = 7 * 8;  // six registers and the return address
 constexpr uint64_t kReturnAddress = 6 * 8;
 #elif defined(__aarch64__)
 asm(R"(
@@ -89,7 +90,7 @@ proxyccl_host_switch:
 .size proxyccl_host_switch,.-proxyccl_host_switch
 )");
 constexpr uint64_t kSwitchFrame = 160;
-constexpr uint64_t kReturnAddress = 88;    // x30
+constexpr uint64_t kReturnAddress = 88;  // x30
 #else
 #error "the host runtime knows x86-64 and aarch64"
 #endif
@@ -153,7 +154,8 @@ class StackPool {
  private:
   static FiberState* create() {
     // Twice the size holds an aligned stack; the rest goes back.
-    void* mapping = mmap(nullptr, 2 * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* mapping =
+        mmap(nullptr, 2 * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapping == MAP_FAILED) throw std::bad_alloc();
     char* low = static_cast<char*>(mapping);
     char* aligned = reinterpret_cast<char*>((reinterpret_cast<uint64_t>(low) + kStackBytes - 1) & ~(kStackBytes - 1));
@@ -256,7 +258,8 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
     } else {
       const uint32_t source = fiber->exchange_source;
       // Reading a lane that takes no part is undefined on a GPU; here it gives the reader's own value.
-      fiber->exchange_result = members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
+      fiber->exchange_result =
+          members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
     if (fiber != current) {
       linkAfter(position, fiber);
@@ -291,8 +294,9 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
   return static_cast<uint32_t>(exchange(static_cast<FiberState*>(fiber), mask, predicate, 0, true));
 }
 
-// When every fiber of the block has spun since anything happened, the core goes to somebody else: at first by yielding,
-// which costs the waiter least, then by sleeping, so that many waiting ranks on few cores do not starve the one that works.
+// When every fiber of the block has spun since anything happened, the core goes to somebody else: at first by
+// yielding, which costs the waiter least, then by sleeping, so that many waiting ranks on few cores do not starve the
+// one that works.
 void backOff(uint32_t rounds) {
   constexpr uint32_t kYields = 200;
   constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
@@ -338,10 +342,12 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
   --block->live;
   warp.live &= ~(1u << fiber->lane);
   block->idle_rounds = 0;
-  // Those that waited for this thread need wait no longer. Its place in the list is kept until they are linked behind it.
+  // Those that waited for this thread need wait no longer. Its place in the list is kept until they are linked behind
+  // it.
   if (block->live > 0 && block->at_barrier == block->live) releaseBarrier(block, fiber);
   for (uint32_t lane = 0; lane < kWarp && warp.waiting; ++lane)
-    if (warp.waiting >> lane & 1) completeExchange(block, warp_index, laneOf(block, warp_index, lane)->exchange_mask, fiber);
+    if (warp.waiting >> lane & 1)
+      completeExchange(block, warp_index, laneOf(block, warp_index, lane)->exchange_mask, fiber);
   FiberState* next = fiber->next;
   unlink(fiber);
   if (block->live == 0) leaveToHost(fiber);
@@ -390,7 +396,8 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
     FiberState* fiber = stacks.get(i);
     block.fibers[i] = fiber;
     fiber->api = &kApi;
-    fiber->thread_idx = {i % launch.block.x, i / launch.block.x % launch.block.y, i / (launch.block.x * launch.block.y)};
+    fiber->thread_idx = {i % launch.block.x, i / launch.block.x % launch.block.y,
+                         i / (launch.block.x * launch.block.y)};
     fiber->block_idx = {block_index % launch.grid.x, block_index / launch.grid.x % launch.grid.y,
                         block_index / (launch.grid.x * launch.grid.y)};
     fiber->block_dim = launch.block;

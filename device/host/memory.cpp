@@ -1,7 +1,7 @@
 // Memory that other processes can map: anonymous shared memory behind a file descriptor.
 //
-// A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and a peer of
-// the same user opens it through /proc/<pid>/fd.
+// A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and
+// a peer of the same user opens it through /proc/<pid>/fd.
 #include <cerrno>
 
 #include <sys/mman.h>

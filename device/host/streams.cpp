@@ -307,7 +307,9 @@ int proxyccl_host_module_function(void** function, void* module, const char* nam
   *function = new Function{reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters)};
   return PROXYCCL_HOST_SUCCESS;
 }
-const uint32_t* proxyccl_host_function_parameters(void* function) { return static_cast<Function*>(function)->parameters; }
+const uint32_t* proxyccl_host_function_parameters(void* function) {
+  return static_cast<Function*>(function)->parameters;
+}
 
 int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void* stream, void** parameters,
@@ -332,6 +334,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
     memcpy(arguments->values.back().get(), parameters[i], bytes);
     arguments->addresses.push_back(arguments->values.back().get());
   }
-  Launch launch = {kernel->entry, arguments->addresses.data(), {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes};
+  Launch launch = {
+      kernel->entry, arguments->addresses.data(), {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes};
   return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
 }

@@ -1,10 +1,11 @@
-// One-shot all-reduce with packets, for small messages: every rank sends all it has to every other, and each reduces for itself.
+// One-shot all-reduce with packets, for small messages: every rank sends all it has to every other, and each reduces
+// for itself.
 //
 // One crossing of the link, (n-1) times the bytes. Each rank reduces in rank order, so all get the same bits.
 //
-// A packet slot is reused two epochs later. From kernel to kernel that is safe because a rank that has finished epoch e + 1 has packets of that
-// epoch from every peer, and a peer sends those only when its kernel of epoch e has ended. Inside a kernel the same holds for each thread and its
-// counterpart, which reads and sends the same pieces.
+// A packet slot is reused two epochs later. From kernel to kernel that is safe because a rank that has finished epoch
+// e + 1 has packets of that epoch from every peer, and a peer sends those only when its kernel of epoch e has ended.
+// Inside a kernel the same holds for each thread and its counterpart, which reads and sends the same pieces.
 #ifndef PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 #define PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 
@@ -37,16 +38,15 @@ PROXYCCL_DEVICE void all_reduce_one_shot(ProxycclTeam* team, const T* in, T* out
     };
     for (uint32_t i = 1; i < ranks; ++i) {
       LL16Packet* remote = lanes.remote((rank + i) % ranks, rank);
-      forEachPacket([&](uint64_t p) {
-        remote[p].write(load(first + p).pack(), lanes.flag());
-      });
+      forEachPacket([&](uint64_t p) { remote[p].write(load(first + p).pack(), lanes.flag()); });
     }
     forEachPacket([&](uint64_t p) {
       A sums[kPerPacket] = {};
       for (uint32_t source = 0; source < ranks; ++source) {
         const PayloadOf<T> payload =
-            source == rank ? load(first + p)
-                           : PayloadOf<T>::unpack(readPacket(&lanes.local(source)[p], lanes.flag(), team->control, source));
+            source == rank
+                ? load(first + p)
+                : PayloadOf<T>::unpack(readPacket(&lanes.local(source)[p], lanes.flag(), team->control, source));
         for (uint32_t k = 0; k < kPerPacket; ++k) {
           const A value = Element<T>::widen(payload.values[k]);
           sums[k] = source == 0 ? value : Op::combine(sums[k], value);

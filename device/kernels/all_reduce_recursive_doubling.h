@@ -1,11 +1,13 @@
-// Recursive-doubling all-reduce with packets: in step s a rank swaps partial results with the rank whose number differs in bit s.
+// Recursive-doubling all-reduce with packets: in step s a rank swaps partial results with the rank whose number
+// differs in bit s.
 //
-// ceil(log2 n) crossings of the link and as many times the bytes. Where n is no power of two, each rank beyond the largest power of two below
-// n first hands its data to the rank that many below it, and gets the result at the end. Partial results travel in the
-// accumulator's type. Partners combine in the order of their ranks, so all ranks get the same bits.
+// ceil(log2 n) crossings of the link and as many times the bytes. Where n is no power of two, each rank beyond the
+// largest power of two below n first hands its data to the rank that many below it, and gets the result at the end.
+// Partial results travel in the accumulator's type. Partners combine in the order of their ranks, so all ranks get
+// the same bits.
 //
-// Slots: 0 and 1 are for the ranks beyond the power of two, 2 + s for step s. Reuse after two epochs is safe as in the one-shot
-// algorithm: to finish an epoch needs data of every rank, and each sends it after its previous kernel.
+// Slots: 0 and 1 are for the ranks beyond the power of two, 2 + s for step s. Reuse after two epochs is safe as in
+// the one-shot algorithm: to finish an epoch needs data of every rank, and each sends it after its previous kernel.
 #ifndef PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
 #define PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
 
@@ -42,15 +44,15 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(ProxycclTeam* team, const T* 
     };
     auto receive = [&](uint32_t peer, uint32_t slot, auto&& use) {
       const LL16Packet* local = lanes.local(slot);
-      forEachPacket([&](uint64_t p) {
-        use(p, Payload::unpack(readPacket(&local[p], lanes.flag(), team->control, peer)));
-      });
+      forEachPacket(
+          [&](uint64_t p) { use(p, Payload::unpack(readPacket(&local[p], lanes.flag(), team->control, peer))); });
     };
     auto combine = [&](uint32_t peer) {
       return [&, peer](uint64_t p, const Payload& other) {
         for (uint32_t k = 0; k < kPerPacket; ++k) {
           const A mine = accumulators[p].values[k];
-          accumulators[p].values[k] = rank < peer ? Op::combine(mine, other.values[k]) : Op::combine(other.values[k], mine);
+          accumulators[p].values[k] =
+              rank < peer ? Op::combine(mine, other.values[k]) : Op::combine(other.values[k], mine);
         }
       };
     };

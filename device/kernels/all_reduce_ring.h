@@ -1,10 +1,12 @@
 // Ring all-reduce: a reduce-scatter and an all-gather, each of n-1 steps, in which a rank only sends to the next one.
 //
-// 2 (n-1)/n times the bytes, spread over 2 (n-1) steps: for large messages, and for links that do not bear all pairs at once. Partial
-// results travel in the accumulator's type and are rounded once, by the rank that completes the share; all ranks get its bits.
+// 2 (n-1)/n times the bytes, spread over 2 (n-1) steps: for large messages, and for links that do not bear all pairs
+// at once. Partial results travel in the accumulator's type and are rounded once, by the rank that completes the
+// share; all ranks get its bits.
 //
-// Each step has a slot of its own, double-buffered by the round. A slot is reused two rounds later: a rank that has finished round r + 1 holds
-// a share that passed through every rank in that round, and each of them started it after it had finished round r.
+// Each step has a slot of its own, double-buffered by the round. A slot is reused two rounds later: a rank that has
+// finished round r + 1 holds a share that passed through every rank in that round, and each of them started it after
+// it had finished round r.
 #ifndef PROXYCCL_ALL_REDUCE_RING_H
 #define PROXYCCL_ALL_REDUCE_RING_H
 
@@ -34,7 +36,8 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
     auto begin = [&](uint32_t s) { return block_begin + minimum(s * share, block_size); };
     auto size = [&](uint32_t s) { return minimum(share, block_begin + block_size - begin(s)); };
 
-    // What step `slot` sends: `value(i)` for the share's elements. Then waits for the same step's data from the previous rank.
+    // What step `slot` sends: `value(i)` for the share's elements. Then waits for the same step's data from the
+    // previous rank.
     auto pass = [&](uint32_t slot, auto* to, uint64_t n, auto&& value) {
       forEach(n, threadIdx.x, blockDim.x, [&](uint64_t i) { to[i] = value(i); });
       syncThreadsSystem();

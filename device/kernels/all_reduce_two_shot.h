@@ -1,7 +1,9 @@
-// Two-shot all-reduce: each rank reduces one share of the data for all, then hands the result round. And reduce_scatter, its first half.
+// Two-shot all-reduce: each rank reduces one share of the data for all, then hands the result round. And
+// reduce_scatter, its first half.
 //
-// 2 (n-1)/n times the bytes in two rounds. A share is reduced by one rank, in rank order, accumulated in the wide type and rounded once.
-// Peers that are not mapped are reached through the proxy; with a team whose links are all proxied, only triggers move data.
+// 2 (n-1)/n times the bytes in two rounds. A share is reduced by one rank, in rank order, accumulated in the wide
+// type and rounded once. Peers that are not mapped are reached through the proxy; with a team whose links are all
+// proxied, only triggers move data.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 

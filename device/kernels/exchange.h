@@ -1,9 +1,10 @@
 // Rounds in which every rank hands something to every other: the skeleton of the bandwidth-bound collectives.
 //
-// In a round a block sends into a slot that it owns in each peer's scratch, signals every peer, waits for every peer's signal, and reads
-// its own slots. Slots are double-buffered by the parity of the round, and nothing else guards them: a rank starts
-// round r + 2 only after it has seen every peer's signal of round r + 1, which each peer sends only after it has
-// read what came in round r. The same holds from one kernel to the next, and for the proxied source in the staging area.
+// In a round a block sends into a slot that it owns in each peer's scratch, signals every peer, waits for every
+// peer's signal, and reads its own slots. Slots are double-buffered by the parity of the round, and nothing else
+// guards them: a rank starts round r + 2 only after it has seen every peer's signal of round r + 1, which each peer
+// sends only after it has read what came in round r. The same holds from one kernel to the next, and for the proxied
+// source in the staging area.
 #ifndef PROXYCCL_EXCHANGE_H
 #define PROXYCCL_EXCHANGE_H
 
@@ -34,16 +35,21 @@ class Lanes {
         slot_bytes_(team->exchange_bytes / (static_cast<uint64_t>(gridDim.x) * slots) & ~127ull) {}
 
   PROXYCCL_DEVICE uint64_t slotBytes() const { return slot_bytes_; }
-  PROXYCCL_DEVICE char* inbox(uint64_t round, uint32_t slot) const { return team_->scratch + exchangeOffset(round, slot); }
+  PROXYCCL_DEVICE char* inbox(uint64_t round, uint32_t slot) const {
+    return team_->scratch + exchangeOffset(round, slot);
+  }
 
-  // Where to write what `peer` shall find in its slot `remote_slot`; `local_slot` is unique to it among this block's sends.
+  // Where to write what `peer` shall find in its slot `remote_slot`; `local_slot` is unique to it among this block's
+  // sends.
   PROXYCCL_DEVICE char* outbox(uint64_t round, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const ProxycclLink& link = links_[peer];
-    return link.proxied ? team_->scratch + stagingOffset(round, local_slot) : link.remote + exchangeOffset(round, remote_slot);
+    return link.proxied ? team_->scratch + stagingOffset(round, local_slot)
+                        : link.remote + exchangeOffset(round, remote_slot);
   }
 
   // By one thread, after a syncThreadsSystem(): makes the outbox of `peer` arrive, and says so.
-  PROXYCCL_DEVICE void post(uint64_t round, uint32_t peer, uint32_t remote_slot, uint32_t local_slot, uint64_t bytes) const {
+  PROXYCCL_DEVICE void post(uint64_t round, uint32_t peer, uint32_t remote_slot, uint32_t local_slot,
+                            uint64_t bytes) const {
     const ProxycclLink& link = links_[peer];
     if (!link.proxied) return Semaphore{link.semaphore}.signal();
     const ProxyChannelDeviceHandle channel{link.proxy};
@@ -116,8 +122,10 @@ class Exchange {
   uint64_t outgoing_;
 };
 
-// Calls piece(offset, length) for this block's share of [0, total), at most `longest` at a time; every block makes as many calls.
-template <class Piece> PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t longest, Piece piece) {
+// Calls piece(offset, length) for this block's share of [0, total), at most `longest` at a time; every block makes as
+// many calls.
+template <class Piece>
+PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t longest, Piece piece) {
   const uint64_t stride = longest * gridDim.x;
   for (uint64_t start = 0; start < total; start += stride) {
     const uint64_t offset = minimum(start + blockIdx.x * longest, total);

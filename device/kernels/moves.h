@@ -1,8 +1,8 @@
 // all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
 //
-// Each block takes every gridDim.x-th piece of slotBytes(); `bytes` is what one rank contributes for one rank. Every rank runs the
-// same number of rounds. In-place calls are those of NCCL: all_gather with in = out + rank * bytes, all_to_all and broadcast with
-// in = out.
+// Each block takes every gridDim.x-th piece of slotBytes(); `bytes` is what one rank contributes for one rank. Every
+// rank runs the same number of rounds. In-place calls are those of NCCL: all_gather with in = out + rank * bytes,
+// all_to_all and broadcast with in = out.
 #ifndef PROXYCCL_MOVES_H
 #define PROXYCCL_MOVES_H
 

@@ -1,7 +1,8 @@
-/* What the shipped collectives need to know of the ranks: filled by the host, read (and its counters advanced) by kernels.
+/* What the shipped collectives need to know of the ranks: filled by the host, read (and its counters advanced) by
+ * kernels.
  *
- * Plain C. Links are a table [blocks][world_size]: each block has its own way to each peer, so blocks never wait for one
- * another inside a collective.
+ * Plain C. Links are a table [blocks][world_size]: each block has its own way to each peer, so blocks never wait for
+ * one another inside a collective.
  */
 #ifndef PROXYCCL_TEAM_H
 #define PROXYCCL_TEAM_H
@@ -13,7 +14,7 @@ enum { PROXYCCL_TEAM_MAX_BLOCKS = 64 };
 typedef struct ProxycclLink {
   ProxycclSemaphore semaphore; /* where the peer is mapped */
   ProxycclProxyChannel proxy;  /* where it is reached through the proxy */
-  char *remote;                /* the peer's scratch memory, mapped */
+  char* remote;                /* the peer's scratch memory, mapped */
   uint32_t proxied;
   uint32_t peer;
 } ProxycclLink;
@@ -27,9 +28,9 @@ typedef struct ProxycclLink {
 typedef struct ProxycclTeam {
   uint32_t rank;
   uint32_t world_size;
-  ProxycclControl *control;
-  ProxycclLink *links;
-  char *scratch;
+  ProxycclControl* control;
+  ProxycclLink* links;
+  char* scratch;
   uint64_t packet_bytes;
   uint64_t exchange_bytes;
   uint64_t staging_offset;

@@ -1,5 +1,6 @@
-/* The stream gives the order: copies, then the signal behind them, then the flush word, each a stream operation. So neither a signal
- * nor a flush makes the engine wait, and a peer whose link is slow holds back no other peer's stream. */
+/* The stream gives the order: copies, then the signal behind them, then the flush word, each a stream operation. So
+ * neither a signal nor a flush makes the engine wait, and a peer whose link is slow holds back no other peer's
+ * stream. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -28,8 +29,8 @@ static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t valu
   return self->runtime.write64(self->stream, address, value, 0);
 }
 
-/* A failed copy shows in the status of an event behind it. One event does: it is recorded again when it is seen complete
- * and more was issued since. */
+/* A failed copy shows in the status of an event behind it. One event does: it is recorded again when it is seen
+ * complete and more was issued since. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
   int status;

@@ -110,7 +110,8 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
 
 void proxyccl_worker_stop(ProxycclWorker *worker) { __atomic_store_n(&worker->stop, 1, __ATOMIC_RELEASE); }
 
-/* Only this worker writes these; a plain add would do but for readers in other threads, who must not see a torn value. */
+/* Only this worker writes these; a plain add would do but for readers in other threads, who must not see a torn
+ * value. */
 static void count(uint64_t *counter, uint64_t amount) {
   __atomic_store_n(counter, __atomic_load_n(counter, __ATOMIC_RELAXED) + amount, __ATOMIC_RELAXED);
 }
@@ -135,7 +136,8 @@ static const char *check_transfer(const ProxycclMemory *dst, uint64_t dst_offset
 #define CONTINUE ((ProxycclExit) - 1)
 
 /* Acts on one trigger. CONTINUE, or the reason to return to Python. */
-static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const ProxycclTrigger *trigger, ProxycclExitInfo *info) {
+static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const ProxycclTrigger *trigger,
+                            ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger->word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
   const uint32_t op = trigger_field(trigger->word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
   Channel *channel = &service->channels[id];
@@ -179,7 +181,8 @@ static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const Pro
   return CONTINUE;
 }
 
-static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *outstanding) {
+static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                     int *outstanding) {
   const uint32_t connections = __atomic_load_n(&worker->connection_count, __ATOMIC_ACQUIRE);
   *outstanding = 0;
   for (uint32_t i = 0; i < connections; ++i) {
@@ -210,7 +213,8 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   worker->handling = 0;
 }
 
-/* Spins, then yields, then sleeps: a wake-up costs at most the current pause, and an idle proxy costs next to no core. */
+/* Spins, then yields, then sleeps: a wake-up costs at most the current pause, and an idle proxy costs next to no
+ * core. */
 static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, uint64_t *sleep_ns) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
@@ -254,7 +258,8 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
     const int busy = progress != 0;
     const ProxycclExit result = poll_connections(worker, info, &progress, &outstanding);
     if (result != CONTINUE) return result;
-    if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_EXIT_ABORTED;
+    if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK)
+      return PROXYCCL_EXIT_ABORTED;
     if (progress != 0) {
       idle_since = 0;
       sleep_ns = 0;
@@ -266,7 +271,8 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
   }
 }
 
-uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count_, uint64_t timeout_ns) {
+uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count_,
+                             uint64_t timeout_ns) {
   Ring ring = {slots, tail, size_log2, 0, 0};
   const uint64_t deadline = now_ns() + timeout_ns;
   ProxycclTrigger trigger;

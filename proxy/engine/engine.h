@@ -1,8 +1,8 @@
 /* The proxy engine: drains rings of triggers and issues what they ask for.
  *
- * A service has one table of memories, one of channels, and some workers; each worker is one OS thread that drains its
- * own rings. A channel's triggers all come through one ring, so its order is kept whatever the number of workers. The engine
- * knows no Python, no driver and no rank; it reaches data through connections (transport.h).
+ * A service has one table of memories, one of channels, and some workers; each worker is one OS thread that drains
+ * its own rings. A channel's triggers all come through one ring, so its order is kept whatever the number of workers.
+ * The engine knows no Python, no driver and no rank; it reaches data through connections (transport.h).
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
@@ -14,8 +14,8 @@
 typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 
-/* Counters of one channel. Written by its worker alone, with plain 8-byte stores; read by anybody at any time. They may lie in memory
- * that other processes map. */
+/* Counters of one channel. Written by its worker alone, with plain 8-byte stores; read by anybody at any time. They
+ * may lie in memory that other processes map. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
@@ -27,11 +27,11 @@ typedef struct ProxycclCounters {
 
 enum { PROXYCCL_MAX_RINGS = 64, PROXYCCL_MAX_CONNECTIONS = 1024 }; /* of one worker */
 
-typedef enum ProxycclExit { /* why proxyccl_worker_run returned */
-  PROXYCCL_EXIT_STOPPED = 0,  /* asked to, with its rings drained */
-  PROXYCCL_EXIT_HANDLER = 1,  /* `trigger` belongs to a Python handler; run again after it */
-  PROXYCCL_EXIT_ERROR = 2,    /* see the fields below; the worker must not be run again */
-  PROXYCCL_EXIT_ABORTED = 3   /* the abort word was raised elsewhere */
+typedef enum ProxycclExit {                            /* why proxyccl_worker_run returned */
+                            PROXYCCL_EXIT_STOPPED = 0, /* asked to, with its rings drained */
+                            PROXYCCL_EXIT_HANDLER = 1, /* `trigger` belongs to a Python handler; run again after it */
+                            PROXYCCL_EXIT_ERROR = 2,   /* see the fields below; the worker must not be run again */
+                            PROXYCCL_EXIT_ABORTED = 3  /* the abort word was raised elsewhere */
 } ProxycclExit;
 
 typedef struct ProxycclExitInfo {
@@ -71,9 +71,10 @@ void proxyccl_worker_stop(ProxycclWorker *worker);
 /* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before run() is called again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
-/* Drains a ring and nothing else: what the ring itself allows, for the benchmark to compare the engine with. Returns when
- * `count` triggers were taken, or, with fewer, after timeout_ns. */
-uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t timeout_ns);
+/* Drains a ring and nothing else: what the ring itself allows, for the benchmark to compare the engine with. Returns
+ * when `count` triggers were taken, or, with fewer, after timeout_ns. */
+uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count,
+                             uint64_t timeout_ns);
 /* Fills a ring from one CPU thread, `count` copies of `trigger`. Returns the number pushed before timeout_ns. */
 uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t first_ticket,
                                uint64_t count, ProxycclTrigger trigger, uint64_t timeout_ns);

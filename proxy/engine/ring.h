@@ -14,10 +14,11 @@ typedef struct {
   uint64_t released; /* value last stored to *tail */
 } Ring;
 
-/* Looks at the next slot. It is full when its parity bit is that of the current lap: 1 in the first, so zeroed memory is empty.
+/* Looks at the next slot. It is full when its parity bit is that of the current lap: 1 in the first, so zeroed memory
+ * is empty.
  *
- * The acquire pairs with the producer's release (storeTrigger): seeing word 1 means seeing word 0, and everything that the
- * kernel wrote before it pushed. */
+ * The acquire pairs with the producer's release (storeTrigger): seeing word 1 means seeing word 0, and everything
+ * that the kernel wrote before it pushed. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const ProxycclTrigger *slot = &ring->slots[ring->next & ((1ull << ring->size_log2) - 1)];
   const uint64_t parity = ~(ring->next >> ring->size_log2) & 1;

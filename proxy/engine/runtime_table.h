@@ -1,9 +1,9 @@
 /* The calls that the engine makes into a runtime: the one seam to a GPU driver.
  *
- * The signatures are the driver API's own (CUDA's, which HIP shares), so the addresses that cuda-bindings, hip-python or the
- * host runtime give are used as they are. No driver header is included and nothing is linked.
- * Each returns 0 for success; event_query returns NOT_READY while work is outstanding (600 in CUDA and HIP).
- * The engine never makes a call that waits for the device.
+ * The signatures are the driver API's own (CUDA's, which HIP shares), so the addresses that cuda-bindings, hip-python
+ * or the host runtime give are used as they are. No driver header is included and nothing is linked. Each returns 0
+ * for success; event_query returns NOT_READY while work is outstanding (600 in CUDA and HIP). The engine never makes
+ * a call that waits for the device.
  */
 #ifndef PROXYCCL_RUNTIME_TABLE_H
 #define PROXYCCL_RUNTIME_TABLE_H

@@ -1,7 +1,8 @@
 /* What moves data to one peer. A connection is one peer's: the channels to it share it.
  *
- * Every function returns 0, or a status of its own that ends the communicator; none of them blocks. What a connection is given is
- * done in order: a signal arrives behind the puts before it, and a flush word is written when they are complete.
+ * Every function returns 0, or a status of its own that ends the communicator; none of them blocks. What a connection
+ * is given is done in order: a signal arrives behind the puts before it, and a flush word is written when they are
+ * complete.
  */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H

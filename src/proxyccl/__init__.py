@@ -1,7 +1,7 @@
 """ProxyCCL: host-proxy communication for GPU kernels.
 
-A kernel pushes 128-bit triggers into a ring in pinned host memory; a proxy on the CPU drains it and moves the data. This module
-holds the public names and nothing else; see DESIGN.md for the rooms behind them.
+A kernel pushes 128-bit triggers into a ring in pinned host memory; a proxy on the CPU drains it and moves the data.
+This module holds the public names and nothing else; see DESIGN.md for the rooms behind them.
 """
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap

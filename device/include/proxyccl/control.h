@@ -11,25 +11,25 @@
 
 enum ProxycclErrorCode {
   PROXYCCL_OK = 0,
-  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait ran out */
-  PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
-  PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
-  PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names what is not registered, or leaves its memory */
-  PROXYCCL_ERROR_HANDLER = 5,        /* a Python handler raised */
-  PROXYCCL_ERROR_MISMATCH = 6,       /* ranks called a collective with different arguments */
-  PROXYCCL_ERROR_INVALID_FLAG = 7,   /* a kernel used packet flag 0 */
-  PROXYCCL_ERROR_LOCAL = 8           /* any other failure on one rank that ends the communicator */
+  PROXYCCL_ERROR_TIMEOUT = 1,      /* a bounded wait ran out */
+  PROXYCCL_ERROR_PEER_LOST = 2,    /* the process of a rank ended */
+  PROXYCCL_ERROR_TRANSPORT = 3,    /* a copy or work request failed */
+  PROXYCCL_ERROR_BAD_TRIGGER = 4,  /* a trigger names what is not registered, or leaves its memory */
+  PROXYCCL_ERROR_HANDLER = 5,      /* a Python handler raised */
+  PROXYCCL_ERROR_MISMATCH = 6,     /* ranks called a collective with different arguments */
+  PROXYCCL_ERROR_INVALID_FLAG = 7, /* a kernel used packet flag 0 */
+  PROXYCCL_ERROR_LOCAL = 8         /* any other failure on one rank that ends the communicator */
 };
 
 enum ProxycclWaitKind { /* what a bounded wait waits for */
-  PROXYCCL_WAIT_NONE = 0,
-  PROXYCCL_WAIT_RING_ROOM = 1,
-  PROXYCCL_WAIT_RING_SYNC = 2,
-  PROXYCCL_WAIT_FLUSH = 3,
-  PROXYCCL_WAIT_SM_SIGNAL = 4,
-  PROXYCCL_WAIT_PROXY_SIGNAL = 5,
-  PROXYCCL_WAIT_PACKET = 6,
-  PROXYCCL_WAIT_GRID = 7
+                        PROXYCCL_WAIT_NONE = 0,
+                        PROXYCCL_WAIT_RING_ROOM = 1,
+                        PROXYCCL_WAIT_RING_SYNC = 2,
+                        PROXYCCL_WAIT_FLUSH = 3,
+                        PROXYCCL_WAIT_SM_SIGNAL = 4,
+                        PROXYCCL_WAIT_PROXY_SIGNAL = 5,
+                        PROXYCCL_WAIT_PACKET = 6,
+                        PROXYCCL_WAIT_GRID = 7
 };
 
 enum ProxycclRecordState { PROXYCCL_RECORD_EMPTY = 0, PROXYCCL_RECORD_CLAIMED = 1, PROXYCCL_RECORD_VALID = 2 };

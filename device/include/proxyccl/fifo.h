@@ -1,12 +1,12 @@
 // The producers' side of the ring.
 //
-// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The parity bit that it stores is
-// that of its lap, starting with 1, so zeroed memory reads as an empty first lap and nobody ever clears a slot.
+// A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The parity bit that it stores
+// is that of its lap, starting with 1, so zeroed memory reads as an empty first lap and nobody ever clears a slot.
 //
 // Memory order: the trigger's store is a system-scope release and pairs with the engine's acquire of word 1
-// (engine.c, ring_peek): what the kernel wrote before the push is visible to the transfer. The engine's release of `tail` pairs
-// with the acquire in look() and sync(): a slot is rewritten only after the engine has read it, and after sync()
-// what the engine did for the trigger has been issued.
+// (engine.c, ring_peek): what the kernel wrote before the push is visible to the transfer. The engine's release of
+// `tail` pairs with the acquire in look() and sync(): a slot is rewritten only after the engine has read it, and
+// after sync() what the engine did for the trigger has been issued.
 #ifndef PROXYCCL_FIFO_H
 #define PROXYCCL_FIFO_H
 
@@ -18,8 +18,9 @@ namespace proxyccl {
 constexpr uint64_t kNoTicket = ~0ull;
 
 struct Fifo : ProxycclFifo {
-  // Pushes one trigger (its parity bit is ignored). Returns its ticket, or kNoTicket if the communicator was aborted or the
-  // ring stayed full for longer than the time-out. Triggers of one thread are executed in the order of its pushes.
+  // Pushes one trigger (its parity bit is ignored). Returns its ticket, or kNoTicket if the communicator was aborted
+  // or the ring stayed full for longer than the time-out. Triggers of one thread are executed in the order of its
+  // pushes.
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
     if (aborted(control)) return kNoTicket;
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
@@ -45,8 +46,8 @@ struct Fifo : ProxycclFifo {
     return ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2);
   }
 
-  // Of all producers that wait, the one that holds the lock looks at the host's tail for all: thousands of threads polling one
-  // word across PCIe would starve the proxy's own stores to it.
+  // Of all producers that wait, the one that holds the lock looks at the host's tail for all: thousands of threads
+  // polling one word across PCIe would starve the proxy's own stores to it.
   PROXYCCL_DEVICE bool waitForRoom(uint64_t ticket, Control* control) const {
     const WaitFor what = {PROXYCCL_WAIT_RING_ROOM, PROXYCCL_NO_PEER, 0, ticket + 1 - (1ull << size_log2)};
     return waitUntil(control, what, [&](uint64_t* seen) {

@@ -11,29 +11,29 @@
 
 /* A ring of triggers. `slots` and `tail` are pinned host memory, the rest is device memory. */
 typedef struct ProxycclFifo {
-  ProxycclTrigger *slots;
-  uint64_t *tail;         /* triggers released by the proxy, ever */
-  uint64_t *head;         /* tickets taken by producers, ever */
-  uint64_t *tail_cache;   /* the producers' last look at `tail`: spares them the trip to the host */
-  uint32_t *refresh_lock; /* held by the one producer that looks */
+  ProxycclTrigger* slots;
+  uint64_t* tail;         /* triggers released by the proxy, ever */
+  uint64_t* head;         /* tickets taken by producers, ever */
+  uint64_t* tail_cache;   /* the producers' last look at `tail`: spares them the trip to the host */
+  uint32_t* refresh_lock; /* held by the one producer that looks */
   uint32_t size_log2;     /* slots = 1 << size_log2 */
   uint32_t reserved;
 } ProxycclFifo;
 
 /* A counting semaphore between one writer (the peer, or its proxy) and one waiter. */
 typedef struct ProxycclSemaphore {
-  uint64_t *inbound;        /* the peer's count of signals, as it arrives here */
-  uint64_t *expected;       /* signals consumed by wait() and poll(): local device memory */
-  uint64_t *remote_inbound; /* the peer's `inbound`, where it is mapped */
-  uint64_t *outbound;       /* signals sent: local device memory */
+  uint64_t* inbound;        /* the peer's count of signals, as it arrives here */
+  uint64_t* expected;       /* signals consumed by wait() and poll(): local device memory */
+  uint64_t* remote_inbound; /* the peer's `inbound`, where it is mapped */
+  uint64_t* outbound;       /* signals sent: local device memory */
 } ProxycclSemaphore;
 
 typedef struct ProxycclSmChannel {
   ProxycclSemaphore semaphore;
-  char *dst;           /* the peer's memory, mapped */
-  char *src;           /* own memory */
-  char *packet_buffer; /* own memory that the peer's putPackets() fills */
-  ProxycclControl *control;
+  char* dst;           /* the peer's memory, mapped */
+  char* src;           /* own memory */
+  char* packet_buffer; /* own memory that the peer's putPackets() fills */
+  ProxycclControl* control;
   uint64_t dst_bytes;
   uint64_t src_bytes;
   uint32_t peer;
@@ -43,8 +43,8 @@ typedef struct ProxycclSmChannel {
 typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore; /* signalled by the peer's proxy; remote_inbound and outbound are the engine's */
-  uint64_t *flushed;           /* pinned: one more than the ticket of the last flush completed on this channel */
-  ProxycclControl *control;
+  uint64_t* flushed;           /* pinned: one more than the ticket of the last flush completed on this channel */
+  ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;
   uint32_t dst_memory; /* first memory id of the default destination */

@@ -11,12 +11,27 @@ namespace proxyccl {
 
 enum ParameterKind { kParameterBytes = 0, kParameterInteger = 1, kParameterFloat = 2, kParameterPointer = 3 };
 
-template <class T> struct ParameterKindOf { static constexpr uint32_t value = kParameterBytes; };
-template <class T> struct ParameterKindOf<T*> { static constexpr uint32_t value = kParameterPointer; };
-template <> struct ParameterKindOf<float> { static constexpr uint32_t value = kParameterFloat; };
-template <> struct ParameterKindOf<double> { static constexpr uint32_t value = kParameterFloat; };
-#define PROXYCCL_INTEGER_PARAMETER(T) \
-  template <> struct ParameterKindOf<T> { static constexpr uint32_t value = kParameterInteger; };
+template <class T>
+struct ParameterKindOf {
+  static constexpr uint32_t value = kParameterBytes;
+};
+template <class T>
+struct ParameterKindOf<T*> {
+  static constexpr uint32_t value = kParameterPointer;
+};
+template <>
+struct ParameterKindOf<float> {
+  static constexpr uint32_t value = kParameterFloat;
+};
+template <>
+struct ParameterKindOf<double> {
+  static constexpr uint32_t value = kParameterFloat;
+};
+#define PROXYCCL_INTEGER_PARAMETER(T)                    \
+  template <>                                            \
+  struct ParameterKindOf<T> {                            \
+    static constexpr uint32_t value = kParameterInteger; \
+  };
 PROXYCCL_INTEGER_PARAMETER(bool)
 PROXYCCL_INTEGER_PARAMETER(char)
 PROXYCCL_INTEGER_PARAMETER(signed char)
@@ -32,21 +47,24 @@ PROXYCCL_INTEGER_PARAMETER(unsigned long long)
 #undef PROXYCCL_INTEGER_PARAMETER
 
 // {count, then size << 2 | kind for each parameter}
-template <class... Args> struct ParameterTable {
+template <class... Args>
+struct ParameterTable {
   uint32_t entries[1 + sizeof...(Args)];
 };
-template <class... Args> constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
-  return {{static_cast<uint32_t>(sizeof...(Args)), (static_cast<uint32_t>(sizeof(Args)) << 2 | ParameterKindOf<Args>::value)...}};
+template <class... Args>
+constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
+  return {{static_cast<uint32_t>(sizeof...(Args)),
+           (static_cast<uint32_t>(sizeof(Args)) << 2 | ParameterKindOf<Args>::value)...}};
 }
 
 }  // namespace proxyccl
 
 #if PROXYCCL_ON_HOST
-#define PROXYCCL_EXPORT_KERNEL(name)                                                                          \
-  extern "C" __attribute__((visibility("default"))) constexpr auto proxyccl_parameters_##name =               \
-      ::proxyccl::parameterTable(&name);                                                                      \
-  extern "C" __attribute__((visibility("default"))) void proxyccl_entry_##name(void** arguments) {            \
-    ::proxyccl::host::callKernel(&name, arguments);                                                           \
+#define PROXYCCL_EXPORT_KERNEL(name)                                                               \
+  extern "C" __attribute__((visibility("default"))) constexpr auto proxyccl_parameters_##name =    \
+      ::proxyccl::parameterTable(&name);                                                           \
+  extern "C" __attribute__((visibility("default"))) void proxyccl_entry_##name(void** arguments) { \
+    ::proxyccl::host::callKernel(&name, arguments);                                                \
   }
 #else
 #define PROXYCCL_EXPORT_KERNEL(name) \

@@ -1,7 +1,7 @@
 // Low-latency packets: data and a flag in one store, so that data arriving is its own signal (NCCL's LL protocol).
 //
-// A reader waits until the flags equal its own; the flag must differ from the one that the same packet carried last, and 0,
-// which fresh memory holds, is refused.
+// A reader waits until the flags equal its own; the flag must differ from the one that the same packet carried last,
+// and 0, which fresh memory holds, is refused.
 #ifndef PROXYCCL_PACKET_H
 #define PROXYCCL_PACKET_H
 
@@ -51,8 +51,8 @@ using LLPacket = LL16Packet;
 
 // Waits for a packet with this flag. Zeroes when the wait failed.
 template <class Packet>
-PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control, uint32_t peer,
-                                                    uint32_t channel = 0) {
+PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control,
+                                                    uint32_t peer, uint32_t channel = 0) {
   typename Packet::Payload payload{};
   const WaitFor what = {PROXYCCL_WAIT_PACKET, peer, channel, flag};
   if (!waitUntil(control, what, [&](uint64_t* seen) { return packet->tryRead(flag, &payload, seen); })) return {};

@@ -26,19 +26,56 @@
 namespace proxyccl {
 
 // Every memory-order choice of the library is one of these names.
-template <class T> PROXYCCL_DEVICE T loadAcquireSystem(const T* p) { return PROXYCCL_LOAD(p, ACQUIRE, SYSTEM); }
-template <class T> PROXYCCL_DEVICE T loadRelaxedSystem(const T* p) { return PROXYCCL_LOAD(p, RELAXED, SYSTEM); }
-template <class T> PROXYCCL_DEVICE T loadAcquireDevice(const T* p) { return PROXYCCL_LOAD(p, ACQUIRE, DEVICE); }
-template <class T> PROXYCCL_DEVICE T loadRelaxedDevice(const T* p) { return PROXYCCL_LOAD(p, RELAXED, DEVICE); }
-template <class T> PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) { PROXYCCL_STORE(p, v, RELEASE, SYSTEM); }
-template <class T> PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) { PROXYCCL_STORE(p, v, RELAXED, SYSTEM); }
-template <class T> PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) { PROXYCCL_STORE(p, v, RELEASE, DEVICE); }
-template <class T> PROXYCCL_DEVICE void storeRelaxedDevice(T* p, T v) { PROXYCCL_STORE(p, v, RELAXED, DEVICE); }
-template <class T> PROXYCCL_DEVICE T fetchAddRelaxedDevice(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, RELAXED, DEVICE); }
-template <class T> PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE); }
-template <class T> PROXYCCL_DEVICE T fetchAddRelaxedSystem(T* p, T v) { return PROXYCCL_FETCH_ADD(p, v, RELAXED, SYSTEM); }
-template <class T> PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) { return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE); }
-template <class T> PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
+template <class T>
+PROXYCCL_DEVICE T loadAcquireSystem(const T* p) {
+  return PROXYCCL_LOAD(p, ACQUIRE, SYSTEM);
+}
+template <class T>
+PROXYCCL_DEVICE T loadRelaxedSystem(const T* p) {
+  return PROXYCCL_LOAD(p, RELAXED, SYSTEM);
+}
+template <class T>
+PROXYCCL_DEVICE T loadAcquireDevice(const T* p) {
+  return PROXYCCL_LOAD(p, ACQUIRE, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE T loadRelaxedDevice(const T* p) {
+  return PROXYCCL_LOAD(p, RELAXED, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) {
+  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
+}
+template <class T>
+PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
+  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
+}
+template <class T>
+PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) {
+  PROXYCCL_STORE(p, v, RELEASE, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE void storeRelaxedDevice(T* p, T v) {
+  PROXYCCL_STORE(p, v, RELAXED, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE T fetchAddRelaxedDevice(T* p, T v) {
+  return PROXYCCL_FETCH_ADD(p, v, RELAXED, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) {
+  return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE T fetchAddRelaxedSystem(T* p, T v) {
+  return PROXYCCL_FETCH_ADD(p, v, RELAXED, SYSTEM);
+}
+template <class T>
+PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) {
+  return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE);
+}
+template <class T>
+PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
   return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, SYSTEM);
 }
 

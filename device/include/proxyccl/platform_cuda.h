@@ -11,9 +11,11 @@
 // NVRTC's built-in atomics: libcu++ would cost a second a compile.
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __nv_atomic_load_n(p, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __nv_atomic_fetch_add(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __nv_atomic_exchange_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
-#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                     \
+#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) \
+  __nv_atomic_fetch_add(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) \
+  __nv_atomic_exchange_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                          \
   __nv_atomic_compare_exchange_n(p, expected, desired, false, __NV_ATOMIC_ACQ_REL, __NV_ATOMIC_ACQUIRE, \
                                  __NV_THREAD_SCOPE_##SCOPE)
 
@@ -28,7 +30,10 @@ PROXYCCL_DEVICE uint64_t nanoseconds() {
 // A look at the abort word crosses PCIe, so it is taken seldom.
 constexpr uint32_t kSpinsPerCheck = 4096;
 
-template <class T> PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) { return __shfl_sync(0xffffffffu, value, lane); }
+template <class T>
+PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
+  return __shfl_sync(0xffffffffu, value, lane);
+}
 PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
@@ -44,8 +49,8 @@ PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1
   asm volatile(
       "{\n\t.reg .b128 trigger;\n\t"
       "mov.b128 trigger, {%1, %2};\n\t"
-      "st.release.sys.global.b128 [%0], trigger;\n\t}"
-      ::"l"(slot), "l"(word0), "l"(word1)
+      "st.release.sys.global.b128 [%0], trigger;\n\t}" ::"l"(slot),
+      "l"(word0), "l"(word1)
       : "memory");
 #else
   // No untorn 16-byte store before sm_90: the word with the parity bit is released behind the other.

@@ -12,7 +12,8 @@
 #define PROXYCCL_HIP_SCOPE_SYSTEM __HIP_MEMORY_SCOPE_SYSTEM
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __hip_atomic_load(p, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __hip_atomic_store(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
-#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) __hip_atomic_fetch_add(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
+#define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) \
+  __hip_atomic_fetch_add(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __hip_atomic_exchange(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
 #define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                   \
   __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE, \
@@ -25,7 +26,10 @@ PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
 constexpr uint32_t kSpinsPerCheck = 2048;
 
-template <class T> PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) { return __shfl(value, static_cast<int>(lane)); }
+template <class T>
+PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
+  return __shfl(value, static_cast<int>(lane));
+}
 PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
@@ -61,9 +65,7 @@ PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1
 }
 
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) { return static_cast<float>(__builtin_bit_cast(_Float16, bits)); }
-PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
-  return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value));
-}
+PROXYCCL_DEVICE uint16_t floatToHalf(float value) { return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value)); }
 
 }  // namespace proxyccl
 

@@ -55,25 +55,30 @@ PROXYCCL_DEVICE Fiber* self() {
   return reinterpret_cast<Fiber*>((frame & ~(kStackBytes - 1)) + kStackBytes - kFiberSlot);
 }
 
-template <class T> PROXYCCL_DEVICE uint64_t toBits(T value) {
+template <class T>
+PROXYCCL_DEVICE uint64_t toBits(T value) {
   static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
   uint64_t bits = 0;
   __builtin_memcpy(&bits, &value, sizeof(T));
   return bits;
 }
-template <class T> PROXYCCL_DEVICE T fromBits(uint64_t bits) {
+template <class T>
+PROXYCCL_DEVICE T fromBits(uint64_t bits) {
   T value;
   __builtin_memcpy(&value, &bits, sizeof(T));
   return value;
 }
 
-template <size_t... I> struct Indices {};
+template <size_t... I>
+struct Indices {};
 
 // Unpacks the array of argument addresses that a launch passes, as a driver does for a GPU.
-template <class... Args, size_t... I> void call(void (*kernel)(Args...), void** args, Indices<I...>) {
+template <class... Args, size_t... I>
+void call(void (*kernel)(Args...), void** args, Indices<I...>) {
   kernel(*static_cast<Args*>(args[I])...);
 }
-template <class... Args> void callKernel(void (*kernel)(Args...), void** args) {
+template <class... Args>
+void callKernel(void (*kernel)(Args...), void** args) {
   call(kernel, args, Indices<__integer_pack(sizeof...(Args))...>{});
 }
 
@@ -99,10 +104,13 @@ PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds()
 // How many spins pass between two looks at the abort word and the clock: a spin here is a turn of the scheduler.
 constexpr uint32_t kSpinsPerCheck = 8;
 
-template <class T> PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
+template <class T>
+PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return host::fromBits<T>(host::self()->api->shuffle(host::self(), 0xffffffffu, host::toBits(value), lane));
 }
-PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return host::self()->api->ballot(host::self(), 0xffffffffu, predicate); }
+PROXYCCL_DEVICE uint64_t ballot(bool predicate) {
+  return host::self()->api->ballot(host::self(), 0xffffffffu, predicate);
+}
 PROXYCCL_DEVICE void syncWarp() { ballot(false); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
@@ -154,43 +162,59 @@ PROXYCCL_DEVICE uint32_t __ballot_sync(uint32_t mask, int predicate) {
 }
 PROXYCCL_DEVICE int __any_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
 PROXYCCL_DEVICE int __all_sync(uint32_t mask, int predicate) { return __ballot_sync(mask, !predicate) == 0; }
-template <class T> PROXYCCL_DEVICE T __shfl_sync(uint32_t mask, T value, int lane) {
+template <class T>
+PROXYCCL_DEVICE T __shfl_sync(uint32_t mask, T value, int lane) {
   using namespace ::proxyccl::host;
-  return fromBits<T>(self()->api->shuffle(self(), mask, toBits(value), static_cast<uint32_t>(lane) % PROXYCCL_WARP_SIZE));
+  return fromBits<T>(
+      self()->api->shuffle(self(), mask, toBits(value), static_cast<uint32_t>(lane) % PROXYCCL_WARP_SIZE));
 }
-template <class T> PROXYCCL_DEVICE T __shfl_xor_sync(uint32_t mask, T value, int bits) {
+template <class T>
+PROXYCCL_DEVICE T __shfl_xor_sync(uint32_t mask, T value, int bits) {
   return __shfl_sync(mask, value, static_cast<int>(::proxyccl::host::self()->lane ^ static_cast<uint32_t>(bits)));
 }
-template <class T> PROXYCCL_DEVICE T __shfl_down_sync(uint32_t mask, T value, uint32_t delta) {
+template <class T>
+PROXYCCL_DEVICE T __shfl_down_sync(uint32_t mask, T value, uint32_t delta) {
   const uint32_t lane = ::proxyccl::host::self()->lane;
   return __shfl_sync(mask, value, static_cast<int>(lane + delta < PROXYCCL_WARP_SIZE ? lane + delta : lane));
 }
-template <class T> PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
+template <class T>
+PROXYCCL_DEVICE T __shfl_up_sync(uint32_t mask, T value, uint32_t delta) {
   const uint32_t lane = ::proxyccl::host::self()->lane;
   return __shfl_sync(mask, value, static_cast<int>(lane >= delta ? lane - delta : lane));
 }
-template <class T> PROXYCCL_DEVICE T atomicAdd(T* p, T v) {
+template <class T>
+PROXYCCL_DEVICE T atomicAdd(T* p, T v) {
   if constexpr (T(1) / T(2) == T(0)) {
     return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
   } else {  // floating point has no fetch_add before C++20
     T seen;
     __atomic_load(p, &seen, __ATOMIC_RELAXED);
-    for (T next = seen + v; !__atomic_compare_exchange(p, &seen, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);) next = seen + v;
+    for (T next = seen + v; !__atomic_compare_exchange(p, &seen, &next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED);)
+      next = seen + v;
     return seen;
   }
 }
-template <class T> PROXYCCL_DEVICE T atomicAdd_system(T* p, T v) { return atomicAdd(p, v); }
-template <class T> PROXYCCL_DEVICE T atomicExch(T* p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_RELAXED); }
-template <class T> PROXYCCL_DEVICE T atomicCAS(T* p, T expected, T desired) {
+template <class T>
+PROXYCCL_DEVICE T atomicAdd_system(T* p, T v) {
+  return atomicAdd(p, v);
+}
+template <class T>
+PROXYCCL_DEVICE T atomicExch(T* p, T v) {
+  return __atomic_exchange_n(p, v, __ATOMIC_RELAXED);
+}
+template <class T>
+PROXYCCL_DEVICE T atomicCAS(T* p, T expected, T desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }
-template <class T> PROXYCCL_DEVICE T atomicMax(T* p, T v) {
+template <class T>
+PROXYCCL_DEVICE T atomicMax(T* p, T v) {
   T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (seen < v && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;
 }
-template <class T> PROXYCCL_DEVICE T atomicMin(T* p, T v) {
+template <class T>
+PROXYCCL_DEVICE T atomicMin(T* p, T v) {
   T seen = __atomic_load_n(p, __ATOMIC_RELAXED);
   while (v < seen && !__atomic_compare_exchange_n(p, &seen, v, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
   return seen;

@@ -1,7 +1,7 @@
 // ProxyChannel: one thread pushes triggers, the proxy moves the data by copy engine or RDMA.
 //
-// Names and argument order are those of MSCCL++'s ProxyChannelDeviceHandle. Only one thread calls a method at a time; what other
-// threads wrote and the put shall carry is ordered by a syncThreadsSystem() before it.
+// Names and argument order are those of MSCCL++'s ProxyChannelDeviceHandle. Only one thread calls a method at a time;
+// what other threads wrote and the put shall carry is ordered by a syncThreadsSystem() before it.
 #ifndef PROXYCCL_PROXY_CHANNEL_H
 #define PROXYCCL_PROXY_CHANNEL_H
 
@@ -17,8 +17,9 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   const uint64_t src_id = src_memory + (src_offset >> PROXYCCL_OFFSET_BITS);
   ProxycclTrigger trigger;
   trigger.word0 = (size & 0xffffffffu) | src_offset << PROXYCCL_SRC_OFFSET_SHIFT;
-  trigger.word1 = (dst_offset & 0xffffffffu) | src_id << PROXYCCL_SRC_MEMORY_SHIFT | dst_id << PROXYCCL_DST_MEMORY_SHIFT |
-                  static_cast<uint64_t>(op) << PROXYCCL_OP_SHIFT | static_cast<uint64_t>(channel) << PROXYCCL_CHANNEL_SHIFT;
+  trigger.word1 = (dst_offset & 0xffffffffu) | src_id << PROXYCCL_SRC_MEMORY_SHIFT |
+                  dst_id << PROXYCCL_DST_MEMORY_SHIFT | static_cast<uint64_t>(op) << PROXYCCL_OP_SHIFT |
+                  static_cast<uint64_t>(channel) << PROXYCCL_CHANNEL_SHIFT;
   return trigger;
 }
 
@@ -29,7 +30,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t size) const { put(offset, offset, size); }
   // The same between memories given by id (RegisteredMemory.id; ProxyChannel.memory_id).
-  PROXYCCL_DEVICE void put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset, uint64_t size) const {
+  PROXYCCL_DEVICE void put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
+                           uint64_t size) const {
     push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
@@ -46,7 +48,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
-    return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset, src_memory, srcOffset, size));
+    return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
+                            src_memory, srcOffset, size));
   }
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     return putWithSignalAndFlush(offset, offset, size);
@@ -56,18 +59,21 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
   // Waits for, and consumes, the next signal from the peer.
-  PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel); }
+  PROXYCCL_DEVICE bool wait() const {
+    return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
+  }
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
 
   // Pushes an operation, in several triggers if it is longer than one can say. Returns the last one's ticket.
-  PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
-                                uint64_t size) const {
+  PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
+                                uint64_t srcOffset, uint64_t size) const {
     const Fifo ring{fifo};
     while (size > PROXYCCL_MAX_TRIGGER_BYTES) {
-      if (ring.push(makeTrigger(PROXYCCL_OP_DATA, channel, dstMemory, dstOffset, srcMemory, srcOffset, PROXYCCL_MAX_TRIGGER_BYTES),
+      if (ring.push(makeTrigger(PROXYCCL_OP_DATA, channel, dstMemory, dstOffset, srcMemory, srcOffset,
+                                PROXYCCL_MAX_TRIGGER_BYTES),
                     control) == kNoTicket)
         return kNoTicket;
       dstOffset += PROXYCCL_MAX_TRIGGER_BYTES;
@@ -77,8 +83,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return ring.push(makeTrigger(op, channel, dstMemory, dstOffset, srcMemory, srcOffset, size), control);
   }
 
-  // The flushed word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
-  // later ticket's completion implies the earlier's. Pairs with the transport's write behind the channel's data.
+  // The flushed word holds a ticket, not a count: two threads that flush the same channel may push in either order,
+  // and the later ticket's completion implies the earlier's. Pairs with the transport's write behind the channel's
+  // data.
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};

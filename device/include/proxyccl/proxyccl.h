@@ -16,7 +16,8 @@ struct SmChannel {
 struct ProxyChannel {
   using DeviceHandle = ProxyChannelDeviceHandle;
 };
-template <class Channel> using DeviceHandle = typename Channel::DeviceHandle;
+template <class Channel>
+using DeviceHandle = typename Channel::DeviceHandle;
 
 }  // namespace proxyccl
 

@@ -1,7 +1,7 @@
 // Element types and reduction operations.
 //
-// Each type names the type that it accumulates in: 16-bit floats in float, and a result is rounded once. Reductions over ranks are
-// made in rank order wherever all contributions are at hand, so that every rank gets the same bits.
+// Each type names the type that it accumulates in: 16-bit floats in float, and a result is rounded once. Reductions
+// over ranks are made in rank order wherever all contributions are at hand, so that every rank gets the same bits.
 #ifndef PROXYCCL_REDUCE_H
 #define PROXYCCL_REDUCE_H
 
@@ -16,51 +16,84 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-template <class T> struct Element {
+template <class T>
+struct Element {
   using Accumulator = T;
   static PROXYCCL_DEVICE T widen(T value) { return value; }
   static PROXYCCL_DEVICE T narrow(T value) { return value; }
 };
 
-template <> struct Element<Half> {
+template <>
+struct Element<Half> {
   using Accumulator = float;
   static PROXYCCL_DEVICE float widen(Half value) { return halfToFloat(value.bits); }
   static PROXYCCL_DEVICE Half narrow(float value) { return {floatToHalf(value)}; }
 };
 
-template <> struct Element<BFloat16> {
+template <>
+struct Element<BFloat16> {
   using Accumulator = float;
   static PROXYCCL_DEVICE float widen(BFloat16 value) {
     return __builtin_bit_cast(float, static_cast<uint32_t>(value.bits) << 16);
   }
   static PROXYCCL_DEVICE BFloat16 narrow(float value) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
-    if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};  // keep a NaN a (quiet) NaN
+    if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};     // keep a NaN a (quiet) NaN
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // round to nearest, ties to even
   }
 };
 
-// combine() is associative up to rounding; finish() sees the combined value and the number of ranks. Minimum and maximum
-// pass a NaN on. The integer average truncates towards zero, as NCCL's does.
+// combine() is associative up to rounding; finish() sees the combined value and the number of ranks. Minimum and
+// maximum pass a NaN on. The integer average truncates towards zero, as NCCL's does.
 struct Sum {
-  template <class A> static PROXYCCL_DEVICE A combine(A a, A b) { return a + b; }
-  template <class A> static PROXYCCL_DEVICE A finish(A a, uint32_t) { return a; }
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a + b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
 };
 struct Prod {
-  template <class A> static PROXYCCL_DEVICE A combine(A a, A b) { return a * b; }
-  template <class A> static PROXYCCL_DEVICE A finish(A a, uint32_t) { return a; }
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a * b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
 };
 struct Min {
-  template <class A> static PROXYCCL_DEVICE A combine(A a, A b) { return a < b || a != a ? a : b; }
-  template <class A> static PROXYCCL_DEVICE A finish(A a, uint32_t) { return a; }
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a < b || a != a ? a : b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
 };
 struct Max {
-  template <class A> static PROXYCCL_DEVICE A combine(A a, A b) { return a > b || a != a ? a : b; }
-  template <class A> static PROXYCCL_DEVICE A finish(A a, uint32_t) { return a; }
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a > b || a != a ? a : b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
 };
 struct Avg {
-  template <class A> static PROXYCCL_DEVICE A combine(A a, A b) { return a + b; }
-  template <class A> static PROXYCCL_DEVICE A finish(A a, uint32_t ranks) { return a / static_cast<A>(ranks); }
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a + b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t ranks) {
+    return a / static_cast<A>(ranks);
+  }
 };
 
 }  // namespace proxyccl

@@ -1,7 +1,7 @@
 // SmChannel: the kernel's own threads read and write a peer's mapped memory.
 //
-// Names and argument order are those of MSCCL++'s SmChannelDeviceHandle. Offsets are bytes from the start of the channel's
-// destination (the peer's memory) and source (own memory).
+// Names and argument order are those of MSCCL++'s SmChannelDeviceHandle. Offsets are bytes from the start of the
+// channel's destination (the peer's memory) and source (own memory).
 #ifndef PROXYCCL_SM_CHANNEL_H
 #define PROXYCCL_SM_CHANNEL_H
 
@@ -13,13 +13,18 @@ namespace proxyccl {
 
 struct SmChannelDeviceHandle : ProxycclSmChannel {
   // One element of the peer's memory, counted in T.
-  template <class T> PROXYCCL_DEVICE T read(uint64_t index) const { return reinterpret_cast<const volatile T*>(dst)[index]; }
-  template <class T> PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
+  template <class T>
+  PROXYCCL_DEVICE T read(uint64_t index) const {
+    return reinterpret_cast<const volatile T*>(dst)[index];
+  }
+  template <class T>
+  PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
     reinterpret_cast<volatile T*>(dst)[index] = value;
   }
 
   // Own memory to the peer's. Called by `numThreads` threads, each with its own `threadId`.
-  PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
+  PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
+                           uint32_t numThreads) const {
     copyBytes(dst + dstOffset, src + srcOffset, bytes, threadId, numThreads);
   }
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
@@ -27,7 +32,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   }
 
   // The peer's memory (at dstOffset) to own memory (at srcOffset).
-  PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
+  PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
+                           uint32_t numThreads) const {
     copyBytes(src + srcOffset, dst + dstOffset, bytes, threadId, numThreads);
   }
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
@@ -45,8 +51,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
             [&](size_t i) { packets[i].write(payloads[i], flag); });
   }
 
-  // The counterpart: packets that the peer put into the own packet buffer, at dstOffset, to own memory at srcOffset. Waits
-  // for each packet; `flag` must be the sender's.
+  // The counterpart: packets that the peer put into the own packet buffer, at dstOffset, to own memory at srcOffset.
+  // Waits for each packet; `flag` must be the sender's.
   template <class Packet = LL16Packet>
   PROXYCCL_DEVICE void getPackets(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
@@ -57,8 +63,8 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
             [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  // signal() orders what the calling thread (after a syncThreadsSystem(): the block) wrote before it; relaxedSignal() does not.
-  // One thread calls these.
+  // signal() orders what the calling thread (after a syncThreadsSystem(): the block) wrote before it; relaxedSignal()
+  // does not. One thread calls these.
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }

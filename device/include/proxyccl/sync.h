@@ -18,7 +18,8 @@ struct DeviceSyncer {
     bool met = true;
     if (threadIdx.x == 0 && blocks > 1) {
       const uint32_t now = loadRelaxedDevice(&generation);
-      // Each arrival releases its block's writes; the last one acquires them all and passes them on with the generation.
+      // Each arrival releases its block's writes; the last one acquires them all and passes them on with the
+      // generation.
       if (fetchAddAcqRelDevice<uint32_t>(&arrived, 1) == static_cast<uint32_t>(blocks) - 1) {
         storeRelaxedDevice<uint32_t>(&arrived, 0);
         storeReleaseDevice<uint32_t>(&generation, now + 1);

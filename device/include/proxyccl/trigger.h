@@ -17,12 +17,7 @@
 
 /* Operations are bits: putWithSignalAndFlush is one trigger that carries all three. A trigger with no bit
  * set is not known to the engine and goes to the Python handler of its channel. */
-enum {
-  PROXYCCL_OP_CUSTOM = 0,
-  PROXYCCL_OP_DATA = 1,
-  PROXYCCL_OP_SIGNAL = 2,
-  PROXYCCL_OP_FLUSH = 4
-};
+enum { PROXYCCL_OP_CUSTOM = 0, PROXYCCL_OP_DATA = 1, PROXYCCL_OP_SIGNAL = 2, PROXYCCL_OP_FLUSH = 4 };
 
 enum {
   PROXYCCL_SIZE_BITS = 32,
@@ -35,14 +30,14 @@ enum {
 };
 
 enum { /* positions in word 0, then in word 1 */
-  PROXYCCL_SIZE_SHIFT = 0,
-  PROXYCCL_SRC_OFFSET_SHIFT = 32,
-  PROXYCCL_DST_OFFSET_SHIFT = 0,
-  PROXYCCL_SRC_MEMORY_SHIFT = 32,
-  PROXYCCL_DST_MEMORY_SHIFT = 41,
-  PROXYCCL_OP_SHIFT = 50,
-  PROXYCCL_CHANNEL_SHIFT = 53,
-  PROXYCCL_PARITY_SHIFT = 63
+       PROXYCCL_SIZE_SHIFT = 0,
+       PROXYCCL_SRC_OFFSET_SHIFT = 32,
+       PROXYCCL_DST_OFFSET_SHIFT = 0,
+       PROXYCCL_SRC_MEMORY_SHIFT = 32,
+       PROXYCCL_DST_MEMORY_SHIFT = 41,
+       PROXYCCL_OP_SHIFT = 50,
+       PROXYCCL_CHANNEL_SHIFT = 53,
+       PROXYCCL_PARITY_SHIFT = 63
 };
 
 /* One memory id reaches 4 GiB; a longer memory takes consecutive ids. */

@@ -43,7 +43,8 @@ PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor&
 
 // Spins until ready(&seen) is true. Returns false, and the caller must give up its work, when the communicator was
 // aborted or the time-out passed; the latter is reported with the value last seen.
-template <class Ready> PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready ready) {
+template <class Ready>
+PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready ready) {
   uint64_t seen = 0, started = 0;
   for (uint32_t spins = 0; !ready(&seen); ++spins) {
     if (spins % kSpinsPerCheck == kSpinsPerCheck - 1) {

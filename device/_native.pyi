@@ -1,0 +1,7 @@
+"""Made by cffi from build_native.py."""
+
+from typing import Any
+
+ffi: Any
+lib: Any
+__file__: str

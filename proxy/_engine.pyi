@@ -1,0 +1,6 @@
+"""Made by cffi from build_engine.py."""
+
+from typing import Any
+
+ffi: Any
+lib: Any
