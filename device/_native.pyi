@@ -4,4 +4,3 @@ from typing import Any
 
 ffi: Any
 lib: Any
-__file__: str
