@@ -52,7 +52,7 @@ struct ParameterTable {
   uint32_t entries[1 + sizeof...(Args)];
 };
 template <class... Args>
-constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
+PROXYCCL_DEVICE constexpr ParameterTable<Args...> parameterTable(void (*)(Args...)) {
   return {{static_cast<uint32_t>(sizeof...(Args)),
            (static_cast<uint32_t>(sizeof(Args)) << 2 | ParameterKindOf<Args>::value)...}};
 }

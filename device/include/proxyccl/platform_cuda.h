@@ -9,7 +9,9 @@
 #define PROXYCCL_DEVICE __device__ __forceinline__
 
 // NVRTC's built-in atomics: libcu++ would cost a second a compile.
-#define PROXYCCL_LOAD(p, ORDER, SCOPE) __nv_atomic_load_n(p, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
+// They take no pointer to const, not even to load.
+#define PROXYCCL_LOAD(p, ORDER, SCOPE) \
+  __nv_atomic_load_n(::proxyccl::withoutConst(p), __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_STORE(p, v, ORDER, SCOPE) __nv_atomic_store_n(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) \
   __nv_atomic_fetch_add(p, v, __NV_ATOMIC_##ORDER, __NV_THREAD_SCOPE_##SCOPE)
@@ -20,6 +22,11 @@
                                  __NV_THREAD_SCOPE_##SCOPE)
 
 namespace proxyccl {
+
+template <class T>
+PROXYCCL_DEVICE T* withoutConst(const T* p) {
+  return const_cast<T*>(p);
+}
 
 PROXYCCL_DEVICE void spinHint(uint32_t) {}
 PROXYCCL_DEVICE uint64_t nanoseconds() {
@@ -34,7 +41,8 @@ template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return __shfl_sync(0xffffffffu, value, lane);
 }
-PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
+// Not `ballot`: NVRTC declares a global function of that name.
+PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.

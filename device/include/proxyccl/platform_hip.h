@@ -30,7 +30,7 @@ template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return __shfl(value, static_cast<int>(lane));
 }
-PROXYCCL_DEVICE uint64_t ballot(bool predicate) { return __ballot(predicate); }
+PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // The compiler does not drain stores before s_barrier, so each thread fences its own before the block meets.

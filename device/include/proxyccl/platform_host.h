@@ -108,10 +108,10 @@ template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
   return host::fromBits<T>(host::self()->api->shuffle(host::self(), 0xffffffffu, host::toBits(value), lane));
 }
-PROXYCCL_DEVICE uint64_t ballot(bool predicate) {
+PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) {
   return host::self()->api->ballot(host::self(), 0xffffffffu, predicate);
 }
-PROXYCCL_DEVICE void syncWarp() { ballot(false); }
+PROXYCCL_DEVICE void syncWarp() { ballotWarp(false); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
