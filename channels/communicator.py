@@ -16,8 +16,8 @@ from proxyccl.channels.collectives.operations import Collectives, describe_call
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
 from proxyccl.channels.handles import ChannelSet
-from proxyccl.channels.memory import RegisteredMemory
-from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.channels.memory import HandleCache, RegisteredMemory
+from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.topology import RankInfo, Topology, local_world_size_from_environment
 from proxyccl.device import open_runtime
@@ -26,8 +26,9 @@ from proxyccl.device.arrays import Array, as_view
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, KernelError, RuntimeUnavailableError
 from proxyccl.device.kernel import Kernel, Module
-from proxyccl.device.runtime import Memory, Runtime, Stream, StreamLike
+from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
+from proxyccl.proxy.trigger import Trigger
 
 DEFAULT_TIMEOUT = 30.0
 
@@ -112,10 +113,11 @@ class Communicator:
             if peer != self.rank and self.topology.same_host(peer)
         }
         pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
-        self._opened: dict[bytes, Memory] = {}
+        self.mappings = HandleCache(self.runtime.open)
         self._connections: dict[int, Connection] = {}
         self._calls = 0
         self._collectives = Collectives(self)
+        self._last_stream: int | None = None
         self._in_flight: list[tuple[object, ...]] = []
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
@@ -233,6 +235,20 @@ class Communicator:
         target = self.register(dst)
         source = target if src is None else self.register(src)
         return proxy_channel.connect(self, target, source, chosen)
+
+    def handler_channel(self, handler: Callable[[Trigger], None]) -> HandlerChannel:
+        """A channel by which kernels of this rank call a Python function in the proxy's thread. Not collective.
+
+        Args:
+            handler: called with each `Trigger`; later triggers of the same ring wait for it. What it raises ends the
+                communicator with a HandlerError.
+
+        Raises:
+            ArgumentError: the handler can't be called.
+            ResourceError: channel ids ran out.
+        """
+        self.require_usable()
+        return HandlerChannel(self, handler)
 
     def _peers(self, peers: Sequence[int] | None) -> list[int]:
         self.require_usable()
@@ -381,12 +397,16 @@ class Communicator:
     # -- waiting and failing ---
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator."""
+        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator.
+
+        Arrays of asynchronous collectives are let go when all streams were waited for.
+        """
         try:
             if stream is not None and hasattr(stream, "synchronize"):
                 stream.synchronize()
             else:
                 self.runtime.synchronize()
+                self._in_flight.clear()
         except KernelError as error:
             if self.control.aborted:
                 raise self._fail() from error
@@ -472,21 +492,27 @@ class Communicator:
         self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer, wait=which))
         raise self._fail()
 
-    def launch(
-        self, plan: Callable[[StreamLike], None], stream: StreamLike, handle: int, owners: tuple[object, ...]
-    ) -> None:
-        """Launches a plan.
+    def launch(self, plan: Callable[[StreamLike], None], stream: StreamLike, owners: tuple[object, ...]) -> None:
+        """Launches a plan on a stream, behind the communicator's earlier launches on any stream.
 
-        Without a stream on the host it waits; else it keeps the arrays alive until the next synchronisation.
+        All of them share scratch memory, so they never run at once.
+        Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, the arrays
+        are kept alive until the next synchronisation.
         """
-        if stream is None and self.runtime.name == "host":
-            plan(self.default_stream)
+        waits = stream is None and self.runtime.name == "host"
+        handle = self.default_stream.handle if waits else self.runtime.stream_handle(stream)
+        with self._lock:
+            if self._last_stream not in (None, handle):
+                self.runtime.order_streams(self._last_stream, handle)
+            self._last_stream = handle
+            plan(handle)
+            if not waits:
+                self._in_flight.append(owners)
+        if waits:
             try:
                 self.default_stream.synchronize()
             finally:
                 self.check()
-            return
-        plan(handle if stream is None else stream)
 
     @property
     def proxy(self) -> ProxyService:
@@ -526,12 +552,6 @@ class Communicator:
         """A peer's control segment."""
         return self._segments[peer]
 
-    def open_handle(self, handle: bytes) -> Memory:
-        """Maps exported memory, once for each handle."""
-        if handle not in self._opened:
-            self._opened[handle] = self.runtime.open(handle)
-        return self._opened[handle]
-
     # -- end ---
 
     def close(self, *, _collective: bool = True) -> None:
@@ -563,12 +583,10 @@ class Communicator:
         self._state = "closed"
         _open_communicators.discard(self)
         self._watcher.close()
-        if self._proxy is not None:
-            self._proxy.close(self.timeout)
-        self.runtime.synchronize()
+        if self._proxy is not None and not self._proxy.close(self.timeout):
+            return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
         self.default_stream.close()
-        for memory in self._opened.values():
-            memory.close()
+        self.mappings.close()
         for segment in self._segments.values():
             segment.close()
         self.control.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,45 @@ class _Offer:
     def decode(cls, data: bytes) -> _Offer:
         fields = json.loads(data)
         return cls(fields["nbytes"], bytes.fromhex(fields["handle"]), fields["refusal"])
+
+
+class HandleCache:
+    """Mappings of memory that others exported, by handle. The most recently used stay mapped when nobody uses them.
+
+    A handle names the memory itself and not its address, so a cached mapping is never a stale one.
+    """
+
+    def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
+        self._open = open_handle
+        self._keep = keep
+        self._used: dict[bytes, tuple[Memory, int]] = {}
+        self._idle: OrderedDict[bytes, Memory] = OrderedDict()
+
+    def acquire(self, handle: bytes) -> Memory:
+        """Maps the memory, or finds it mapped. Each call is paired with a `release`."""
+        memory, users = self._used.get(handle, (None, 0))
+        if memory is None:
+            memory = self._idle.pop(handle, None) or self._open(handle)
+        self._used[handle] = (memory, users + 1)
+        return memory
+
+    def release(self, handle: bytes) -> None:
+        """Ends one use."""
+        memory, users = self._used[handle]
+        if users > 1:
+            self._used[handle] = (memory, users - 1)
+            return
+        del self._used[handle]
+        self._idle[handle] = memory
+        if len(self._idle) > self._keep:
+            self._idle.popitem(last=False)[1].close()
+
+    def close(self) -> None:
+        """Unmaps everything."""
+        for memory in (*(memory for memory, _ in self._used.values()), *self._idle.values()):
+            memory.close()
+        self._used.clear()
+        self._idle.clear()
 
 
 class RegisteredMemory:
@@ -118,7 +159,7 @@ class RegisteredMemory:
             offer = self._offers[peer]
             if not offer.handle:
                 raise ArgumentError("memory", f"rank {peer} can't share its memory: {offer.refusal or 'it is empty'}")
-            self._opened[peer] = self._communicator.open_handle(offer.handle)
+            self._opened[peer] = self._communicator.mappings.acquire(offer.handle)
         return self._opened[peer]
 
     def _require_open(self) -> None:
@@ -126,9 +167,9 @@ class RegisteredMemory:
             raise ClosedError("the registered memory is closed")
 
     def close(self) -> None:
-        """Gives its memory ids back.
+        """Gives its memory ids back. No kernel may use it, and no trigger name it, any more.
 
-        Mappings stay cached in the communicator, for the next registration of the same memory.
+        Peers' memory stays mapped for a while, in case it is registered again.
         """
         if self._closed:
             return
@@ -139,5 +180,8 @@ class RegisteredMemory:
                 service.remove_memory(self._id, self.nbytes)
             for peer, first in self._remote_ids.items():
                 service.remove_memory(first, self.peer_nbytes(peer))
+        if not self._communicator.closed:
+            for peer in self._opened:
+                self._communicator.mappings.release(self._offers[peer].handle)
         self._opened.clear()
         self._owner = None

@@ -9,7 +9,7 @@ from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.service import ChannelCounters, ProxyService
+from proxyccl.proxy.service import ChannelCounters, Handler, ProxyService
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
@@ -72,6 +72,24 @@ def connect_handles(
             handle.dst_memory, handle.src_memory = opened[peer][0], src.id
             channels[peer].append(ProxyChannel(peer, handle, service, connection.transport))
     return channels, expected
+
+
+class HandlerChannel(Channel):
+    """A channel whose triggers go to a Python function of this rank; its peer is the rank itself.
+
+    Its device side is proxyccl::ProxyChannelDeviceHandle: `custom` passes three numbers, and put, signal and flush
+    arrive at the handler too, which gives them their meaning.
+    """
+
+    def __init__(self, communicator: Communicator, handler: Handler) -> None:
+        service = communicator.proxy
+        self.id = service.add_handler(handler)
+        handle = ffi.new("ProxycclProxyChannel *")
+        service.fifo_for(self.id).fill_handle(handle.fifo)
+        handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(self.id))
+        handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        handle.channel, handle.peer = self.id, communicator.rank
+        super().__init__(communicator.rank, handle)
 
 
 def connect(

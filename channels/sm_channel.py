@@ -34,7 +34,7 @@ class SmSemaphores:
         self._rank = communicator.rank
         handles = communicator.all_gather_bytes(runtime.export(self._inbound.ptr, self._inbound.nbytes))
         self._remote: dict[int, Memory] = {
-            peer: communicator.open_handle(handles[peer])
+            peer: communicator.mappings.acquire(handles[peer])
             for peer in range(self._ranks)
             if peer != self._rank and communicator.topology.accessible[peer]
         }

@@ -50,9 +50,8 @@ typedef struct {
   ProxycclSemaphore semaphore; ProxycclProxyChannel proxy; char *remote; uint32_t proxied; uint32_t peer; ...;
 } ProxycclLink;
 typedef struct {
-  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch; uint64_t
-  packet_bytes; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; uint32_t
-  blocks_done; ...;
+  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch;
+  uint64_t packet_bytes; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; ...;
 } ProxycclTeam;
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,

@@ -197,6 +197,10 @@ class Runtime(Protocol):
         """The driver's handle of a stream of any kind. Raises ArgumentError for what is none."""
         ...
 
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of stream handle `then` wait for what is queued on `first`, if that still exists."""
+        ...
+
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; returns when it is done if no stream is given."""
         ...

@@ -224,8 +224,7 @@ class Collectives:
         runtime = self._comm.runtime
         if source.ptr == target.ptr:
             return lambda _: None
-        default = self._comm.default_stream
-        return lambda stream: runtime.copy(target.ptr, source.ptr, nbytes, default if stream is None else stream)
+        return lambda stream: runtime.copy(target.ptr, source.ptr, nbytes, stream)
 
     def _run(
         self,
@@ -236,7 +235,7 @@ class Collectives:
     ) -> None:
         """Compares the call with the other ranks', makes or finds its plan, and launches it."""
         comm = self._comm
-        handle = comm.runtime.stream_handle(stream)
+        comm.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
         fields = encode_call(*call)
         comm.agree(fields)
         count = call[-1]
@@ -251,7 +250,7 @@ class Collectives:
                 self._plans.popitem(last=False)
         else:
             self._plans.move_to_end(key)
-        comm.launch(plan[1], stream, handle, tuple(view.owner for view in arrays))
+        comm.launch(plan[1], stream, tuple(view.owner for view in arrays))
 
     # -- arguments ---
 

@@ -324,6 +324,14 @@ class HostRuntime:
             )
         return handle
 
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
+        if any(stream.handle == first and not stream._closed for stream in self._streams):
+            event = self.create_event()
+            event.record(first)
+            status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", then), ffi.cast("void *", event.handle), 0)
+            _check(status, "stream wait event")
+
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between two addresses; at once if no stream is given."""
         if stream is None:

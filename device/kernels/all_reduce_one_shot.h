@@ -5,7 +5,9 @@
 //
 // A packet slot is reused two epochs later. From kernel to kernel that is safe because a rank that has finished epoch
 // e + 1 has packets of that epoch from every peer, and a peer sends those only when its kernel of epoch e has ended.
-// Inside a kernel the same holds for each thread and its counterpart, which reads and sends the same pieces.
+// Inside a kernel the same holds for each thread and its counterpart, which reads and sends the same pieces in every
+// epoch: a short last one is padded, or a rank could finish the kernel while a thread that has no piece in it still reads
+// the epoch before at a peer, and overwrite that with its next kernel.
 #ifndef PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 #define PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 
@@ -28,19 +30,13 @@ PROXYCCL_DEVICE void all_reduce_one_shot(ProxycclTeam* team, const T* in, T* out
     return payload;
   };
 
-  const uint64_t span = minimum(lanes.capacity(), packets);
+  const uint64_t span = lanes.packetsPerEpoch(packets);
   for (uint64_t first = 0; first < packets; first += span) {
-    // Each thread keeps its pieces from epoch to epoch, in a short last one too: see the reuse of slots above.
-    auto forEachPacket = [&](auto&& body) {
-      forEach(span, thread, threads, [&](uint64_t p) {
-        if (first + p < packets) body(p);
-      });
-    };
     for (uint32_t i = 1; i < ranks; ++i) {
       LL16Packet* remote = lanes.remote((rank + i) % ranks, rank);
-      forEachPacket([&](uint64_t p) { remote[p].write(load(first + p).pack(), lanes.flag()); });
+      forEach(span, thread, threads, [&](uint64_t p) { remote[p].write(load(first + p).pack(), lanes.flag()); });
     }
-    forEachPacket([&](uint64_t p) {
+    forEach(span, thread, threads, [&](uint64_t p) {
       A sums[kPerPacket] = {};
       for (uint32_t source = 0; source < ranks; ++source) {
         const PayloadOf<T> payload =

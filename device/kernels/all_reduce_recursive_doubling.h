@@ -29,23 +29,18 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(ProxycclTeam* team, const T* 
 
   PacketLanes lanes(team, kFirstStep + steps);
   const uint64_t packets = (count + kPerPacket - 1) / kPerPacket;
-  const uint64_t span = minimum(lanes.capacity(), packets);
+  const uint64_t span = lanes.packetsPerEpoch(packets);
   for (uint64_t first = 0; first < packets; first += span) {
-    // A thread handles the same pieces in every step and epoch, so it alone touches its accumulators.
-    auto forEachPacket = [&](auto&& body) {
-      forEach(span, thread, threads, [&](uint64_t p) {
-        if (first + p < packets) body(p);
-      });
-    };
+    // A thread handles the same packets in every step and epoch, so it alone touches its accumulators.
     auto* accumulators = reinterpret_cast<Payload*>(lanes.accumulators());
     auto send = [&](uint32_t peer, uint32_t slot) {
       LL16Packet* remote = lanes.remote(peer, slot);
-      forEachPacket([&](uint64_t p) { remote[p].write(accumulators[p].pack(), lanes.flag()); });
+      forEach(span, thread, threads, [&](uint64_t p) { remote[p].write(accumulators[p].pack(), lanes.flag()); });
     };
     auto receive = [&](uint32_t peer, uint32_t slot, auto&& use) {
       const LL16Packet* local = lanes.local(slot);
-      forEachPacket(
-          [&](uint64_t p) { use(p, Payload::unpack(readPacket(&local[p], lanes.flag(), team->control, peer))); });
+      forEach(span, thread, threads,
+              [&](uint64_t p) { use(p, Payload::unpack(readPacket(&local[p], lanes.flag(), team->control, peer))); });
     };
     auto combine = [&](uint32_t peer) {
       return [&, peer](uint64_t p, const Payload& other) {
@@ -57,7 +52,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(ProxycclTeam* team, const T* 
       };
     };
 
-    forEachPacket([&](uint64_t p) {
+    forEach(span, thread, threads, [&](uint64_t p) {
       for (uint32_t k = 0; k < kPerPacket; ++k) {
         const uint64_t i = (first + p) * kPerPacket + k;
         accumulators[p].values[k] = i < count ? Element<T>::widen(in[i]) : A{};
@@ -75,7 +70,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(ProxycclTeam* team, const T* 
       }
       if (has_partner_beyond) send(rank + power, kUnfold);
     }
-    forEachPacket([&](uint64_t p) {
+    forEach(span, thread, threads, [&](uint64_t p) {
       for (uint32_t k = 0; k < kPerPacket; ++k) {
         const uint64_t i = (first + p) * kPerPacket + k;
         if (i < count) out[i] = Element<T>::narrow(Op::finish(accumulators[p].values[k], ranks));

@@ -16,13 +16,15 @@ namespace proxyccl {
 PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // Ends a kernel of the team: the last block to arrive advances the counters by what the kernel used.
-PROXYCCL_DEVICE void finishKernel(ProxycclTeam* team, uint64_t rounds, uint32_t epochs) {
+// Returns true in one thread of the grid, the one that did so.
+PROXYCCL_DEVICE bool finishKernel(ProxycclTeam* team, uint64_t rounds, uint32_t epochs) {
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  if (fetchAddAcqRelDevice<uint32_t>(&team->blocks_done, 1) != gridDim.x - 1) return;
+  if (threadIdx.x != 0) return false;
+  if (fetchAddAcqRelDevice<uint32_t>(&team->blocks_done, 1) != gridDim.x - 1) return false;
   storeRelaxedDevice<uint32_t>(&team->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(&team->round, team->round + rounds);
   storeRelaxedDevice<uint32_t>(&team->epoch, team->epoch + epochs);
+  return true;
 }
 
 // One block's links and its share of one parity's scratch, cut into `slots` slots.

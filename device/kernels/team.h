@@ -37,7 +37,10 @@ typedef struct ProxycclTeam {
   /* Advanced by the last block of each kernel, never by the host: a captured graph replays. */
   uint64_t round;
   uint32_t epoch;
+  uint32_t cleared[2]; /* epoch at which the packets of each parity were last cleared */
   uint32_t blocks_done;
+  uint32_t grid_arrived; /* a DeviceSyncer's two words */
+  uint32_t grid_generation;
 } ProxycclTeam;
 
 #endif

@@ -58,6 +58,12 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   // Waits until all that was pushed on this channel before is complete; other channels' work is not waited for.
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
+  // For the channel of a Python handler: three numbers of the user's own (of 32 bits each), as the trigger's size and
+  // destination and source offset. Returns the ticket, for Fifo::sync.
+  PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
+    return push(PROXYCCL_OP_CUSTOM, 0, dstOffset, 0, srcOffset, size);
+  }
+
   // Waits for, and consumes, the next signal from the peer.
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);

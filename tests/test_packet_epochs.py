@@ -1,0 +1,44 @@
+"""Packet flags come round after 2**32 epochs, and slots are reused after two: neither may ever be seen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import run_ranks
+
+from proxyccl import Communicator
+from proxyccl.device._native import ffi
+
+LONG = 20_000  # several epochs: a packet slot holds 4096 packets of two int32 for three ranks
+
+
+@pytest.mark.parametrize("start", [0, 2**30 - 7, 2**31 - 5, 2**32 - 9])
+def test_results_stay_right_when_epochs_wrap(start: int) -> None:
+    def body(comm: Communicator) -> int:
+        team = ffi.cast("ProxycclTeam *", comm.collectives.team().device_pointer)
+        comm.barrier()
+        team.epoch = start
+        comm.barrier()
+        generator = np.random.default_rng(start)
+        for i in range(24):
+            x = generator.integers(0, 1000, int(generator.integers(1, LONG)), dtype=np.int32)
+            y = x + comm.rank
+            comm.all_reduce(y, algorithm=("one_shot", "recursive_doubling")[i % 2])
+            assert np.array_equal(y, 3 * x + 3), f"call {i}"
+        return int(team.epoch)
+
+    ends = run_ranks(3, body)
+    assert len(set(ends)) == 1
+    assert (ends[0] - start) % 2**32 > 24
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling"])
+def test_calls_of_several_epochs_follow_each_other(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = np.arange(LONG, dtype=np.int32)
+        for _ in range(40):
+            y = x + comm.rank
+            comm.all_reduce(y, algorithm=algorithm)
+            assert np.array_equal(y, 3 * x + 3)
+
+    run_ranks(3, body)
