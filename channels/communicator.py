@@ -12,6 +12,7 @@ from typing import Any
 
 from proxyccl.channels import proxy_channel, sm_channel
 from proxyccl.channels.bootstrap import MpiBootstrap, TorchBootstrap, as_bootstrap
+from proxyccl.channels.collectives import tuning
 from proxyccl.channels.collectives.operations import Collectives, describe_call
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
@@ -390,9 +391,21 @@ class Communicator:
         """The collectives' own state: teams, and the `selector` that chooses algorithms by size."""
         return self._collectives
 
-    def set_selector(self, selector: Selector) -> None:
-        """Chooses all-reduce algorithms by another table; the same on all ranks."""
-        self._collectives.selector = selector
+    def tune(self, sizes: Sequence[int] = tuning.SIZES, iterations: int = 5) -> Selector:
+        """Measures the all-reduce algorithms and uses the fastest for each size from then on.
+
+        All ranks call this together. It takes a second or so.
+
+        Args:
+            sizes: bytes to measure.
+            iterations: calls of each algorithm at each size; the median of the slowest rank's times counts.
+
+        Returns:
+            The table, to print or to keep: ``communicator.collectives.selector = table`` on all ranks sets it.
+        """
+        self.require_usable()
+        self._collectives.selector = tuning.selector_from(tuning.measure(self, sizes, iterations))
+        return self._collectives.selector
 
     # -- waiting and failing ---
 

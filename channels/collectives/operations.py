@@ -22,7 +22,17 @@ if TYPE_CHECKING:
     from proxyccl.device.runtime import StreamLike
 
 OPS = ("sum", "prod", "min", "max", "avg")
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier", "dispatch_combine")
+_COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+    "prepare",
+    "dispatch",
+    "combine",
+)
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 _PLANS = 512
 
@@ -69,7 +79,7 @@ class Collectives:
         self._comm = communicator
         self._teams: dict[bool, Team] = {}
         self._plans: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], Callable[[StreamLike], None]]] = OrderedDict()
-        self.selector = Selector()
+        self._selector = Selector()
 
     def team(self, *, proxied: bool = False) -> Team:
         """The team whose links are all proxied, or the one that maps what it can.
@@ -80,6 +90,16 @@ class Collectives:
             self._teams[proxied] = Team(self._comm, proxied=proxied)
         return self._teams[proxied]
 
+    @property
+    def selector(self) -> Selector:
+        """Which all-reduce algorithm is used for which size; the same on all ranks."""
+        return self._selector
+
+    @selector.setter
+    def selector(self, selector: Selector) -> None:
+        self._selector = selector
+        self._plans.clear()  # plans made by size hold the old choice
+
     def proxied_team(self) -> Team | None:
         """The proxied team if it was made."""
         return self._teams.get(True)
@@ -88,7 +108,7 @@ class Collectives:
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_reduce`."""
-        source = self._input(x, "x")
+        source = self.input(x, "x")
         self._check_reduction(source, op)
         if algorithm is not None and algorithm not in ALGORITHMS:
             raise ArgumentError("algorithm", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
@@ -104,7 +124,7 @@ class Collectives:
 
     def reduce_scatter(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.reduce_scatter`."""
-        source, ranks, rank = self._input(x, "x"), self._comm.world_size, self._comm.rank
+        source, ranks, rank = self.input(x, "x"), self._comm.world_size, self._comm.rank
         self._check_reduction(source, op)
         shape = self._share_of(source, "x")
         result, target = self._output(out, None, source, shape)
@@ -127,7 +147,7 @@ class Collectives:
 
     def all_gather(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_gather`."""
-        source, ranks = self._input(x, "x"), self._comm.world_size
+        source, ranks = self.input(x, "x"), self._comm.world_size
         shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
         result, target = self._output(out, None, source, shape)
         _refuse_partial_overlap(target, source, in_place=self._comm.rank * source.nbytes)
@@ -136,7 +156,7 @@ class Collectives:
 
     def all_to_all(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_to_all`."""
-        source = self._input(x, "x")
+        source = self.input(x, "x")
         self._share_of(source, "x")
         result, target = self._output(out, None, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
@@ -147,7 +167,7 @@ class Collectives:
         """See `Communicator.broadcast`."""
         if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
             raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
-        source = self._input(x, "x")
+        source = self.input(x, "x")
         result, target = self._output(x if out is None else out, x, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
         self._move("broadcast", source, target, source.nbytes, algorithm, stream, root)
@@ -175,7 +195,7 @@ class Collectives:
     ) -> Callable[[StreamLike], None]:
         if self._comm.world_size == 1:
             return self._copy_plan(source, target, source.nbytes)
-        chosen = algorithm or self.selector.choose(source.nbytes)
+        chosen = algorithm or self._selector.choose(source.nbytes)
         team = self.team(proxied=chosen == "proxy")
         if chosen in PACKET_ALGORITHMS and not team.direct:
             if algorithm is not None:
@@ -254,7 +274,8 @@ class Collectives:
 
     # -- arguments ---
 
-    def _input(self, x: Any, argument: str) -> ArrayView:
+    def input(self, x: Any, argument: str) -> ArrayView:
+        """Where an argument of a collective lies. Raises ArgumentError if this communicator can't use it."""
         self._comm.require_usable()
         view = as_view(x, argument, gpu=self._comm.runtime.name)
         runtime = self._comm.runtime
@@ -276,11 +297,11 @@ class Collectives:
         Without `out` it is `default` for an in-place call, else a new array.
         """
         if out is None:
-            out = default if default is not None else self._new_like(source, shape)
+            out = default if default is not None else self.new_like(source, shape)
             argument = "x" if default is not None else "out"
         else:
             argument = "out"
-        view = self._input(out, argument)
+        view = self.input(out, argument)
         if not view.writable:
             raise ArgumentError(argument, "the array is read-only")
         if view.dtype != source.dtype:
@@ -289,7 +310,8 @@ class Collectives:
             raise ArgumentError(argument, f"has shape {view.shape}, {shape} is wanted")
         return out, view
 
-    def _new_like(self, source: ArrayView, shape: tuple[int, ...]) -> Any:
+    def new_like(self, source: ArrayView, shape: tuple[int, ...]) -> Any:
+        """A new array for a result: of numpy where the argument was one of the host's, else of `Communicator.empty`."""
         import numpy as np
 
         if self._comm.runtime.name == "host" and not isinstance(source.owner, Array):
