@@ -23,6 +23,7 @@ from typing import Any
 
 from proxyccl.device import _native
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
+from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError, ResourceError
 from proxyccl.device.kernel import Kernel, Module, kernel_names
 from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, StreamLike, foreign_stream_handle
@@ -367,13 +368,15 @@ class HostRuntime:
 
     def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
         """A shipped kernel from the library built at install, or compiled now where `cxxflags` were given."""
-        group = _LIBRARY_OF[dtype or ""]
+        name = "_".join(filter(None, (kernel, dtype, op)))
         if self._cxxflags:
-            source = KERNEL_DIR / "host" / f"kernels_{group}.cpp"
-            path = compile_source(source.read_text(), [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
+            source = f'#include "{file}"\n'
+            if dtype is not None and op is not None:
+                source += f"PROXYCCL_REDUCTION({kernel}, {name}, {DTYPES[dtype].c_name}, {op.capitalize()})\n"
+            path = compile_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
         else:
-            path = shipped_library(group)
-        return self._kernel(self._load(path), kernel if dtype is None else f"{kernel}_{dtype}_{op}")
+            path = shipped_library(_LIBRARY_OF.get(file) or _LIBRARY_OF[dtype or ""])
+        return self._kernel(self._load(path), name)
 
     def launch_function(self) -> Any:
         """The launch call."""
@@ -415,8 +418,10 @@ class HostRuntime:
         return Kernel(self, name, out[0], [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])])
 
 
-# Which of the libraries that setup.py builds holds the kernels for an element type; "": those that only move bytes.
+# Which of the libraries that setup.py builds holds the kernels of a file, where it has one of its own, or else those for
+# an element type; "": those that only move bytes.
 _LIBRARY_OF = {
+    "dispatch_combine.h": "dispatch_combine",
     "": "moves",
     "float32": "float",
     "float64": "float",
