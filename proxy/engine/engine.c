@@ -167,17 +167,18 @@ static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const Pro
     count(&counters->puts, 1);
     count(&counters->bytes, size);
   }
+  /* Counted before a signal or a flush word tells anyone: who has learnt of a trigger finds it in the counters. */
+  count(&counters->triggers, 1);
   if (op & PROXYCCL_OP_SIGNAL) {
+    count(&counters->signals, 1);
     status = transport->signal(channel->connection, channel->remote_semaphore, ++channel->outbound);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
-    count(&counters->signals, 1);
   }
   if (op & PROXYCCL_OP_FLUSH) {
+    count(&counters->flushes, 1);
     status = transport->flush(channel->connection, channel->flushed, ticket + 1);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
-    count(&counters->flushes, 1);
   }
-  count(&counters->triggers, 1);
   return CONTINUE;
 }
 
@@ -204,10 +205,10 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   if (!worker->handling || !ring_peek(ring, &trigger)) return;
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
   Channel *channel = &worker->service->channels[id];
+  count(&worker->service->counters[id].triggers, 1);
   /* The handler has returned, so what this channel was given before is complete by definition. */
   if (trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS) & PROXYCCL_OP_FLUSH)
     __atomic_store_n(channel->flushed, ring->next + 1, __ATOMIC_RELEASE);
-  count(&worker->service->counters[id].triggers, 1);
   ++ring->next;
   ring_release(ring);
   worker->handling = 0;
