@@ -1,21 +1,31 @@
 """Builds the C extension modules and the host-compiled shipped kernels (metadata: pyproject.toml)."""
 
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
 
-HEADERS = [
-    str(path) for folder in ("device/include/proxyccl", "device/kernels") for path in sorted(Path(folder).glob("*.h"))
-]
+INCLUDE_DIRS = ["device/include", "device/kernels"]
 
-# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built,
-# installed and made part of the wheel by the same machinery as the others.
+
+def headers_of(source: Path, found: set[Path]) -> set[Path]:
+    """The project's headers that a source includes, so that a change rebuilds what depends on it and no more."""
+    for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
+        for path in (Path(directory, name) for directory in INCLUDE_DIRS):
+            if path.exists() and path not in found:
+                found.add(path)
+                headers_of(path, found)
+    return found
+
+
+# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built, installed
+# and made part of the wheel by the same machinery as the others.
 shipped_kernels = [
     Extension(
-        f"proxyccl.device.{source.stem.replace('kernels', '_kernels', 1)}",
+        f"proxyccl.device._{source.stem}",
         sources=[str(source)],
-        depends=HEADERS,
-        include_dirs=["device/include", "device/kernels"],
+        depends=sorted(str(header) for header in headers_of(source, set())),
+        include_dirs=INCLUDE_DIRS,
         extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden"],
         language="c++",
         py_limited_api=True,
