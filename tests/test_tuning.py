@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import run_ranks
-from proxyccl.channels.collectives.selection import ALGORITHMS, Selector
-from proxyccl.channels.collectives.tuning import selector_from
 
 from proxyccl import ArgumentError, Communicator
+from proxyccl.channels.collectives.selection import ALGORITHMS, Selector
+from proxyccl.channels.collectives.tuning import selector_from
 
 
 def test_a_selector_takes_the_first_limit_that_fits() -> None:
