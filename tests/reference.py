@@ -1,0 +1,270 @@
+"""Collective calls as values: what each rank puts in, the call itself, and what must come out.
+
+The reference is computed in a wider type (integers exactly), apart from the code under test. Bounds for floating point
+follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one to the
+element's type.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Communicator
+
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot", "ring", "proxy")
+DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
+OPS = ("sum", "prod", "min", "max", "avg")
+_GUARD = 5  # elements behind each array that nobody may touch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Values = NDArray[Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name, ml_dtypes' included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Half the distance from 1 to the next number."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def poison(count: int, dtype: np.dtype[Any]) -> Values:
+    """An array whose every byte is 0xA5: no sensible number in any type."""
+    return np.full(count * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call.
+
+    Attributes:
+        count: elements of one rank's share: of the whole array for all_reduce and broadcast.
+        offset: elements before the array in the memory that it is a view of.
+        in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
+        own_memory: whether the arrays lie in memory of `Communicator.empty`.
+        seed: of the input's values.
+    """
+
+    collective: str = "all_reduce"
+    dtype: str = "float32"
+    op: str = "sum"
+    algorithm: str | None = None
+    count: int = 1
+    offset: int = 0
+    in_place: bool = True
+    own_memory: bool = False
+    root: int = 0
+    seed: int = 0
+
+    def _sizes(self, world_size: int) -> tuple[int, int]:
+        """Elements that go in and come out, on each rank."""
+        many = self.count * world_size
+        return {
+            "all_gather": (self.count, many),
+            "reduce_scatter": (many, self.count),
+            "all_to_all": (many, many),
+        }.get(self.collective, (self.count, self.count))
+
+    def values(self) -> Call:
+        """The call without what its result does not depend on."""
+        return replace(self, algorithm=None, offset=0, in_place=True, own_memory=False)
+
+    def _input(self, rank: int, world_size: int) -> Values:
+        return _inputs(self.values(), world_size)[rank]
+
+    def _base(self, comm: Communicator, count: int, extra_offset: int = 0) -> tuple[Values, Values]:
+        """Poisoned memory with a guard before and behind, and the view of `count` elements in it."""
+        dtype = numpy_dtype(self.dtype)
+        before = self.offset + extra_offset
+        total = before + count + _GUARD
+        base = poison(total, dtype)
+        if self.own_memory:
+            shared = np.asarray(comm.empty((total,), self.dtype)).view(dtype)
+            shared[:] = base
+            base = shared
+        return base, base[before : before + count]
+
+    def run(self, comm: Communicator, stream: Any = None) -> None:
+        """Makes the call on this rank and checks this rank's result. Raises AssertionError."""
+        self.start(comm, stream).finish()
+
+    def start(self, comm: Communicator, stream: Any = None) -> Started:
+        """Makes the call on this rank; with a stream its result is there after a synchronisation."""
+        size_in, size_out = self._sizes(comm.world_size)
+        values = self._input(comm.rank, comm.world_size)
+        if self.in_place:
+            base, whole = self._base(comm, max(size_in, size_out))
+            share = whole[comm.rank * self.count : (comm.rank + 1) * self.count]
+            x = share if self.collective == "all_gather" else whole
+            out = share if self.collective == "reduce_scatter" else whole
+            x[:] = values
+            bases = [base]
+        else:
+            base, x = self._base(comm, size_in)
+            x[:] = values
+            out_base, out = self._base(comm, size_out, extra_offset=1)
+            bases = [base, out_base]
+        result = self._issue(comm, x, None if out is x else out, stream)
+        assert result is out, f"{self}: the call returned another array than its output"
+        return Started(self, comm, x, out, bases, stream)
+
+    def _issue(self, comm: Communicator, x: Values, out: Values | None, stream: Any) -> Any:
+        call = getattr(comm, self.collective)
+        options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
+        if self.collective in ("all_gather", "all_to_all") and out is None:
+            options["out"] = x  # these make a new array otherwise
+        if self.collective in ("all_reduce", "reduce_scatter"):
+            return call(x, self.op, **options)
+        if self.collective == "broadcast":
+            return call(x, self.root, **options)
+        return call(x, **options)
+
+
+@dataclass
+class Started:
+    """A call that was issued on one rank."""
+
+    call: Call
+    comm: Communicator
+    x: Values
+    out: Values
+    bases: list[Values]
+    stream: Any
+
+    def finish(self) -> bytes:
+        """Waits for the result, checks it, and returns its bytes."""
+        if self.stream is not None:
+            self.comm.synchronize(self.stream)
+        call, rank, world_size = self.call, self.comm.rank, self.comm.world_size
+        message = f"rank {rank} of {world_size}: {call}"
+        expected, bound = _expected(call.values(), world_size, rank)
+        _compare(self.out, expected, bound, message)
+        for i, base in enumerate(self.bases):
+            extra = i
+            size = len(base) - call.offset - extra - _GUARD
+            edges = np.concatenate([base[: call.offset + extra], base[call.offset + extra + size :]])
+            assert edges.tobytes() == poison(len(edges), base.dtype).tobytes(), f"{message}: wrote outside the array"
+        if not call.in_place:
+            untouched = call._input(rank, world_size)
+            assert self.x.tobytes() == untouched.tobytes(), f"{message}: changed its input"
+        return self.out.tobytes()
+
+
+def _compare(out: Values, expected: Values, bound: Values | None, message: str) -> None:
+    if bound is None:
+        if out.tobytes() != expected.tobytes():
+            wrong = np.flatnonzero(out != expected)
+            first = int(wrong[0]) if len(wrong) else -1
+            raise AssertionError(
+                f"{message}: {len(wrong)} of {len(out)} elements differ, first [{first}]: "
+                f"{out[first]} instead of {expected[first]}"
+            )
+        return
+    error = np.abs(out.astype(np.float64) - expected)
+    wrong = np.flatnonzero(~(error <= bound))
+    if len(wrong):
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{message}: {len(wrong)} of {len(out)} elements are out of bounds, first [{first}]: "
+            f"{out[first]} instead of {expected[first]} ± {bound[first]}"
+        )
+
+
+_cache_lock = threading.RLock()
+
+
+def _cached(function: Callable[P, T]) -> Callable[P, T]:
+    """A small cache that ranks as threads share; each value is computed once."""
+    cached = functools.lru_cache(maxsize=64)(function)
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _cache_lock:
+            return cached(*args, **kwargs)
+
+    return locked
+
+
+@_cached
+def _inputs(call: Call, world_size: int) -> list[Values]:
+    dtype = numpy_dtype(call.dtype)
+    size, _ = call._sizes(world_size)
+    generators = [np.random.default_rng([call.seed, rank]) for rank in range(world_size)]
+    if call.collective not in ("all_reduce", "reduce_scatter"):
+        return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
+    if dtype.kind == "i":
+        low, high = (-2, 3) if call.op == "prod" else (-1000, 1001)
+        return [g.integers(low, high, size).astype(dtype) for g in generators]
+    if call.op == "prod":
+        return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
+    return [g.standard_normal(size).astype(dtype) for g in generators]
+
+
+def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
+    """The reduction of the inputs, and the bound of its error (None: exact)."""
+    dtype = numpy_dtype(call.dtype)
+    ranks = len(inputs)
+    if call.op in ("min", "max"):
+        reduce = np.minimum if call.op == "min" else np.maximum
+        return functools.reduce(reduce, inputs).astype(dtype), None
+    if dtype.kind == "i":
+        stack = np.stack(inputs).astype(np.int64)
+        if call.op == "prod":
+            return stack.prod(axis=0).astype(dtype), None
+        total = stack.sum(axis=0)
+        if call.op == "avg":
+            total = np.sign(total) * (np.abs(total) // ranks)  # truncates towards zero
+        return total.astype(dtype), None
+    accumulator = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    wide = np.stack(inputs).astype(np.longdouble if dtype == np.float64 else np.float64)
+    if call.op == "prod":
+        exact = wide.prod(axis=0)
+        magnitude = np.abs(exact)
+    else:
+        exact, magnitude = wide.sum(axis=0), np.abs(wide).sum(axis=0)
+        if call.op == "avg":
+            exact, magnitude = exact / ranks, magnitude / ranks
+    u = unit_roundoff(accumulator)
+    growth = ranks * u / (1 - ranks * u)  # n-1 combinations, and the division of an average
+    bound = growth * magnitude
+    if accumulator != dtype:
+        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
+        bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2
+    return exact.astype(np.float64), bound.astype(np.float64) + np.abs(exact).astype(np.float64) * 2.0**-53
+
+
+@_cached
+def _reduced_once(call: Call, world_size: int) -> tuple[Values, Values | None]:
+    return _reduced(call, _inputs(call, world_size))
+
+
+@_cached
+def _expected(call: Call, world_size: int, rank: int) -> tuple[Values, Values | None]:
+    inputs = _inputs(call, world_size)
+    if call.collective == "all_gather":
+        return np.concatenate(inputs), None
+    if call.collective == "all_to_all":
+        part = slice(rank * call.count, (rank + 1) * call.count)
+        return np.concatenate([values[part] for values in inputs]), None
+    if call.collective == "broadcast":
+        return inputs[call.root], None
+    if call.collective == "reduce_scatter":
+        part = slice(rank * call.count, (rank + 1) * call.count)
+        return _reduced(call, [values[part] for values in inputs])
+    return _reduced_once(call, world_size)
