@@ -19,7 +19,7 @@ import subprocess
 import threading
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from proxyccl.device import _native
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
@@ -49,25 +49,52 @@ def _page_round(nbytes: int) -> int:
     return max(page, (nbytes + page - 1) // page * page)
 
 
-class HostMemory:
-    """Shared memory, mapped here. `host_ptr` equals `ptr`: the device is the CPU."""
+class _Mapping:
+    """A file mapped into this process, unmapped with the last `HostMemory` that uses it.
+
+    A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
+    memory unknown to a race detector, which knows memory by its address.
+    """
+
+    _lock = threading.Lock()
+    _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         address = ffi.new("void **")
-        self._mapped = _page_round(nbytes)
-        status = lib.proxyccl_host_memory_map(address, descriptor, self._mapped)
+        status = lib.proxyccl_host_memory_map(address, descriptor, nbytes)
         if status:
             os.close(descriptor)
             raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
         self.descriptor = descriptor
-        self.ptr = int(ffi.cast("uintptr_t", address[0]))
-        self.nbytes = nbytes
-        self._finalizer = weakref.finalize(self, HostMemory._release, self.ptr, self._mapped, descriptor)
+        self.address = int(ffi.cast("uintptr_t", address[0]))
+        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor)
+
+    @classmethod
+    def of(cls, descriptor: int) -> _Mapping:
+        """The mapping of the file behind a descriptor, whose owner it becomes."""
+        info = os.fstat(descriptor)
+        with cls._lock:
+            mapping = cls._by_file.get((info.st_dev, info.st_ino))
+            if mapping is not None:
+                os.close(descriptor)
+            else:
+                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info.st_size)
+            return mapping
 
     @staticmethod
     def _release(address: int, nbytes: int, descriptor: int) -> None:
         lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
         os.close(descriptor)
+
+
+class HostMemory:
+    """Shared memory, or a range of it, mapped here. `host_ptr` equals `ptr`: the device is the CPU."""
+
+    def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
+        self._mapping: _Mapping | None = mapping
+        self.descriptor = mapping.descriptor
+        self.ptr = mapping.address + offset
+        self.nbytes = nbytes
 
     @property
     def host_ptr(self) -> int:
@@ -76,12 +103,12 @@ class HostMemory:
 
     @property
     def closed(self) -> bool:
-        """Whether it was unmapped."""
-        return not self._finalizer.alive
+        """Whether it was closed."""
+        return self._mapping is None
 
     def close(self) -> None:
-        """Unmaps it; the memory itself goes with the last process that maps it."""
-        self._finalizer()
+        """Lets go of the mapping; the memory itself goes with the last process that maps it."""
+        self._mapping = None
 
 
 class _Handle:
@@ -119,26 +146,6 @@ class _Handle:
             os.close(own)
             raise ArgumentError("handle", f"process {pid} has closed the memory that this handle names")
         return own, offset, nbytes
-
-
-class _OpenedMemory:
-    """A range of another process's memory. Holds the mapping of the whole."""
-
-    def __init__(self, whole: HostMemory, offset: int, nbytes: int) -> None:
-        self._whole = whole
-        self.ptr = whole.ptr + offset
-        self.nbytes = nbytes
-
-    @property
-    def host_ptr(self) -> int:
-        return self.ptr
-
-    @property
-    def closed(self) -> bool:
-        return self._whole.closed
-
-    def close(self) -> None:
-        self._whole.close()
 
 
 class HostStream:
@@ -261,7 +268,7 @@ class HostRuntime:
         status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
         if status:
             raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
-        memory = HostMemory(descriptor[0], nbytes)
+        memory = HostMemory(_Mapping.of(descriptor[0]), 0, nbytes)
         with self._lock:
             self._allocations = {
                 ptr: ref for ptr, ref in self._allocations.items() if (m := ref()) is not None and not m.closed
@@ -288,12 +295,12 @@ class HostRuntime:
             "array", "this memory is private to its process; allocate with Communicator.empty() what peers shall reach"
         )
 
-    def open(self, handle: bytes) -> _OpenedMemory:
+    def open(self, handle: bytes) -> HostMemory:
         """Maps what a process of this machine and user exported."""
         descriptor, offset, nbytes = _Handle.open(handle)
-        return _OpenedMemory(HostMemory(descriptor, os.fstat(descriptor).st_size), offset, nbytes)
+        return HostMemory(_Mapping.of(descriptor), offset, nbytes)
 
-    def open_pinned(self, handle: bytes) -> _OpenedMemory:
+    def open_pinned(self, handle: bytes) -> HostMemory:
         """The same."""
         return self.open(handle)
 
