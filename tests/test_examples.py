@@ -1,0 +1,147 @@
+"""The examples run as their README says, and check themselves; the demo reports what they did, and what went wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TESTS, run_mpi
+from test_nvrtc import CUBIN, Nvrtc
+
+from proxyccl.device.kernel import kernel_names
+
+EXAMPLES = TESTS.parent / "examples"
+NOT_PROGRAMS = {"demo.py", "traffic.py"}
+# Ranks of a busy machine: numpy's own threads would only fight them for the cores.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def run_example(world_size: int, name: str, *options: str) -> str:
+    """The example's output; fails with its errors unless it ends well."""
+    done = run_mpi(world_size, EXAMPLES / name, *options, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """What the RESULT line for programs says."""
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == 1, output
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def kernel_source(path: Path) -> str | None:
+    """The text that a module assigns to KERNEL, without running the module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
+            return str(ast.literal_eval(node.value))
+    return None
+
+
+KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (source := kernel_source(path)) is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("all_reduce.py", 2),
+        ("all_to_all.py", 2),
+        ("all_to_all.py", 3),
+        ("packets.py", 2),
+        ("packets.py", 3),
+        ("overlap.py", 2),
+        ("fused.py", 2),
+        ("fused.py", 3),
+        ("custom_kernel.py", 2),
+        ("custom_kernel.py", 3),
+    ],
+)
+def test_an_example_checks_its_result_and_says_so(name: str, world_size: int) -> None:
+    last = run_example(world_size, name).splitlines()[-1]
+    assert last.startswith("OK: ")
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
+    done = run_mpi(1, EXAMPLES / name)
+    assert done.returncode != 0
+    assert f"{name} needs at least 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "algorithm"),
+    [(1, 64, None), (3, 50, None), (4, 51, "proxy"), (4, 3, "ring")],  # 3: at least one rank's share is always empty
+)
+def test_data_parallel_training_ends_where_one_process_ends(world_size: int, batch: int, algorithm: str | None) -> None:
+    options = ["--epochs", "2", "--batch", str(batch), "--json"]
+    if algorithm is not None:
+        options += ["--algorithm", algorithm]
+    result = result_of(run_example(world_size, "digits_data_parallel.py", *options))
+    assert result["world_size"] == world_size
+    assert result["difference"] <= 1e-5
+    assert result["accuracy"] == result["reference_accuracy"] > 0.8
+    if algorithm == "proxy":
+        # Each rank's gradient crosses twice, but for the shares that stay: reduce-scatter, then all-gather.
+        crossing = 2 * (world_size - 1) / world_size * result["payload_bytes"]
+        assert result["channel"] == "ProxyChannel"
+        assert result["proxy"]["bytes"] == pytest.approx(crossing, rel=0.01)
+    else:
+        assert result["channel"] == ("none" if world_size == 1 else "SmChannel")
+        assert result["proxy"] == {"triggers": 0, "bytes": 0}
+
+
+def run_demo(*options: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_the_demo_reports_both_trainings_over_both_channels() -> None:
+    done = run_demo("--ranks", "2", environment={})
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = done.stdout[done.stdout.index("training  ") :]
+    for channel in ("SmChannel", "ProxyChannel"):
+        assert len(re.findall(rf"\b{channel}\b", table)) == 2
+    assert "All 4 trainings end where one process ends" in table
+
+
+def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
+    done = run_demo("--ranks", "2", environment={"PROXYCCL_RUNTIME": "abacus"})
+    assert done.returncode == 1
+    assert "demo failed: digits_data_parallel.py ended with exit code" in done.stderr
+    assert "abacus" in done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_an_example_s_kernels_compile_for_a_gpu_as_they_are(name: str) -> None:
+    names = kernel_names(KERNELS[name])
+    exports = "".join(f"PROXYCCL_EXPORT_KERNEL({kernel})\n" for kernel in names)
+    cubin = Nvrtc().compile(f'{KERNELS[name]}\n#include "proxyccl/kernel.h"\n{exports}', CUBIN)
+    for kernel in names:
+        assert f".text.{kernel}\0".encode() in cubin
+
+
+def test_the_custom_kernel_is_as_short_as_promised() -> None:
+    path = EXAMPLES / "custom_kernel.py"
+    docstring = ast.parse(path.read_text()).body[0]
+    lines = path.read_text().splitlines()[docstring.end_lineno :]
+    device = [line for line in KERNELS[path.name].splitlines() if line.strip()]
+    python = [line for line in lines if line.strip()]
+    assert len(device) <= 25
+    assert len(python) - len(device) <= 25
+
+
+def test_the_readme_has_a_line_for_every_example() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"[{path.name}]({path.name})" in readme
