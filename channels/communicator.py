@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from proxyccl.channels.collectives.operations import Collectives, describe_call
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
 from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.in_flight import InFlight
 from proxyccl.channels.memory import HandleCache, RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -119,7 +122,7 @@ class Communicator:
         self._calls = 0
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
-        self._in_flight: list[tuple[object, ...]] = []
+        self._in_flight = InFlight(self.runtime)
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
         self._watcher = Watcher(self.rank, self.control, self._segments, pids)
@@ -410,10 +413,7 @@ class Communicator:
     # -- waiting and failing ---
 
     def synchronize(self, stream: StreamLike = None) -> None:
-        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator.
-
-        Arrays of asynchronous collectives are let go when all streams were waited for.
-        """
+        """Waits for a stream (None: all of them), and raises what went wrong on it or in the communicator."""
         try:
             if stream is not None and hasattr(stream, "synchronize"):
                 stream.synchronize()
@@ -510,7 +510,7 @@ class Communicator:
 
         All of them share scratch memory, so they never run at once.
         Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, the arrays
-        are kept alive until the next synchronisation.
+        are kept alive until the stream has got past them.
         """
         waits = stream is None and self.runtime.name == "host"
         handle = self.default_stream.handle if waits else self.runtime.stream_handle(stream)
@@ -520,7 +520,7 @@ class Communicator:
             self._last_stream = handle
             plan(handle)
             if not waits:
-                self._in_flight.append(owners)
+                self._in_flight.add(owners, handle)
         if waits:
             try:
                 self.default_stream.synchronize()
@@ -588,7 +588,7 @@ class Communicator:
                     # Nobody unmaps what a peer may still write to.
                     self.all_gather_bytes(b"close")
                 elif healthy:
-                    self.abort("it was closed by an exception")
+                    self.abort("it left without the others")
             finally:
                 self._release()
 
@@ -612,5 +612,9 @@ _open_communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 @atexit.register
 def _close_at_exit() -> None:
+    # A program that ends well without having closed its communicators ends together with its peers, which may still
+    # need what this rank holds. One that ends by an exception does not keep them waiting.
+    failed = hasattr(sys, "last_type")
     for communicator in list(_open_communicators):
-        communicator.close(_collective=False)
+        with contextlib.suppress(CommunicatorError):
+            communicator.close(_collective=not failed)
