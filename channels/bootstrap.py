@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
-from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+
+from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
 
 
 class Bootstrap(Protocol):
@@ -48,7 +49,8 @@ class Bootstrap(Protocol):
 class MpiBootstrap:
     """Ranks of an MPI communicator, by default all of them.
 
-    Its context is a duplicate, so the program's own messages never meet ours.
+    Its context is a duplicate, so the program's own messages never meet ours. It is made by the first `all_gather`,
+    whose time-out bounds that too.
     """
 
     def __init__(self, comm: Any = None) -> None:
@@ -58,23 +60,40 @@ class MpiBootstrap:
         if not isinstance(parent, MPI.Intracomm):
             raise ArgumentError("comm", f"an MPI intracommunicator is wanted, not {type(comm).__name__}")
         self._mpi = MPI
-        self._comm = parent.Dup()
-        self.rank: int = self._comm.Get_rank()
-        self.world_size: int = self._comm.Get_size()
+        self._parent = parent
+        self._comm: Any = None
+        self._unfinished: Any = None
+        self.rank: int = parent.Get_rank()
+        self.world_size: int = parent.Get_size()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
+        """See `Bootstrap.all_gather`. Raises PeerLostError too, where MPI tells that a rank died."""
         deadline = time.monotonic() + timeout
-        sizes = np.zeros(self.world_size, np.int64)
-        self._wait(self._comm.Iallgather(np.array([len(data)], np.int64), sizes), deadline, give_up)
-        offsets = np.concatenate(([0], np.cumsum(sizes)))
-        out = np.zeros(int(offsets[-1]), np.uint8)
-        send = np.frombuffer(data, np.uint8)
-        spec = [out, sizes, offsets[:-1], self._mpi.BYTE]
-        self._wait(self._comm.Iallgatherv(send, spec), deadline, give_up)
+        try:
+            if self._comm is None:
+                comm, request = self._parent.Idup()
+                self._wait(request, (comm,), deadline, give_up)
+                self._comm = comm
+            size = np.array([len(data)], np.int64)
+            sizes = np.zeros(self.world_size, np.int64)
+            self._wait(self._comm.Iallgather(size, sizes), (size, sizes), deadline, give_up)
+            offsets = np.concatenate(([0], np.cumsum(sizes)))
+            out = np.zeros(int(offsets[-1]), np.uint8)
+            send = np.frombuffer(data, np.uint8)
+            spec = [out, sizes, offsets[:-1], self._mpi.BYTE]
+            self._wait(self._comm.Iallgatherv(send, spec), (send, spec), deadline, give_up)
+        except self._mpi.Exception as error:
+            give_up()
+            raise PeerLostError(
+                f"the bootstrap's all_gather over MPI: {error.Get_error_string()}",
+                rank=self.rank,
+                operation="bootstrap",
+            ) from error
         return [out[offsets[i] : offsets[i + 1]].tobytes() for i in range(self.world_size)]
 
-    def _wait(self, request: Any, deadline: float, give_up: Callable[[], None]) -> None:
+    def _wait(self, request: Any, buffers: object, deadline: float, give_up: Callable[[], None]) -> None:
+        # MPI may still write to the buffers of a request that is given up, so they are kept.
+        self._unfinished = (request, buffers)
         pause = 0.0
         while not request.Test():
             give_up()
@@ -86,11 +105,13 @@ class MpiBootstrap:
                 )
             time.sleep(pause)
             pause = min(pause + 2e-5, 1e-3)
+        self._unfinished = None
 
     def close(self) -> None:
-        """Frees the duplicate, unless MPI is already gone."""
-        if not self._mpi.Is_finalized():
+        """Frees the duplicate, unless MPI is already gone or a call on it was given up."""
+        if self._comm is not None and self._unfinished is None and not self._mpi.Is_finalized():
             self._comm.Free()
+            self._comm = None
 
 
 class _Meeting:

@@ -67,7 +67,8 @@ class _Mapping:
             raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
         self.descriptor = descriptor
         self.address = int(ffi.cast("uintptr_t", address[0]))
-        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor)
+        # Not at exit: the communicators are closed later than that, and their proxies still use it.
+        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
 
     @classmethod
     def of(cls, descriptor: int) -> _Mapping:
@@ -200,6 +201,7 @@ class HostEvent:
         self._event = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._event))
         self._finalizer = weakref.finalize(self, lib.proxyccl_host_event_destroy, self._event)
+        self._finalizer.atexit = False
 
     def record(self, stream: StreamLike = None) -> None:
         """Marks the stream's current end."""
@@ -425,7 +427,7 @@ class HostRuntime:
         return Kernel(self, name, out[0], [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])])
 
 
-# Which of the libraries that setup.py builds holds the kernels of a file, where it has one of its own, or else those for
+# Which of the libraries that setup.py builds holds the kernels of a file where it has one of its own, or else those for
 # an element type; "": those that only move bytes.
 _LIBRARY_OF = {
     "dispatch_combine.h": "dispatch_combine",
