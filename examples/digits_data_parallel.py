@@ -27,7 +27,7 @@ from traffic import ProxyTraffic, channels_used, proxy_traffic
 from proxyccl import Communicator
 
 LAYERS = (64, 48, 10)
-LEARNING_RATE = 0.5
+LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
 TEST_SAMPLES = 360
 
