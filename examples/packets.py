@@ -4,6 +4,8 @@ All ranks gather each other's numbers through putPackets and getPackets, once wi
 data, two flags) and once with 8-byte ones (a word and a flag). Every iteration has a flag of its own, the same on
 both sides; a packet counts as arrived when it shows that flag.
 
+Packets are stores into the peer's memory, so all ranks must be on one node.
+
     mpiexec -n 4 python -m mpi4py examples/packets.py
 """
 
