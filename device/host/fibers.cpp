@@ -2,7 +2,8 @@
 //
 // This file is never instrumented by ThreadSanitizer, whose fiber calls it makes when the sanitizer is in the
 // process: a switch is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds
-// a kernel's races.
+// a kernel's races. It is told of no order that a GPU would not keep: an address that two unrelated meetings shared
+// would hide the races between them.
 #include "fibers.h"
 
 #include <sched.h>
@@ -116,6 +117,8 @@ struct FiberState : Fiber {
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
+  // Addresses by which the sanitizer knows of this fiber's arrival at a meeting and of its leave to go on.
+  uint64_t arrived, released;
 };
 static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
 
@@ -132,6 +135,7 @@ struct Block {
   bool deadlocked;
   void* host_stack_pointer;
   void* host_sanitizer;
+  uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
 };
 
 // The stacks of one OS thread, kept from block to block.
@@ -211,28 +215,45 @@ void suspend(FiberState* fiber) {
   resume(fiber, next);
 }
 
+// What the sanitizer is told of a meeting: each fiber's past goes to the last to come, and from there to all.
+void announceArrival(FiberState* fiber) {
+  if (__tsan_release) __tsan_release(&fiber->arrived);
+}
+void gatherArrival(FiberState* fiber) {
+  if (__tsan_acquire) __tsan_acquire(&fiber->arrived);
+}
+void passOn(FiberState* fiber) {
+  if (__tsan_release) __tsan_release(&fiber->released);
+}
+void waitForOthers(FiberState* fiber) {
+  announceArrival(fiber);
+  suspend(fiber);
+  if (__tsan_acquire) __tsan_acquire(&fiber->released);
+}
+
 // Makes every live fiber of the block runnable: all of them wait at the barrier, but for `current` if it is live.
 void releaseBarrier(Block* block, FiberState* current) {
   block->at_barrier = 0;
   FiberState* position = current;
   for (FiberState* fiber : block->fibers) {
     if (!fiber->live || fiber == current) continue;
+    gatherArrival(fiber);
     linkAfter(position, fiber);
     position = fiber;
   }
+  for (FiberState* fiber : block->fibers)
+    if (fiber->live && fiber != current) passOn(fiber);
 }
 
 void syncBlock(Fiber* base) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
   block->idle_rounds = 0;
-  if (__tsan_release) __tsan_release(&block->at_barrier);
   if (++block->at_barrier == block->live) {
     releaseBarrier(block, fiber);
   } else {
-    suspend(fiber);
+    waitForOthers(fiber);
   }
-  if (__tsan_acquire) __tsan_acquire(&block->at_barrier);
 }
 
 FiberState* laneOf(Block* block, uint32_t warp, uint32_t lane) { return block->fibers[warp * kWarp + lane]; }
@@ -245,8 +266,9 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
   uint64_t bits = 0;
   for (uint32_t lane = 0; lane < kWarp; ++lane) {
     if (!(members >> lane & 1)) continue;
-    const FiberState* fiber = laneOf(block, warp_index, lane);
+    FiberState* fiber = laneOf(block, warp_index, lane);
     if (fiber->exchange_mask != mask) return false;
+    if (fiber != current) gatherArrival(fiber);
     bits |= static_cast<uint64_t>(fiber->exchange_value & 1) << lane;
   }
   FiberState* position = current;
@@ -262,6 +284,7 @@ bool completeExchange(Block* block, uint32_t warp_index, uint32_t mask, FiberSta
           members >> source & 1 ? laneOf(block, warp_index, source)->exchange_value : fiber->exchange_value;
     }
     if (fiber != current) {
+      passOn(fiber);
       linkAfter(position, fiber);
       position = fiber;
     }
@@ -280,9 +303,7 @@ uint64_t exchange(FiberState* fiber, uint32_t mask, uint64_t value, uint32_t sou
   fiber->exchange_source = source;
   fiber->exchange_is_ballot = is_ballot;
   warp.waiting |= 1u << fiber->lane;
-  if (__tsan_release) __tsan_release(&warp);
-  if (!completeExchange(block, warp_index, mask, fiber)) suspend(fiber);
-  if (__tsan_acquire) __tsan_acquire(&warp);
+  if (!completeExchange(block, warp_index, mask, fiber)) waitForOthers(fiber);
   return fiber->exchange_result;
 }
 
@@ -332,9 +353,9 @@ const EmulatorApi kApi = {syncBlock, shuffleLanes, ballotLanes, spin, nowNanosec
 [[noreturn]] void fiberMain() {
   auto* fiber = static_cast<FiberState*>(self());
   Block* block = fiber->block;
-  if (__tsan_acquire) __tsan_acquire(block);
+  if (__tsan_acquire) __tsan_acquire(&block->started);
   block->launch->entry(block->launch->arguments);
-  if (__tsan_release) __tsan_release(block);
+  if (__tsan_release) __tsan_release(&block->ended);
 
   const uint32_t warp_index = fiber->index / kWarp;
   Warp& warp = block->warps[warp_index];
@@ -417,9 +438,9 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
     }
   }
 
-  if (__tsan_release) __tsan_release(&block);
+  if (__tsan_release) __tsan_release(&block.started);
   switchTo(&block.host_stack_pointer, block.fibers[0]->stack_pointer, block.fibers[0]->sanitizer);
-  if (__tsan_acquire) __tsan_acquire(&block);
+  if (__tsan_acquire) __tsan_acquire(&block.ended);
 
   for (FiberState* fiber : block.fibers)
     if (*reinterpret_cast<uint64_t*>(StackPool::base(fiber)) != kCanary) return BlockResult::kStackOverflow;
