@@ -73,22 +73,25 @@ struct Function {
 // Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
 int runLaunch(const Launch& launch) {
   const uint32_t blocks = launch.grid.x * launch.grid.y * launch.grid.z;
-  std::atomic<uint32_t> next{0};
+  const uint32_t resident = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS);
+  // Each thread has a block of its own to begin with. Were they all taken from the queue, one thread might run several
+  // in turn, in an order that hides their races from a sanitizer.
+  std::atomic<uint32_t> next{resident};
   std::atomic<bool> failed{false};
-  auto work = [&] {
-    for (uint32_t block; (block = next.fetch_add(1)) < blocks;)
+  auto work = [&](uint32_t first) {
+    for (uint32_t block = first; block < blocks; block = next.fetch_add(1))
       if (runBlock(launch, block) != BlockResult::kDone) failed = true;
   };
   std::mutex mutex;
   std::condition_variable done;
-  uint32_t running = std::min<uint32_t>(blocks, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS) - 1;
-  for (uint32_t i = running; i > 0; --i)
-    BlockThreads::instance().submit([&] {
-      work();
+  uint32_t running = resident - 1;
+  for (uint32_t first = 1; first < resident; ++first)
+    BlockThreads::instance().submit([&, first] {
+      work(first);
       std::lock_guard<std::mutex> lock(mutex);
       if (--running == 0) done.notify_one();
     });
-  work();
+  work(0);
   std::unique_lock<std::mutex> lock(mutex);
   done.wait(lock, [&] { return running == 0; });
   return failed ? PROXYCCL_HOST_LAUNCH_FAILED : PROXYCCL_HOST_SUCCESS;
@@ -112,7 +115,9 @@ class Stream {
 
   bool isInline() const { return inline_; }
 
-  int enqueue(std::function<int()> operation) {
+  // A template, so that an inline stream runs its operation without a std::function of it, which would allocate.
+  template <class Operation>
+  int enqueue(Operation operation) {
     if (inline_) return operation();
     {
       std::lock_guard<std::mutex> lock(mutex_);
