@@ -123,63 +123,110 @@ static ProxycclExit fail(ProxycclExitInfo *info, uint32_t code, int status, cons
   return PROXYCCL_EXIT_ERROR;
 }
 
-/* Nothing has moved when a trigger is refused: all of it is checked before any of it is done. */
-static const char *check_transfer(const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
-                                  uint64_t src_offset, uint64_t size) {
+/* Which of its bounds a refused transfer breaks. */
+static const char *refusal(const ProxycclMemory *dst, const ProxycclMemory *src, uint64_t src_offset, uint64_t size) {
   if (src->bytes == 0) return "the source memory id is not registered";
   if (dst->bytes == 0) return "the destination memory id is not registered";
-  if (src_offset > src->bytes || size > src->bytes - src_offset) return "the transfer leaves the source memory";
-  if (dst_offset > dst->bytes || size > dst->bytes - dst_offset) return "the transfer leaves the destination memory";
-  return NULL;
+  if (src_offset + size > src->bytes) return "the transfer leaves the source memory";
+  return "the transfer leaves the destination memory";
 }
 
 #define CONTINUE ((ProxycclExit) - 1)
 
-/* Acts on one trigger. CONTINUE, or the reason to return to Python. */
-static ProxycclExit execute(ProxycclService *service, uint64_t ticket, const ProxycclTrigger *trigger,
-                            ProxycclExitInfo *info) {
-  const uint32_t id = trigger_field(trigger->word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
-  const uint32_t op = trigger_field(trigger->word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
-  Channel *channel = &service->channels[id];
-  ProxycclCounters *counters = &service->counters[id];
+/* What a run of triggers has in common. A kernel's triggers mostly differ in offsets and sizes alone, so what the rest
+ * of word 1 names is looked up when it changes. The tables' entries are read again for each trigger. */
+typedef struct {
+  uint64_t names; /* word 1 above the destination's offset, but for the parity */
+  uint32_t op;
+  Channel *channel;
+  ProxycclCounters *counters;
+  const ProxycclMemory *dst, *src;
+} Route;
+
+static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
+
+/* CONTINUE, or the reason to return to Python. */
+static ProxycclExit find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
+                               ProxycclExitInfo *info) {
+  const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+  route->op = trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
+  route->channel = &service->channels[id];
+  route->counters = &service->counters[id];
+  route->src = &service->memories[trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+  route->dst = &service->memories[trigger_field(trigger.word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+  if (route->channel->is_handler) return PROXYCCL_EXIT_HANDLER;
+  if (route->channel->connection == NULL)
+    return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
+  if (route->op == PROXYCCL_OP_CUSTOM)
+    return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
+  route->names = names_of(trigger);
+  return CONTINUE;
+}
+
+/* Acts on one trigger. CONTINUE, or the reason to return to Python. Nothing has moved when a trigger is refused: all
+ * of it is checked before any of it is done. */
+static inline ProxycclExit execute(const Route *route, uint64_t ticket, ProxycclTrigger trigger,
+                                   ProxycclExitInfo *info) {
+  Channel *channel = route->channel;
+  ProxycclConnection *connection = channel->connection;
+  ProxycclCounters *counters = route->counters;
   int status;
 
-  info->trigger = *trigger;
-  info->ticket = ticket;
-  info->channel = id;
-  if (channel->is_handler) return PROXYCCL_EXIT_HANDLER;
-  if (channel->connection == NULL) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
-  if (op == PROXYCCL_OP_CUSTOM) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
-  const ProxycclTransport *transport = channel->connection->transport;
-
-  if (op & PROXYCCL_OP_DATA) {
-    const uint64_t size = trigger_field(trigger->word0, PROXYCCL_SIZE_SHIFT, PROXYCCL_SIZE_BITS);
-    const uint64_t src_offset = trigger_field(trigger->word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
-    const uint64_t dst_offset = trigger_field(trigger->word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
-    const ProxycclMemory *src =
-        &service->memories[trigger_field(trigger->word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
-    const ProxycclMemory *dst =
-        &service->memories[trigger_field(trigger->word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
-    const char *reason = check_transfer(dst, dst_offset, src, src_offset, size);
-    if (reason != NULL) return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
-    if (size > 0 && (status = transport->put(channel->connection, dst, dst_offset, src, src_offset, size)) != 0)
+  if (route->op & PROXYCCL_OP_DATA) {
+    const uint64_t size = trigger_field(trigger.word0, PROXYCCL_SIZE_SHIFT, PROXYCCL_SIZE_BITS);
+    const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const ProxycclMemory *dst = route->dst, *src = route->src;
+    /* The fields have 32 bits, so no sum overflows. */
+    if (src->bytes == 0 || dst->bytes == 0 || src_offset + size > src->bytes || dst_offset + size > dst->bytes)
+      return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, refusal(dst, src, src_offset, size));
+    if (size > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, size)) != 0)
       return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
     count(&counters->puts, 1);
     count(&counters->bytes, size);
   }
   /* Counted before a signal or a flush word tells anyone: who has learnt of a trigger finds it in the counters. */
   count(&counters->triggers, 1);
-  if (op & PROXYCCL_OP_SIGNAL) {
+  if (route->op & PROXYCCL_OP_SIGNAL) {
     count(&counters->signals, 1);
-    status = transport->signal(channel->connection, channel->remote_semaphore, ++channel->outbound);
+    status = connection->transport->signal(connection, channel->remote_semaphore, ++channel->outbound);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
   }
-  if (op & PROXYCCL_OP_FLUSH) {
+  if (route->op & PROXYCCL_OP_FLUSH) {
     count(&counters->flushes, 1);
-    status = transport->flush(channel->connection, channel->flushed, ticket + 1);
+    status = connection->transport->flush(connection, channel->flushed, ticket + 1);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
   }
   return CONTINUE;
+}
+
+/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress.
+ *
+ * The cursor is a copy that the compiler keeps in registers: behind the pointer it would be stored and loaded again
+ * for each trigger. What leads to an exit is noted at the exit only, for the same reason. */
+static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo *info, uint32_t *progress) {
+  Ring ring = *shared;
+  Route route = {.names = ~0ull};
+  ProxycclTrigger trigger;
+  ProxycclExit result = CONTINUE;
+  uint32_t taken = 0;
+  while (taken < POLL_INTERVAL && ring_peek(&ring, &trigger)) {
+    if (names_of(trigger) != route.names) result = find_route(worker->service, trigger, &route, info);
+    if (result == CONTINUE) result = execute(&route, ring.next, trigger, info);
+    if (result != CONTINUE) {
+      info->trigger = trigger;
+      info->ticket = ring.next;
+      info->channel = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+      worker->handling = result == PROXYCCL_EXIT_HANDLER;
+      break;
+    }
+    ++ring.next;
+    if (++taken % RELEASE_BATCH == 0) ring_release(&ring);
+  }
+  ring_release(&ring);
+  *shared = ring;
+  *progress += taken;
+  return result;
 }
 
 static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
@@ -237,21 +284,8 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
     const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
     uint32_t progress = 0;
     for (uint32_t visited = 0; visited < rings; ++visited) {
-      Ring *ring = &worker->rings[worker->current];
-      ProxycclTrigger trigger;
-      uint32_t taken = 0;
-      while (taken < POLL_INTERVAL && ring_peek(ring, &trigger)) {
-        const ProxycclExit result = execute(worker->service, ring->next, &trigger, info);
-        if (result != CONTINUE) {
-          ring_release(ring);
-          worker->handling = result == PROXYCCL_EXIT_HANDLER;
-          return result;
-        }
-        ++ring->next;
-        if (++taken % RELEASE_BATCH == 0) ring_release(ring);
-      }
-      ring_release(ring);
-      progress += taken;
+      const ProxycclExit result = drain(worker, &worker->rings[worker->current], info, &progress);
+      if (result != CONTINUE) return result;
       worker->current = (worker->current + 1) % rings;
     }
 
