@@ -4,6 +4,7 @@
 // blocks of a communication kernel wait for one another.
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
