@@ -79,6 +79,7 @@ def train(training: Training, ranks: int) -> dict[str, Any]:
 
         timer = threading.Timer(LIMIT, expire)
         timer.start()
+        show(f"starting {ranks} ranks")
         try:
             assert process.stdout is not None
             for line in process.stdout:
