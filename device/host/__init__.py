@@ -157,7 +157,9 @@ class HostStream:
         _check(lib.proxyccl_host_stream_create(out, run_inline), "stream create")
         self._stream = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._stream))
-        self._closed = False
+        # A stream that nobody refers to any more finishes its work and takes its thread with it.
+        self._finalizer = weakref.finalize(self, lib.proxyccl_host_stream_destroy, self._stream)
+        self._finalizer.atexit = False
 
     def synchronize(self) -> None:
         """Waits for all that was queued."""
@@ -182,12 +184,15 @@ class HostStream:
 
     def close(self) -> None:
         """Finishes what was queued and ends the stream."""
-        if not self._closed:
-            self._closed = True
-            lib.proxyccl_host_stream_destroy(self._stream)
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
 
     def _require_open(self) -> None:
-        if self._closed:
+        if self.closed:
             raise ArgumentError("stream", "the stream is closed")
 
 
@@ -267,6 +272,8 @@ class HostRuntime:
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         descriptor = ffi.new("int *")
+        if nbytes >= 1 << 63:
+            raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
         status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
         if status:
             raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
@@ -336,7 +343,7 @@ class HostRuntime:
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
-        if any(stream.handle == first and not stream._closed for stream in self._streams):
+        if any(stream.handle == first and not stream.closed for stream in self._streams):
             event = self.create_event()
             event.record(first)
             status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", then), ffi.cast("void *", event.handle), 0)
@@ -364,7 +371,7 @@ class HostRuntime:
     def synchronize(self) -> None:
         """Waits for every stream made by this runtime."""
         for stream in list(self._streams):
-            if not stream._closed:
+            if not stream.closed:
                 stream.synchronize()
 
     def compile(self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = ()) -> Module:
