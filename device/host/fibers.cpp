@@ -26,6 +26,12 @@ void __tsan_acquire(void* address) __attribute__((weak));
 void __tsan_release(void* address) __attribute__((weak));
 }
 
+// The loader's own: the address of a module's thread-local memory in the calling thread, allocated if need be.
+struct TlsIndex {
+  unsigned long module, offset;
+};
+extern "C" void* __tls_get_addr(TlsIndex*);
+
 // Saves the callee-saved registers on the current stack, stores its pointer, and continues on another stack: a few
 // nanoseconds, where swapcontext's system call costs hundreds.
 extern "C" void proxyccl_host_switch(void** save, void* to);
@@ -403,6 +409,13 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   const uint32_t count = launch.block.x * launch.block.y * launch.block.z;
   if (shared.size() < launch.shared_bytes + 64) shared.resize(launch.shared_bytes + 64);
   void* dynamic_shared = reinterpret_cast<void*>((reinterpret_cast<uint64_t>(shared.data()) + 63) & ~uint64_t{63});
+
+  // What kernels declare __shared__ is thread-local, and the loader allocates it at the first access. If that were a
+  // fiber's, a sanitizer would take the allocation for a write that races with the other fibers.
+  if (launch.tls_module != 0) {
+    TlsIndex index = {launch.tls_module, 0};
+    __tls_get_addr(&index);
+  }
 
   block.launch = &launch;
   block.fibers.resize(count);

@@ -10,6 +10,7 @@ namespace host {
 
 struct Launch {
   void (*entry)(void** arguments);
+  uint64_t tls_module;  // the loader's number of the kernel's module, 0 if it has no thread-local memory
   void** arguments;
   Dim3 grid, block;
   uint32_t shared_bytes;

@@ -69,6 +69,7 @@ class BlockThreads {
 struct Function {
   void (*entry)(void**);
   const uint32_t* parameters;
+  size_t tls_module;
 };
 
 // Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
@@ -310,7 +311,10 @@ int proxyccl_host_module_function(void** function, void* module, const char* nam
   void* entry = dlsym(module, ("proxyccl_entry_" + suffix).c_str());
   const void* parameters = dlsym(module, ("proxyccl_parameters_" + suffix).c_str());
   if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
-  *function = new Function{reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters)};
+  size_t tls_module = 0;  // stays 0 where the module has no shared memory
+  dlinfo(module, RTLD_DI_TLS_MODID, &tls_module);
+  *function =
+      new Function{reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters), tls_module};
   return PROXYCCL_HOST_SUCCESS;
 }
 const uint32_t* proxyccl_host_function_parameters(void* function) {
@@ -340,7 +344,11 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
     memcpy(arguments->values.back().get(), parameters[i], bytes);
     arguments->addresses.push_back(arguments->values.back().get());
   }
-  Launch launch = {
-      kernel->entry, arguments->addresses.data(), {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes};
+  Launch launch = {kernel->entry,
+                   kernel->tls_module,
+                   arguments->addresses.data(),
+                   {grid_x, grid_y, grid_z},
+                   {block_x, block_y, block_z},
+                   shared_bytes};
   return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
 }
