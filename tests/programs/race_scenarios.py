@@ -1,0 +1,353 @@
+"""What test_sanitizer.py runs under ThreadSanitizer: ranks as threads, few GPU threads.
+
+The scenarios whose names begin with "planted" hold a race on purpose; the others must be free of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from conftest import run_ranks
+
+from proxyccl import Communicator, WaitTimeoutError
+from proxyccl.device.host import HostRuntime
+
+
+def run(world_size: int, body: Callable[[Communicator], None], **options: Any) -> None:
+    run_ranks(world_size, body, **{"timeout": 60.0, **options})
+
+
+# -- the shipped kernels ---
+
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot", "ring", "proxy")
+
+
+def all_reduce() -> None:
+    def body(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            for _ in range(4):  # buffers are double: from the third call on they are reused
+                x = np.arange(1001, dtype=np.float32) + comm.rank
+                comm.all_reduce(x, algorithm=algorithm)
+                assert np.array_equal(x, 3 * np.arange(1001, dtype=np.float32) + 3)
+
+    run(3, body)
+
+
+def all_reduce_on_streams() -> None:
+    """Queued without a wait between, and longer than one round of packets."""
+
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        x = comm.empty(20000, "float32").fill(1)
+        for algorithm in ALGORITHMS:
+            comm.all_reduce(x, algorithm=algorithm, stream=stream)
+        comm.synchronize(stream)
+        assert np.all(x.numpy() == 2 ** len(ALGORITHMS))
+
+    run(2, body)
+
+
+def moves() -> None:
+    def body(comm: Communicator) -> None:
+        ranks = comm.world_size
+        mine = np.arange(64 * ranks, dtype=np.float32) + 1000 * comm.rank
+        for algorithm in (None, "proxy"):
+            for _ in range(3):
+                gathered = comm.all_gather(mine, algorithm=algorithm)
+                assert gathered[-1] == 64 * ranks - 1 + 1000 * (ranks - 1)
+                swapped = comm.all_to_all(mine, algorithm=algorithm)
+                assert np.array_equal(swapped[::64], 64 * comm.rank + 1000 * np.arange(ranks))
+                scattered = comm.reduce_scatter(mine, algorithm=algorithm)
+                assert scattered[0] == ranks * 64 * comm.rank + 1000 * sum(range(ranks))
+                assert comm.broadcast(mine.copy(), root=1, algorithm=algorithm)[0] == 1000
+            comm.barrier()
+
+    run(3, body)
+
+
+# -- ring, engine and channels ---
+
+RING = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+// Every thread puts its own word again and again; the last flush of each thread covers its own puts.
+extern "C" __global__ void producers(DeviceHandle<ProxyChannel>* channels, uint32_t* words, int repeats) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  const DeviceHandle<ProxyChannel>& channel = channels[0];
+  for (int i = 0; i < repeats; ++i) {
+    words[thread] = thread + 1;
+    channel.put((threads + thread) * sizeof(uint32_t), thread * sizeof(uint32_t), sizeof(uint32_t));
+    channel.flush();
+  }
+}
+"""
+
+
+def ring() -> None:
+    """More producers than slots, on two rings of two proxy threads."""
+
+    def body(comm: Communicator) -> None:
+        words = comm.empty(2 * 96, "uint32").fill(0)
+        for _ in range(2):
+            channels = comm.proxy_channels(words)
+            comm.compile(RING, "producers")(3, 32, channels, words, 10)
+            comm.synchronize()
+            assert channels[0].counters.puts == 960
+        comm.barrier()
+        assert np.array_equal(words.numpy()[96:], np.arange(1, 97))
+
+    run(2, body, fifo_size=4, fifos=2, proxy_threads=2)
+
+
+def copy_streams() -> None:
+    """The proxy's copies in threads of their own, as a copy engine makes them."""
+
+    def body(comm: Communicator) -> None:
+        for _ in range(4):
+            x = np.full(5000, comm.rank, np.float32)
+            comm.all_reduce(x, algorithm="proxy")
+            assert np.all(x == 3)
+
+    run(3, body, runtime=HostRuntime(async_copies=True))
+
+
+CHANNELS = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+constexpr uint32_t kBytes = 1024;
+
+extern "C" __global__ void sm(DeviceHandle<SmChannel>* channels, uint32_t* data, uint32_t rank, int round) {
+  const DeviceHandle<SmChannel>& channel = channels[0];
+  const uint32_t thread = threadIdx.x, threads = blockDim.x;
+  forEach(kBytes / 4, thread, threads, [&](size_t i) { data[i] = 100 * round + rank; });
+  __syncthreads();
+  channel.put(kBytes, 0, kBytes, thread, threads);
+  syncThreadsSystem();
+  if (thread == 0) {
+    channel.signal();
+    channel.wait();
+  }
+  __syncthreads();
+  forEach(kBytes / 4, thread, threads, [&](size_t i) { data[i] += data[kBytes / 4 + i]; });
+  // What was put has been read, on both sides, before it is put again; and the sum is complete before the peer gets it.
+  syncThreadsSystem();
+  if (thread == 0) {
+    channel.signal();
+    while (!channel.poll()) spinHint(0);
+  }
+  __syncthreads();
+  channel.get(0, 2 * kBytes, kBytes, thread, threads);
+  syncThreadsSystem();
+  if (thread == 0) {
+    channel.signal();
+    channel.wait();
+  }
+}
+
+extern "C" __global__ void packets(DeviceHandle<SmChannel>* channels, int rounds) {
+  const DeviceHandle<SmChannel>& channel = channels[0];
+  for (int round = 0; round < rounds; ++round) {
+    // Two buffers by turns, as the shipped packet algorithms have.
+    const uint64_t at = 4 * kBytes + (round & 1) * 4 * kBytes;
+    channel.putPackets(at, 0, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
+    channel.getPackets(at, kBytes, kBytes, threadIdx.x, blockDim.x, 2 * round + 1);
+    channel.putPackets<LL8Packet>(at + 2 * kBytes, 0, kBytes, threadIdx.x, blockDim.x, 2 * round + 2);
+    channel.getPackets<LL8Packet>(at + 2 * kBytes, kBytes, kBytes, threadIdx.x, blockDim.x, 2 * round + 2);
+  }
+}
+
+extern "C" __global__ void proxy(DeviceHandle<ProxyChannel>* channels, uint32_t* data, uint32_t rank, int rounds) {
+  const DeviceHandle<ProxyChannel>& channel = channels[0];
+  for (int round = 0; round < rounds; ++round) {
+    data[threadIdx.x] = 100 * round + rank;
+    syncThreadsSystem();
+    if (threadIdx.x == 0) {
+      if (round & 1) {
+        channel.putWithSignalAndFlush(kBytes, 0, blockDim.x * 4);
+      } else {
+        channel.put(kBytes, 0, blockDim.x * 4);
+        channel.signal();
+        channel.flush();
+      }
+      channel.wait();
+    }
+    __syncthreads();
+    data[2 * kBytes / 4 + threadIdx.x] = data[kBytes / 4 + threadIdx.x];
+    syncThreadsSystem();
+    if (threadIdx.x == 0) {  // read: the peer may put again
+      channel.signal();
+      channel.wait();
+    }
+    __syncthreads();
+  }
+}
+"""
+
+
+def channels() -> None:
+    def body(comm: Communicator) -> None:
+        peer = 1 - comm.rank
+        data = comm.empty(4096, "uint32").fill(0)
+        module = comm.compile(CHANNELS)
+        direct, proxied = comm.sm_channels(data), comm.proxy_channels(data)
+
+        def settle() -> np.ndarray[Any, Any]:
+            """Waits for both ranks' kernels: what a peer may still write must not be read, not even in passing."""
+            comm.synchronize()
+            comm.barrier()
+            values = data.numpy()
+            comm.barrier()
+            return values
+
+        for round_ in range(3):
+            module.sm(1, 64, direct, data, comm.rank, round_)
+        values = settle()
+        assert np.all(values[:256] == 401)
+        assert np.all(values[512:768] == 401)
+        module.packets(1, 64, direct, 5)
+        assert np.all(settle()[256:512] == 401)
+        module.proxy(1, 64, proxied, data, comm.rank, 6)
+        assert np.all(settle()[512:576] == 500 + peer)
+
+    run(2, body)
+
+
+# -- the emulator itself ---
+
+GRID = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void grid(DeviceSyncer* syncer, uint32_t* values, uint32_t* sum) {
+  __shared__ uint32_t partial[2];
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  uint32_t total = 0;
+  for (int turn = 0; turn < 4; ++turn) {
+    values[thread] = turn + 1;
+    syncer->sync(gridDim.x);
+    uint32_t mine = values[threads - 1 - thread];
+    for (int lanes = 16; lanes > 0; lanes /= 2) mine += __shfl_xor_sync(0xffffffffu, mine, lanes);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = mine;
+    __syncthreads();
+    total += partial[0] + partial[1];
+    syncer->sync(gridDim.x);
+  }
+  if (threadIdx.x == 0) atomicAdd(sum, total);
+}
+"""
+
+
+def grid() -> None:
+    runtime = HostRuntime()
+    kernel = runtime.compile(GRID)
+    syncer, values, total = runtime.allocate(8), runtime.allocate(4 * 512), np.zeros(1, np.uint32)
+    streams = [runtime.create_stream() for _ in range(2)]
+    for blocks in (1, 4, 2, 7):
+        kernel(blocks, 64, syncer.ptr, values.ptr, total, stream=streams[0])
+        event = runtime.create_event()
+        event.record(streams[0])
+        streams[1].wait_event(event)
+        streams.reverse()
+    runtime.synchronize()
+    assert total[0] == 64 * 10 * (1 + 4 + 2 + 7)
+
+
+def timeout() -> None:
+    """The path on which waits give up."""
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            x = np.zeros(8, np.float32)
+            comm.all_reduce(x, algorithm="two_shot")
+        else:
+            comm.collectives.team()  # the other rank makes it with this one, and then waits in vain
+            comm.check()
+
+    try:
+        run(2, body, timeout=1.0)
+    except WaitTimeoutError:
+        return
+    raise AssertionError("a rank did not miss its peer")
+
+
+# -- races on purpose ---
+
+MISSING_BARRIER = r"""
+#include "proxyccl/proxyccl.h"
+extern "C" __global__ void reverse(int* out) {
+  __shared__ int values[64];
+  values[threadIdx.x] = threadIdx.x;
+  out[threadIdx.x] = values[63 - threadIdx.x];  // no __syncthreads() before it
+}
+"""
+
+
+def planted_missing_barrier() -> None:
+    runtime = HostRuntime()
+    out = runtime.allocate(4 * 64)
+    runtime.compile(MISSING_BARRIER)(1, 64, out.ptr)
+    runtime.synchronize()
+
+
+MISSING_GRID_BARRIER = r"""
+#include "proxyccl/proxyccl.h"
+extern "C" __global__ void exchange(int* values) {
+  values[blockIdx.x] = 1;
+  values[2 + blockIdx.x] = values[1 - blockIdx.x];  // no DeviceSyncer::sync() before it
+}
+"""
+
+
+def planted_missing_grid_barrier() -> None:
+    runtime = HostRuntime()
+    values = runtime.allocate(4 * 4)
+    runtime.compile(MISSING_GRID_BARRIER)(2, 1, values.ptr)
+    runtime.synchronize()
+
+
+RELAXED_SIGNAL = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void pass(DeviceHandle<SmChannel>* channels, uint32_t* data, uint32_t rank) {
+  if (rank == 0) {
+    channels[0].write<uint32_t>(0, 42);
+    channels[0].relaxedSignal();  // orders nothing: signal() is wanted
+  } else {
+    channels[0].wait();
+    data[1] = data[0];
+  }
+}
+"""
+
+
+def planted_relaxed_signal() -> None:
+    def body(comm: Communicator) -> None:
+        data = comm.empty(2, "uint32").fill(0)
+        channels = comm.sm_channels(data)
+        comm.compile(RELAXED_SIGNAL, "pass")(1, 1, channels, data, comm.rank)
+        comm.synchronize()
+
+    run(2, body)
+
+
+REUSED_SOURCE = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void reuse(DeviceHandle<ProxyChannel>* channels, uint32_t* data) {
+  data[0] = 1;
+  channels[0].put(4, 0, 4);
+  data[0] = 2;  // no flush() before it: the proxy may not have read it yet
+  channels[0].flush();
+}
+"""
+
+
+def planted_reused_source() -> None:
+    def body(comm: Communicator) -> None:
+        data = comm.empty(2, "uint32").fill(0)
+        channels = comm.proxy_channels(data)
+        comm.compile(REUSED_SOURCE, "reuse")(1, 1, channels, data)
+        comm.synchronize()
+
+    run(2, body)
