@@ -14,6 +14,7 @@ typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 #define PROXYCCL_MAX_TRIGGER_BYTES ...
 #define PROXYCCL_WINDOW_BYTES ...
 #define PROXYCCL_NO_PEER ...
+#define PROXYCCL_NO_SLOT ...
 enum { PROXYCCL_OP_CUSTOM, PROXYCCL_OP_DATA, PROXYCCL_OP_SIGNAL, PROXYCCL_OP_FLUSH, ... };
 enum { PROXYCCL_SIZE_BITS, PROXYCCL_OFFSET_BITS, PROXYCCL_MEMORY_BITS, PROXYCCL_OP_BITS, PROXYCCL_CHANNEL_BITS,
        PROXYCCL_MAX_MEMORIES, PROXYCCL_MAX_CHANNELS, ... };
@@ -53,6 +54,10 @@ typedef struct {
   uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch;
   uint64_t packet_bytes; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; ...;
 } ProxycclTeam;
+typedef struct {
+  uint32_t experts_per_rank; uint32_t topk; uint32_t longest; uint32_t *counts; uint32_t *departures; uint32_t *slots;
+  uint32_t *positions; uint32_t *arrivals; uint32_t *groups; uint32_t *rows; uint32_t *tally; ...;
+} ProxycclRouting;
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS,
@@ -86,10 +91,16 @@ int proxyccl_host_memory_unmap(void *address, size_t bytes);
 
 ffi.set_source(
     "proxyccl.device._native",
-    '#include "proxyccl/handles.h"\n#include "team.h"\n#include "runtime.h"\n',
+    '#include "proxyccl/handles.h"\n#include "team.h"\n#include "routing.h"\n#include "runtime.h"\n',
     source_extension=".cpp",
     sources=["device/host/fibers.cpp", "device/host/streams.cpp", "device/host/memory.cpp"],
-    depends=["device/host/runtime.h", "device/host/fibers.h", "device/include/proxyccl/handles.h"],
+    depends=[
+        "device/host/runtime.h",
+        "device/host/fibers.h",
+        "device/include/proxyccl/handles.h",
+        "device/kernels/team.h",
+        "device/kernels/routing.h",
+    ],
     include_dirs=["device/include", "device/host", "device/kernels"],
     # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],

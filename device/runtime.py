@@ -218,7 +218,7 @@ class Runtime(Protocol):
         ...
 
     def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
-        """A kernel that ships, for an element type and an operation where it is a reduction."""
+        """A kernel that ships, for an element type where it has one, and an operation where it is a reduction."""
         ...
 
     def launch_function(self) -> Any:

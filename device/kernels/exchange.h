@@ -96,7 +96,13 @@ class Exchange {
 
   // By all threads of the block: `bytes` (at most slotBytes()) for `peer`.
   PROXYCCL_DEVICE void send(uint32_t peer, const void* src, uint64_t bytes) {
-    copyBytes(lanes_.outbox(round_, peer, team_->rank, peer), src, bytes, threadIdx.x, blockDim.x);
+    copyBytes(outbox(peer), src, bytes, threadIdx.x, blockDim.x);
+    announce(peer, bytes);
+  }
+
+  // The two halves of send(), for data that is not in one piece: where to write it, and how much there was.
+  PROXYCCL_DEVICE char* outbox(uint32_t peer) const { return lanes_.outbox(round_, peer, team_->rank, peer); }
+  PROXYCCL_DEVICE void announce(uint32_t peer, uint64_t bytes) {
     if (threadIdx.x == peer) outgoing_ = bytes;
   }
 
@@ -137,6 +143,20 @@ PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t longest, Piece piece)
 
 PROXYCCL_DEVICE void copyUnlessSame(char* dst, const char* src, uint64_t bytes) {
   if (dst != src) copyBytes(dst, src, bytes, threadIdx.x, blockDim.x);
+}
+
+// Every rank's `bytes` bytes at out + rank * bytes, on every rank; `in` may be this rank's place there.
+PROXYCCL_DEVICE void gatherBytes(Exchange& exchange, ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
+  const uint32_t rank = team->rank, ranks = team->world_size;
+  forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+    for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
+    copyUnlessSame(out + rank * bytes + offset, in + offset, size);
+    exchange.swap();
+    for (uint32_t i = 1; i < ranks; ++i) {
+      const uint32_t peer = (rank + i) % ranks;
+      copyBytes(out + peer * bytes + offset, exchange.inbox(peer), size, threadIdx.x, blockDim.x);
+    }
+  });
 }
 
 }  // namespace proxyccl

@@ -12,16 +12,7 @@
 extern "C" __global__ void all_gather(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
-    for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-    copyUnlessSame(out + rank * bytes + offset, in + offset, size);
-    exchange.swap();
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      copyBytes(out + peer * bytes + offset, exchange.inbox(peer), size, threadIdx.x, blockDim.x);
-    }
-  });
+  gatherBytes(exchange, team, in, out, bytes);
   exchange.finish();
 }
 

@@ -6,6 +6,7 @@ This module holds the public names and nothing else; see DESIGN.md for the rooms
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -43,6 +44,7 @@ __all__ = [
     "Communicator",
     "CommunicatorError",
     "CompileError",
+    "DispatchCombine",
     "Event",
     "HandlerError",
     "KernelError",

@@ -1,0 +1,499 @@
+"""MoE dispatch and combine against a plain numpy oracle, and what they refuse."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from ranks import Ranks
+from reference import numpy_dtype, poison, unit_roundoff
+
+from proxyccl import ArgumentError, Communicator, DispatchCombine, MismatchError, WaitTimeoutError
+
+Values = NDArray[Any]
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+ROUTINGS = ("uniform", "one expert", "one rank", "mostly dropped", "all dropped")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and a seed for the values that all ranks derive from it.
+
+    Attributes:
+        tokens: number of tokens of each rank.
+        routing: how the experts are chosen; a token may choose the same expert twice.
+    """
+
+    tokens: tuple[int, ...]
+    experts_per_rank: int = 2
+    topk: int = 2
+    hidden: int = 8
+    dtype: str = "float32"
+    routing: str = "uniform"
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def experts(self) -> int:
+        return self.ranks * self.experts_per_rank
+
+    def layer(self, comm: Communicator, algorithm: str | None = None) -> DispatchCombine:
+        return DispatchCombine(
+            comm,
+            hidden=self.hidden,
+            max_tokens=max(1, *self.tokens),
+            experts_per_rank=self.experts_per_rank,
+            topk=self.topk,
+            dtype=self.dtype,
+            algorithm=algorithm,
+        )
+
+    def values(self, rank: int, rows: int, what: int) -> Values:
+        rng = np.random.default_rng((self.seed, rank, what))
+        return rng.normal(size=(rows, self.hidden)).astype(numpy_dtype(self.dtype))
+
+    def inputs(self, rank: int) -> Values:
+        return self.values(rank, self.tokens[rank], 0)
+
+    def expert_ids(self, rank: int) -> NDArray[np.int32]:
+        rng = np.random.default_rng((self.seed, rank, 1))
+        shape = (self.tokens[rank], self.topk)
+        dropped = np.full(shape, self.experts)
+        chosen = {
+            "uniform": rng.integers(0, self.experts + 1, shape),
+            "one expert": np.full(shape, self.experts // 2),
+            "one rank": rng.integers(0, self.experts_per_rank, shape),
+            "mostly dropped": np.where(rng.random(shape) < 0.9, dropped, rng.integers(0, self.experts, shape)),
+            "all dropped": dropped,
+        }[self.routing]
+        return chosen.astype(np.int32)
+
+    def weights(self, rank: int) -> NDArray[np.float32]:
+        rng = np.random.default_rng((self.seed, rank, 2))
+        return rng.normal(size=(self.tokens[rank], self.topk)).astype(np.float32)
+
+    # -- the oracle ---
+
+    def arrivals(self, rank: int) -> list[tuple[int, int, int]]:
+        """(source rank, token, k) of each row that rank gets, in order."""
+        ids = [self.expert_ids(source) for source in range(self.ranks)]
+        first = rank * self.experts_per_rank
+        return [
+            (source, int(token), int(k))
+            for expert in range(first, first + self.experts_per_rank)
+            for source in range(self.ranks)
+            for token, k in np.argwhere(ids[source] == expert)
+        ]
+
+    def counts(self, rank: int) -> list[int]:
+        first = rank * self.experts_per_rank
+        return [
+            sum(int((self.expert_ids(source) == expert).sum()) for source in range(self.ranks))
+            for expert in range(first, first + self.experts_per_rank)
+        ]
+
+    def dispatched(self, rank: int, inputs: Callable[[int], Values]) -> Values:
+        arrays = [inputs(source) for source in range(self.ranks)]
+        rows = [arrays[source][token] for source, token, _ in self.arrivals(rank)]
+        return np.array(rows, numpy_dtype(self.dtype)).reshape(-1, self.hidden)
+
+    def results(self, rank: int) -> Values:
+        """What the experts of a rank make of their rows: anything, since combine is linear in it."""
+        return self.values(rank, len(self.arrivals(rank)), 3)
+
+    def slots(self, rank: int) -> Values:
+        out = np.zeros((self.tokens[rank], self.topk, self.hidden), numpy_dtype(self.dtype))
+        for peer in range(self.ranks):
+            for (source, token, k), row in zip(self.arrivals(peer), self.results(peer), strict=True):
+                if source == rank:
+                    out[token, k] = row
+        return out
+
+
+def assert_combined(case: Case, got: Values, slots: Values, weights: Values) -> None:
+    """The sum over k, within the bound of its accumulation (two roundings a term) and of the one to the dtype."""
+    terms = slots.astype(np.float64) * weights.astype(np.float64)[:, :, None]
+    accumulator = np.dtype(np.float64 if case.dtype == "float64" else np.float32)
+    exact, size = terms.sum(axis=1), np.abs(terms).sum(axis=1)
+    slack = 2 * case.topk * unit_roundoff(accumulator) * size
+    tiny = float(np.finfo(np.float16).smallest_subnormal)
+    bound = slack + unit_roundoff(numpy_dtype(case.dtype)) * (np.abs(exact) + slack) + tiny
+    assert np.all(np.abs(got.astype(np.float64) - exact) <= bound)
+
+
+def check(comm: Communicator, case: Case, algorithm: str | None = None) -> None:
+    """Every operation once, on the host's own arrays."""
+    rank = comm.rank
+    inputs, weights = case.inputs(rank), case.weights(rank)
+    moe = case.layer(comm, algorithm)
+    counts = moe.prepare(inputs, case.expert_ids(rank), weights)
+    assert counts.tolist() == case.counts(rank)
+    assert moe.rows_sent.sum() == (case.expert_ids(rank) < case.experts).sum()
+
+    rows, counts = moe.dispatch()
+    assert counts.tolist() == case.counts(rank)
+    assert rows.dtype == numpy_dtype(case.dtype)
+    assert np.array_equal(rows, case.dispatched(rank, case.inputs))
+    # Any other array takes the same way, into memory of the caller with rows to spare.
+    spare = poison((len(rows) + 3) * case.hidden, numpy_dtype(case.dtype)).reshape(-1, case.hidden)
+    untouched = spare[len(rows) :].tobytes()
+    other = moe.dispatch(case.values(rank, case.tokens[rank], 4), out=spare)[0]
+    assert other is spare
+    assert np.array_equal(spare[: len(rows)], case.dispatched(rank, lambda s: case.values(s, case.tokens[s], 4)))
+    assert spare[len(rows) :].tobytes() == untouched
+
+    expected, slots = case.slots(rank), np.ones((case.tokens[rank], case.topk, case.hidden), numpy_dtype(case.dtype))
+    assert_combined(case, moe.combine(case.results(rank), slots=slots), expected, weights)
+    assert np.array_equal(slots, expected)
+    ones = np.ones_like(weights)
+    assert_combined(case, moe.combine(case.results(rank), weighted=False), expected, ones)
+
+
+# -- worlds: links and sizes ---
+
+WORLDS = [(1, {}), (2, {}), (3, {}), (4, {}), (5, {}), (8, {})]
+WORLDS += [(2, {"local_world_size": 1}), (5, {"local_world_size": 1}), (8, {"local_world_size": 4})]
+WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
+
+
+def world_name(world: tuple[int, dict[str, int]]) -> str:
+    size, options = world
+    return "-".join([str(size), *(f"{name}{value}" for name, value in options.items())])
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=world_name)
+def world(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    size, options = request.param
+    with Ranks(size, **options) as ranks:
+        yield ranks
+
+
+@st.composite
+def cases(draw: st.DrawFn, ranks: int) -> Case:
+    return Case(
+        tokens=tuple(draw(st.lists(st.integers(0, 24), min_size=ranks, max_size=ranks))),
+        experts_per_rank=draw(st.integers(1, 5)),
+        topk=draw(st.integers(1, 6)),
+        hidden=draw(st.sampled_from([1, 2, 3, 7, 16, 33, 128])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        routing=draw(st.sampled_from(ROUTINGS)),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(data=st.data(), algorithm=st.sampled_from([None, "proxy"]))
+def test_random_configurations(world: Ranks, data: st.DataObject, algorithm: str | None) -> None:
+    case = data.draw(cases(world.world_size))
+    world.run(lambda comm: check(comm, case, algorithm))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(world: Ranks, routing: str) -> None:
+    tokens = tuple(17 - 2 * rank for rank in range(world.world_size))
+    case = Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing)
+    world.run(lambda comm: check(comm, case))
+
+
+def test_no_tokens_anywhere(world: Ranks) -> None:
+    world.run(lambda comm: check(comm, Case((0,) * world.world_size)))
+
+
+# -- sizes beyond one message; a round of the exchange moves 4 MiB to a rank ---
+
+
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((700, 1500, 0), hidden=512, topk=3),
+        Case((2500, 0, 1), hidden=300, topk=2, routing="one expert", dtype="float64"),
+        Case((2, 1, 1), hidden=800_001, dtype="float16", topk=1),
+        Case((1, 2, 2), hidden=400_000, dtype="float32", topk=1, experts_per_rank=1),
+        Case((64, 64, 64), hidden=16, experts_per_rank=64, topk=16),
+    ],
+    ids=["many rounds", "one expert gets all", "row beyond a slot", "row of many slots", "many experts"],
+)
+def test_sizes(case: Case, algorithm: str | None) -> None:
+    run_ranks(3, lambda comm: check(comm, case, algorithm))
+
+
+# -- gradients ---
+
+
+@pytest.mark.parametrize("local_world_size", [None, 1])
+def test_dispatch_and_combine_are_adjoint(local_world_size: int | None) -> None:
+    case = Case((9, 0, 14), experts_per_rank=2, topk=3, hidden=20, dtype="float64")
+
+    def body(comm: Communicator) -> tuple[float, ...]:
+        moe = case.layer(comm)
+        x, weights = case.inputs(comm.rank), case.weights(comm.rank)
+        moe.prepare(x, case.expert_ids(comm.rank), weights)
+        r = case.results(comm.rank)
+        slots = np.empty((len(x), case.topk, case.hidden))
+        weighted = moe.combine(r, slots=slots)
+        sums = [
+            (moe.dispatch(x)[0] * r).sum(),
+            (x * moe.combine(r, weighted=False)).sum(),
+            (moe.dispatch(x, weighted=True)[0] * r).sum(),
+            (x * weighted).sum(),
+            ((slots * x[:, None]).sum(-1) * weights).sum(),  # the gradient of the weights, times the weights
+        ]
+        return tuple(float(value) for value in sums)
+
+    plain, plain_back, weighted, weighted_back, by_weights = np.sum(
+        run_ranks(3, body, local_world_size=local_world_size), axis=0
+    )
+    assert plain == pytest.approx(plain_back, rel=1e-12)
+    assert weighted == pytest.approx(weighted_back, rel=1e-12)
+    assert by_weights == pytest.approx(weighted_back, rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weighted_dispatch_rounds_once(dtype: str) -> None:
+    case = Case((6, 11), hidden=40, dtype=dtype)
+
+    def body(comm: Communicator) -> None:
+        moe = case.layer(comm)
+        moe.prepare(case.inputs(comm.rank), case.expert_ids(comm.rank), case.weights(comm.rank))
+        rows = moe.dispatch(weighted=True)[0]
+        wide = np.float64 if dtype == "float64" else np.float32
+        for row, (source, token, k) in zip(rows, case.arrivals(comm.rank), strict=True):
+            expected = case.inputs(source)[token].astype(wide) * wide(case.weights(source)[token, k])
+            assert np.array_equal(row, expected.astype(row.dtype))
+
+    run_ranks(2, body)
+
+
+# -- the caller's side ---
+
+
+def test_device_arrays_and_streams() -> None:
+    case = Case((12, 5, 9), experts_per_rank=2, topk=2, hidden=16, dtype="bfloat16")
+
+    def body(comm: Communicator) -> None:
+        rank, stream = comm.rank, comm.runtime.create_stream()
+        tokens = comm.empty((case.tokens[rank], case.hidden), "bfloat16").upload(case.inputs(rank))
+        ids = comm.empty((case.tokens[rank], case.topk), "int32").upload(case.expert_ids(rank))
+        weights = comm.empty((case.tokens[rank], case.topk), "float32").upload(case.weights(rank))
+        results = comm.empty((len(case.arrivals(rank)), case.hidden), "bfloat16").upload(case.results(rank))
+        moe = case.layer(comm)
+        assert moe.prepare(tokens, ids, weights, stream=stream).tolist() == case.counts(rank)
+        rows, _ = moe.dispatch(stream=stream)
+        output = moe.combine(results, stream=stream)
+        again = moe.combine(results, weighted=False, stream=stream)
+        comm.synchronize(stream)
+        assert np.array_equal(rows.numpy(), case.dispatched(rank, case.inputs))
+        assert_combined(case, output.numpy(), case.slots(rank), case.weights(rank))
+        assert_combined(case, again.numpy(), case.slots(rank), np.ones_like(case.weights(rank)))
+
+    run_ranks(3, body)
+
+
+def test_a_layer_is_prepared_again_and_again_among_other_collectives() -> None:
+    case = Case((30, 7, 0, 16), hidden=32)
+
+    def body(comm: Communicator) -> None:
+        moe = case.layer(comm)
+        for step in range(20):
+            tokens = case.tokens[comm.rank] * (step % 3) // 2
+            inputs = case.inputs(comm.rank)[:tokens] + step
+            ids, weights = case.expert_ids(comm.rank)[:tokens], case.weights(comm.rank)[:tokens]
+            moe.prepare(inputs, ids, weights)
+            rows, counts = moe.dispatch()
+            assert comm.all_reduce(np.array([len(rows)], np.int64))[0] == comm.all_reduce(moe.rows_sent).sum()
+            assert counts.sum() == len(rows)
+            kept = np.where(ids < case.experts, weights, 0)
+            assert np.allclose(moe.combine(rows), inputs * kept.sum(axis=1, keepdims=True), rtol=1e-4, atol=1e-4)
+
+    run_ranks(4, body)
+
+
+def test_weights_may_be_left_out() -> None:
+    case = Case((4, 6), experts_per_rank=1)
+
+    def body(comm: Communicator) -> None:
+        moe = case.layer(comm)
+        moe.prepare(case.inputs(comm.rank), case.expert_ids(comm.rank))
+        expected = case.slots(comm.rank)
+        assert_combined(case, moe.combine(case.results(comm.rank)), expected, np.ones(expected.shape[:2]))
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+def test_triggers_move_the_data_only_where_the_proxy_is_asked_to(algorithm: str | None) -> None:
+    case = Case((8, 8), hidden=64)
+
+    def body(comm: Communicator) -> tuple[int, int]:
+        check(comm, case, algorithm)
+        comm.barrier()  # a peer that has received has seen the trigger counted
+        if comm.proxy_if_started is None:
+            return 0, 0
+        counters = [comm.proxy.counters(channel) for channel in range(8)]
+        return sum(c.triggers for c in counters), sum(c.bytes for c in counters)
+
+    for rank, (triggers, moved) in enumerate(run_ranks(2, body)):
+        if algorithm is None:
+            assert (triggers, moved) == (0, 0)
+            continue
+        sent = int((case.expert_ids(rank) // case.experts_per_rank == 1 - rank).sum())
+        received = int((case.expert_ids(1 - rank) // case.experts_per_rank == rank).sum())
+        row = case.hidden * 4
+        # Counts once, rows twice, and twice back what had come.
+        assert moved == (case.experts + 1) * 4 + 2 * (sent + received) * row
+        assert triggers == 5
+
+
+# -- what is refused ---
+
+
+def refused(argument: str, call: Callable[[], object]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument, caught.value
+
+
+def test_wrong_constructor_arguments_are_refused_by_name() -> None:
+    good: dict[str, Any] = {"hidden": 8, "max_tokens": 4, "experts_per_rank": 2, "topk": 2}
+
+    def body(comm: Communicator) -> None:
+        for argument, value in [
+            ("hidden", 0),
+            ("hidden", 8.0),
+            ("max_tokens", -1),
+            ("experts_per_rank", 0),
+            ("topk", 0),
+            ("dtype", "int32"),
+            ("dtype", "float33"),
+            ("algorithm", "ring"),
+            ("max_tokens", 2**31),
+        ]:
+            refused(argument, lambda a=argument, v=value: DispatchCombine(comm, **{**good, a: v}))
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("hidden", 9),
+        ("max_tokens", 5),
+        ("experts_per_rank", 3),
+        ("topk", 3),
+        ("dtype", "float64"),
+        ("algorithm", "proxy"),
+    ],
+)
+def test_constructor_arguments_that_differ_between_ranks_are_refused_on_all(argument: str, value: Any) -> None:
+    def body(comm: Communicator) -> None:
+        options: dict[str, Any] = {"hidden": 8, "max_tokens": 4, "experts_per_rank": 2, "topk": 2}
+        changed = {**options, argument: value} if comm.rank == 1 else options
+        refused(argument, lambda: DispatchCombine(comm, **changed))
+        check(comm, Case((3, 2, 1)))  # and nothing is broken
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
+def test_an_expert_id_out_of_range_is_refused_on_all_ranks_before_anything_moves(bad: int) -> None:
+    def body(comm: Communicator) -> None:
+        moe = DispatchCombine(comm, hidden=4, max_tokens=8, experts_per_rank=2, topk=3)
+        ids = np.full((6, 3), 4, np.int32)
+        if comm.rank == 1:
+            ids[2, 1] = ids[4, 0] = bad
+        tokens = np.ones((6, 4), np.float32)
+        with pytest.raises(ArgumentError, match=r"expert_ids: \[2, 1\] on rank 1"):
+            moe.prepare(tokens, ids)
+        refused("prepare", moe.dispatch)
+        ids[:] = 3
+        moe.prepare(tokens, ids)
+        assert np.array_equal(moe.combine(moe.dispatch()[0]), 3 * tokens)
+
+    run_ranks(2, body)
+
+
+def test_wrong_arrays_are_refused_by_name() -> None:
+    def body(comm: Communicator) -> None:
+        moe = DispatchCombine(comm, hidden=4, max_tokens=8, experts_per_rank=2, topk=2)
+        tokens, weights = np.ones((5, 4), np.float32), np.ones((5, 2), np.float32)
+        ids = np.zeros((5, 2), np.int32)
+        refused("prepare", moe.dispatch)
+        refused("prepare", lambda: moe.combine(tokens))
+        refused("prepare", lambda: moe.rows_sent)
+        refused("tokens", lambda: moe.prepare(np.ones((9, 4), np.float32), np.zeros((9, 2), np.int32)))
+        refused("tokens", lambda: moe.prepare(tokens.astype(np.float64), ids, weights))
+        refused("tokens", lambda: moe.prepare(np.ones((5, 3), np.float32), ids, weights))
+        refused("tokens", lambda: moe.prepare(tokens[::2], ids, weights))
+        refused("tokens", lambda: moe.prepare([1.0], ids, weights))
+        refused("expert_ids", lambda: moe.prepare(tokens, ids.astype(np.int64), weights))
+        refused("expert_ids", lambda: moe.prepare(tokens, ids[:4], weights))
+        refused("expert_ids", lambda: moe.prepare(tokens, ids[:, :1].copy(), weights))
+        refused("weights", lambda: moe.prepare(tokens, ids, weights.astype(np.float64)))
+        refused("weights", lambda: moe.prepare(tokens, ids, weights[:4]))
+        refused("stream", lambda: moe.prepare(tokens, ids, weights, stream=object()))
+
+        moe.prepare(tokens, ids, weights)
+        refused("x", lambda: moe.dispatch(tokens[:4]))
+        refused("out", lambda: moe.dispatch(out=np.ones((9, 4), np.float32)))  # ten rows come
+        refused("out", lambda: moe.dispatch(out=np.ones((10, 4), np.float64)))
+        refused("out", lambda: moe.dispatch(tokens, out=tokens))
+        read_only = np.ones((10, 4), np.float32)
+        read_only.flags.writeable = False
+        refused("out", lambda: moe.dispatch(out=read_only))
+        rows, _ = moe.dispatch()
+        refused("rows", lambda: moe.combine(rows[:9]))
+        refused("rows", lambda: moe.combine(rows.astype(np.float16)))
+        refused("out", lambda: moe.combine(rows, out=rows[:5]))
+        refused("out", lambda: moe.combine(rows, out=np.ones((4, 4), np.float32)))
+        refused("slots", lambda: moe.combine(rows, slots=np.ones((5, 2, 3), np.float32)))
+        output = np.ones((5, 4), np.float32)
+        refused("slots", lambda: moe.combine(rows, out=output, slots=np.resize(output, (10, 4)).reshape(5, 2, 4)[:4]))
+        shared = np.ones((5, 2, 4), np.float32)
+        refused("slots", lambda: moe.combine(rows, out=shared.reshape(10, 4)[:5], slots=shared))
+        assert np.array_equal(moe.combine(rows), 2 * tokens)
+
+    run_ranks(1, body)
+
+
+def test_another_call_on_another_rank_is_a_mismatch() -> None:
+    case = Case((4, 4))
+
+    def body(comm: Communicator) -> None:
+        moe = case.layer(comm)
+        moe.prepare(case.inputs(comm.rank), case.expert_ids(comm.rank))
+        results = case.results(comm.rank)
+        with pytest.raises(MismatchError) as caught:
+            moe.dispatch() if comm.rank == 0 else moe.combine(results)
+        assert caught.value.argument == "collective"
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_time_out() -> None:
+    given_up = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        moe = Case((4, 4)).layer(comm)
+        if comm.rank == 0:
+            with pytest.raises(WaitTimeoutError) as caught:
+                moe.prepare(np.ones((4, 8), np.float32), np.full((4, 2), 3, np.int32))
+            assert (caught.value.rank, caught.value.peer) == (0, 1)
+            given_up.set()
+        else:
+            assert given_up.wait(TIMEOUT)
+            with pytest.raises(WaitTimeoutError):
+                moe.prepare(np.ones((4, 8), np.float32), np.full((4, 2), 3, np.int32))
+
+    run_ranks(2, body, timeout=1.0)
