@@ -195,7 +195,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
     operation = str(Operation(record.operation & 7).name or "").lower()
     if code == lib.PROXYCCL_ERROR_TRANSPORT:
-        message = f"{who}'s proxy: {operation or 'a transfer'}{on} failed with status {record.status}"
+        operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
+        message = f"{who}'s proxy: {operation}{on} failed with status {record.status}"
         return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
     if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
         message = (
