@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_ranks
+from conftest import TIMEOUT, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
