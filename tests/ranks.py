@@ -14,16 +14,25 @@ from typing import Any, TypeVar
 
 from conftest import TIMEOUT
 
-from proxyccl import AbortedError, Communicator, ThreadBootstrap
+from proxyccl import AbortedError, Communicator, Runtime, ThreadBootstrap
 
 T = TypeVar("T")
 
 
 class Ranks:
-    """`world_size` communicators, each used by one thread. Options as for `Communicator`."""
+    """`world_size` communicators, each used by one thread.
 
-    def __init__(self, world_size: int, **options: Any) -> None:
+    Args:
+        world_size: number of ranks.
+        make_runtime: called with each rank for a runtime of its own; by default the communicator opens one.
+        options: as for `Communicator`.
+    """
+
+    def __init__(
+        self, world_size: int, *, make_runtime: Callable[[int], Runtime] | None = None, **options: Any
+    ) -> None:
         self.world_size = world_size
+        self._make_runtime = make_runtime or (lambda _: None)
         self._options = {"timeout": TIMEOUT, **options}
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(world_size)]
         self._communicators: list[Communicator] = []
@@ -45,7 +54,9 @@ class Ranks:
 
     def _open(self) -> None:
         bootstraps = ThreadBootstrap.create(self.world_size)
-        self._communicators = self._everywhere(lambda rank: Communicator(bootstraps[rank], **self._options))
+        self._communicators = self._everywhere(
+            lambda rank: Communicator(bootstraps[rank], self._make_runtime(rank), **self._options)
+        )
 
     def _everywhere(self, action: Callable[[int], T]) -> list[T]:
         futures: list[Future[T]] = [thread.submit(action, rank) for rank, thread in enumerate(self._threads)]

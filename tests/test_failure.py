@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import run_mpi, run_ranks
 from processes import Ended, run_processes
-from ranks import Gate, live_threads, open_descriptors
+from ranks import Gate, Ranks, live_threads, open_descriptors
 
 from proxyccl import (
     AbortedError,
@@ -353,7 +353,7 @@ class FaultyRuntime(HostRuntime):
 
 
 def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
-    """Rank 0 puts and flushes, and both wait for a signal that does not come. The proxies have the faults."""
+    """Rank 0 puts and flushes, then both wait for a signal that never comes. The faults are in rank 0's proxy."""
 
     def rank_main(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
@@ -365,7 +365,9 @@ def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
         kernels.wait(1, 1, channels)
         return caught(comm.synchronize)
 
-    return run_ranks(2, rank_main, timeout=TIMEOUT, runtime=FaultyRuntime(**functions))
+    runtimes = [FaultyRuntime(**functions), HostRuntime()]
+    with Ranks(2, make_runtime=lambda rank: runtimes[rank], timeout=TIMEOUT) as ranks:
+        return ranks.run(rank_main)
 
 
 def test_a_copy_that_the_driver_refuses_is_a_transport_error_everywhere() -> None:
