@@ -35,9 +35,9 @@ def kernel_names(source: str) -> list[str]:
 
 
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
-    values = (shape,) if isinstance(shape, int) else tuple(shape)
-    if not 1 <= len(values) <= 3 or not all(isinstance(v, int) and v > 0 for v in values):
-        raise ArgumentError(argument, f"must be one to three positive integers, not {shape!r}")
+    values = tuple(shape) if isinstance(shape, Sequence) else (shape,)
+    if not 1 <= len(values) <= 3 or not all(isinstance(v, int) and 0 < v < 1 << 32 for v in values):
+        raise ArgumentError(argument, f"must be one to three positive 32-bit integers, not {shape!r}")
     x, y, z = (*values, 1, 1)[:3]
     return x, y, z
 
@@ -48,6 +48,8 @@ class Launch:
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
         self._kernel = kernel
         self._runtime = kernel.runtime
+        if not isinstance(shared, int) or not 0 <= shared < 1 << 32:
+            raise ArgumentError("shared", f"must be a number of bytes, not {shared!r}")
         self._shape = (*_dimensions(grid, "grid"), *_dimensions(block, "block"), shared)
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [ffi.from_buffer(value) for value in self._values] or [ffi.NULL])
@@ -112,9 +114,12 @@ class Kernel:
             kept.append(value)
             return struct.pack("<Q", self._address(value, argument))
         if kind == _FLOAT:
-            if isinstance(value, (int, float)) or hasattr(value, "__float__"):
+            if not hasattr(value, "__float__"):
+                raise ArgumentError(argument, f"a number is wanted, not {type(value).__name__}")
+            try:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
-            raise ArgumentError(argument, f"a number is wanted, not {type(value).__name__}")
+            except OverflowError:
+                raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
         if kind == _INTEGER:
             if not hasattr(value, "__index__"):
                 raise ArgumentError(argument, f"an integer is wanted, not {type(value).__name__}")
@@ -122,7 +127,10 @@ class Kernel:
             if not -(1 << (bits - 1)) <= number < 1 << bits:
                 raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
             return int(number & ((1 << bits) - 1)).to_bytes(size, "little")
-        raw = bytes(getattr(value, "device_handle", value))
+        try:
+            raw = bytes(memoryview(getattr(value, "device_handle", value)))
+        except TypeError:
+            raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {type(value).__name__}") from None
         if len(raw) != size:
             raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {len(raw)}")
         return raw
@@ -131,6 +139,8 @@ class Kernel:
         if value is None:
             return 0
         if isinstance(value, int):
+            if not 0 <= value < 1 << 64:
+                raise ArgumentError(argument, f"{value} is no address")
             return value
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):
