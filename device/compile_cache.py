@@ -1,7 +1,8 @@
 """Compiled kernels on disk, by what went into them.
 
-The key covers the source, the options, the compiler and every shipped header, so a cached file is never stale. A file
-is written under another name and moved into place: ranks that compile the same source at once do no harm.
+The key covers the source with what it includes, the options, the compiler and every shipped header, so a cached file
+is never stale. A file is written under another name and moved into place: ranks that compile the same source at once
+do no harm.
 """
 
 from __future__ import annotations

@@ -502,8 +502,14 @@ def compile_source(source: str, names: list[str], options: tuple[str, ...], incl
         if result.returncode:
             raise CompileError(f"{compiler[0]} could not compile the kernel source", result.stderr)
 
-    include_key = tuple(str(Path(directory).resolve()) for directory in include_dirs)
-    return cached((text, *flags, *include_key, *compiler, compiler_version(tuple(compiler))), ".so", build)
+    key = text
+    if include_dirs or options:  # headers that are not ours may come in, and they may change
+        command = [*compiler, *flags, "-E", "-x", "c++", "-"]
+        result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=600)
+        if result.returncode:
+            raise CompileError(f"{compiler[0]} could not preprocess the kernel source", result.stderr)
+        key = result.stdout
+    return cached((key, *flags, *compiler, compiler_version(tuple(compiler))), ".so", build)
 
 
 def cpu_name() -> str:

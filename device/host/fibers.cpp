@@ -107,6 +107,7 @@ namespace host {
 namespace {
 
 constexpr uint64_t kCanary = 0x5afec0de5afec0deull;
+constexpr uint64_t kCanaryOffset = 8 * 1024;  // from the stack's end: what runs past it by less hurts nobody
 constexpr uint32_t kWarp = PROXYCCL_WARP_SIZE;
 constexpr unsigned kTsanNoSync = 1;
 
@@ -173,7 +174,7 @@ class StackPool {
     char* high = low + 2 * kStackBytes;
     if (high > aligned + kStackBytes) munmap(aligned + kStackBytes, static_cast<size_t>(high - aligned - kStackBytes));
     auto* fiber = new (aligned + kStackBytes - kFiberSlot) FiberState();
-    *reinterpret_cast<uint64_t*>(aligned) = kCanary;
+    *reinterpret_cast<uint64_t*>(aligned + kCanaryOffset) = kCanary;
     if (__tsan_create_fiber) fiber->sanitizer = __tsan_create_fiber(0);
     return fiber;
   }
@@ -455,8 +456,13 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   switchTo(&block.host_stack_pointer, block.fibers[0]->stack_pointer, block.fibers[0]->sanitizer);
   if (__tsan_acquire) __tsan_acquire(&block.ended);
 
-  for (FiberState* fiber : block.fibers)
-    if (*reinterpret_cast<uint64_t*>(StackPool::base(fiber)) != kCanary) return BlockResult::kStackOverflow;
+  bool overflowed = false;
+  for (FiberState* fiber : block.fibers) {
+    auto* canary = reinterpret_cast<uint64_t*>(StackPool::base(fiber) + kCanaryOffset);
+    overflowed |= *canary != kCanary;
+    *canary = kCanary;  // the stack is used again
+  }
+  if (overflowed) return BlockResult::kStackOverflow;
   return block.deadlocked ? BlockResult::kDeadlock : BlockResult::kDone;
 }
 
