@@ -38,6 +38,8 @@ class SmSemaphores:
             for peer in range(self._ranks)
             if peer != self._rank and communicator.topology.accessible[peer]
         }
+        # A rank that drops its channels at once must not take its words away before every peer has mapped them.
+        communicator.all_gather_bytes(b"")
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
