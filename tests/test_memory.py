@@ -77,6 +77,7 @@ def test_closed_memory_is_refused(ranks: Ranks) -> None:
         memory = comm.register(comm.empty(16))
         first = memory.id
         memory.peer_id(1 - comm.rank)
+        comm.barrier()
         memory.close()
         memory.close()
         for use in (lambda: memory.id, lambda: memory.device_pointer, lambda: memory.peer_ptr(1 - comm.rank)):
