@@ -45,7 +45,7 @@ class Result:
     Attributes:
         channel: what moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: collective calls of one rank.
-        tokens: tokens routed in training.
+        tokens: tokens that were routed.
         rows: rows that dispatch and combine moved for them, gradients included.
         rows_between_ranks: those of them that went from one rank to another.
         payload_bytes: the bytes of the rows, and of the gradients handed to all_reduce.
@@ -343,7 +343,8 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     def accuracy() -> float:
         own = share_of(test, np.arange(len(test)), comm.rank, comm.world_size)
         correct = comm.empty(1, "int64").upload(model.correct(own))
-        return int(comm.all_reduce(correct, algorithm=algorithm).numpy()[0]) / len(test)
+        total = tally.timed(lambda: comm.all_reduce(correct, algorithm=algorithm).numpy())
+        return int(total[0]) / len(test)
 
     def report(epoch: int) -> None:
         if epoch == epochs or epoch % max(1, epochs // 5) == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TIMEOUT, run_ranks
+from conftest import TESTS, TIMEOUT, run_mpi, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -497,3 +498,19 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_time_out() -
                 moe.prepare(np.ones((4, 8), np.float32), np.full((4, 2), 3, np.int32))
 
     run_ranks(2, body, timeout=1.0)
+
+
+# -- the example ---
+
+
+def test_the_mixture_of_experts_equals_the_one_process_run_over_both_kinds_of_links() -> None:
+    program = TESTS.parent / "examples" / "moe_digits.py"
+    env = {"OPENBLAS_NUM_THREADS": "1", "PROXYCCL_LOCAL_WORLD_SIZE": "2"}
+    done = run_mpi(4, program, "--epochs", "3", "--json", env=env)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1].removeprefix("RESULT "))
+    assert result["channel"] == "SmChannel and ProxyChannel"
+    assert result["difference"] <= 1e-5
+    assert result["accuracy"] == result["reference_accuracy"] > 0.8
+    assert 0 < result["rows_between_ranks"] < result["rows"]
+    assert result["proxy"]["triggers"] > 0

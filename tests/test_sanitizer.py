@@ -96,7 +96,13 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "scenarios",
-    [("all_reduce", "all_reduce_on_streams"), ("moves",), ("ring", "copy_streams"), ("channels", "grid", "timeout")],
+    [
+        ("all_reduce", "all_reduce_on_streams"),
+        ("moves",),
+        ("dispatch_combine",),
+        ("ring", "copy_streams"),
+        ("channels", "grid", "timeout"),
+    ],
     ids="+".join,
 )
 def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> None:

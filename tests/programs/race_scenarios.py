@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from conftest import run_ranks
 
-from proxyccl import Communicator, WaitTimeoutError
+from proxyccl import Communicator, DispatchCombine, WaitTimeoutError
 from proxyccl.device.host import HostRuntime
 
 
@@ -63,6 +63,25 @@ def moves() -> None:
                 assert scattered[0] == ranks * 64 * comm.rank + 1000 * sum(range(ranks))
                 assert comm.broadcast(mine.copy(), root=1, algorithm=algorithm)[0] == 1000
             comm.barrier()
+
+    run(3, body)
+
+
+def dispatch_combine() -> None:
+    """Routing, both ways of the rows, and a token count that changes between the rounds that reuse the buffers."""
+
+    def body(comm: Communicator) -> None:
+        experts = 2 * comm.world_size
+        for algorithm in (None, "proxy"):
+            moe = DispatchCombine(
+                comm, hidden=33, max_tokens=40, experts_per_rank=2, topk=3, dtype="float32", algorithm=algorithm
+            )
+            for tokens in (40, 7 * comm.rank, 40):
+                x = np.full((tokens, 33), 1 + comm.rank, np.float32)
+                ids = (np.arange(3 * tokens, dtype=np.int32) % (experts + 1)).reshape(tokens, 3)
+                moe.prepare(x, ids, np.ones((tokens, 3), np.float32))
+                rows, _ = moe.dispatch()
+                assert np.array_equal(moe.combine(rows), x * (ids < experts).sum(axis=1, keepdims=True))
 
     run(3, body)
 
