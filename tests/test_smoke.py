@@ -13,7 +13,8 @@ PUT_WITH_SIGNAL = r"""
 using namespace proxyccl;
 extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels, int bytes) {
   if (threadIdx.x != 0) return;
-  channels[0].putWithSignal(/*dstOffset=*/bytes, /*srcOffset=*/0, bytes);
+  // The flush makes the own counters final: the peer's signal tells of the peer's trigger alone.
+  channels[0].putWithSignalAndFlush(/*dstOffset=*/bytes, /*srcOffset=*/0, bytes);
   channels[0].wait();
 }
 """
