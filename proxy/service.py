@@ -31,15 +31,20 @@ Handler = Callable[[Trigger], None]
 class IdlePolicy:
     """What a worker does when its rings are empty.
 
+    Sleeps grow with the time that the worker has been idle, so that waking late adds at most a 32nd to a pause. The
+    defaults cost about 3 % of a core on a virtual machine with two; with `max_sleep_us` of 200 it is 11 %.
+    `proxyccl bench ring` measures both.
+
     Attributes:
         spin_us: first it spins for this long: the lowest latency, at the price of a core.
         yield_us: then it yields the core between looks for this long.
-        max_sleep_us: then it sleeps, each time twice as long, up to this. That is the most that waking costs.
+        max_sleep_us: then it sleeps between looks, for a 32nd of the time idle, up to this. That is the most that
+            waking costs, beside what the system takes.
     """
 
     spin_us: float = 50.0
     yield_us: float = 500.0
-    max_sleep_us: float = 200.0
+    max_sleep_us: float = 1000.0
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@
 #include "ring.h"
 
 enum {
-  RELEASE_BATCH = 32, /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
-  POLL_INTERVAL = 64  /* triggers between two polls of the connections under load */
+  RELEASE_BATCH = 64,  /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
+  POLL_INTERVAL = 256, /* triggers between two polls of the connections under load: each asks the driver */
+  SLEEP_PART = 32      /* an idle worker sleeps for this part of the time that it has been idle */
 };
 
 typedef struct {
@@ -261,24 +262,24 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   worker->handling = 0;
 }
 
-/* Spins, then yields, then sleeps: a wake-up costs at most the current pause, and an idle proxy costs next to no
- * core. */
-static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, uint64_t *sleep_ns) {
+/* Spins, then yields, then sleeps for a part of the time that nothing has happened: waking late costs little beside the
+ * wait that came before it, and a worker that is idle for long costs next to no core. */
+static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
     for (int i = 0; i < 16; ++i) cpu_relax();
   } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
     sched_yield();
   } else {
-    *sleep_ns = *sleep_ns == 0 ? 1000 : *sleep_ns * 2;
-    if (*sleep_ns > policy->max_sleep_ns) *sleep_ns = policy->max_sleep_ns;
-    const struct timespec pause = {(time_t)(*sleep_ns / 1000000000u), (long)(*sleep_ns % 1000000000u)};
+    const uint64_t part = idle_ns / SLEEP_PART;
+    const uint64_t sleep_ns = part < policy->max_sleep_ns ? part : policy->max_sleep_ns;
+    const struct timespec pause = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
     nanosleep(&pause, NULL);
   }
 }
 
 ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info) {
-  uint64_t idle_since = 0, sleep_ns = 0;
+  uint64_t idle_since = 0;
   memset(info, 0, sizeof *info);
   for (;;) {
     const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
@@ -297,12 +298,11 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
       return PROXYCCL_EXIT_ABORTED;
     if (progress != 0) {
       idle_since = 0;
-      sleep_ns = 0;
       if (busy) continue;
     }
     if (!outstanding && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
     if (idle_since == 0) idle_since = now_ns();
-    back_off(&worker->idle, idle_since, &sleep_ns);
+    back_off(&worker->idle, idle_since);
   }
 }
 

@@ -46,7 +46,7 @@ typedef struct ProxycclExitInfo {
 typedef struct ProxycclIdlePolicy {
   uint64_t spin_ns;      /* spin this long after the last trigger … */
   uint64_t yield_ns;     /* … then yield the core between looks for this long … */
-  uint64_t max_sleep_ns; /* … then sleep, each time twice as long, up to this */
+  uint64_t max_sleep_ns; /* … then sleep between looks, for a 32nd of the time idle, up to this */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
