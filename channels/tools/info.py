@@ -198,7 +198,9 @@ def _cache() -> list[Finding]:
     directory = cache_dir()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [Finding("Kernels", "cache", False, f"{directory} can't be written to", "name another in PROXYCCL_CACHE")]
+        return [
+            Finding("Kernels", "cache", False, f"{directory} can't be written to", "name another in PROXYCCL_CACHE")
+        ]
     files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
