@@ -35,11 +35,12 @@ class Training:
     channel: str
 
 
+MOE = ("--epochs", "12")  # where it has learnt what it will; an epoch is 12 batches of 6 collectives
 TRAININGS = (
     Training("Data-parallel: gradients are summed by all_reduce", "digits_data_parallel.py", (), "SmChannel"),
     Training("The same, by triggers", "digits_data_parallel.py", ("--algorithm", "proxy"), "ProxyChannel"),
-    Training("Mixture of experts: samples travel by dispatch and combine", "moe_digits.py", (), "SmChannel"),
-    Training("The same, by triggers", "moe_digits.py", ("--proxied",), "ProxyChannel"),
+    Training("Mixture of experts: samples travel by dispatch and combine", "moe_digits.py", MOE, "SmChannel"),
+    Training("The same, by triggers", "moe_digits.py", (*MOE, "--proxied"), "ProxyChannel"),
 )
 
 
@@ -151,8 +152,8 @@ def report(results: list[dict[str, Any]], ranks: int, seconds: float) -> None:
     triggers = sum(r["proxy"]["triggers"] for r in results)
     moved = sum(r["proxy"]["bytes"] for r in results)
     print(
-        f"\npayload: what all {ranks} ranks handed to the collectives. difference: the largest between a final weight\n"
-        f"and that of the same training in one process."
+        f"\npayload: what all {ranks} ranks handed to the collectives. each: time of one exchange, with the wait for\n"
+        f"slower ranks. difference: the largest between a final weight and that of the same training in one process."
     )
     if triggers:
         print(

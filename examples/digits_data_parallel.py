@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 from traffic import ProxyTraffic, channels_used, proxy_traffic
 
 from proxyccl import Communicator
@@ -29,7 +28,7 @@ from proxyccl import Communicator
 LAYERS = (64, 48, 10)
 LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
-TEST_SAMPLES = 360
+SAMPLES, TEST_SAMPLES = 1797, 360  # in scikit-learn's digits; set apart for the test
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -115,15 +114,18 @@ class Perceptron:
         return float(np.mean(self.forward(samples.images)[1].argmax(axis=1) == samples.labels))
 
 
-def load() -> tuple[Digits, Digits]:
-    """Training and test samples, shuffled in the same way everywhere."""
-    images, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
-    shuffled = Digits(images[order] / 16.0, labels[order].astype(np.int64))
-    return (
-        Digits(shuffled.images[TEST_SAMPLES:], shuffled.labels[TEST_SAMPLES:]),
-        Digits(shuffled.images[:TEST_SAMPLES], shuffled.labels[:TEST_SAMPLES]),
-    )
+def load(comm: Communicator) -> tuple[Digits, Digits]:
+    """Training and test samples, shuffled. Rank 0 reads them and hands them on; all ranks call this together."""
+    table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
+    if comm.rank == 0:
+        from sklearn.datasets import load_digits  # which takes seconds of a core: too much to do on all ranks
+
+        images, labels = load_digits(return_X_y=True)
+        order = np.random.default_rng(0).permutation(SAMPLES)
+        table.upload(np.column_stack([images / 16.0, labels])[order])
+    rows = comm.broadcast(table).numpy()
+    samples, cut = Digits(rows[:, :-1], rows[:, -1].astype(np.int64)), TEST_SAMPLES
+    return Digits(samples.images[cut:], samples.labels[cut:]), Digits(samples.images[:cut], samples.labels[:cut])
 
 
 def batches(samples: int, batch: int, seed: int) -> Iterator[NDArray[np.int64]]:
@@ -180,7 +182,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
     Raises:
         AssertionError: the weights are further than 1e-5 from those of the one-process run, or from rank 0's.
     """
-    training, test = load()
+    training, test = load(comm)
     # Ranks start apart, as processes do that seed themselves, and take over rank 0's weights.
     model = Perceptron.random(seed=comm.rank)
     weights = comm.empty(model.weights.size, "float64").upload(model.weights)

@@ -327,7 +327,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     Raises:
         AssertionError: the weights are further than 1e-5 from those of the one-process run, or from rank 0's.
     """
-    training, test = load()
+    training, test = load(comm)
     algorithm = "proxy" if proxied else None
     share = -(-max(batch, len(test)) // comm.world_size)  # the most tokens of one rank, testing included
     layer = DistributedExperts(comm, share, algorithm)
