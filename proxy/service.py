@@ -36,13 +36,14 @@ class IdlePolicy:
     `proxyccl bench ring` measures both.
 
     Attributes:
-        spin_us: first it spins for this long: the lowest latency, at the price of a core.
+        spin_us: first it spins for this long. Where cores are fewer than threads this is what a kernel that pushes
+            and waits for the core pays each time; where there are enough, yielding answers as fast.
         yield_us: then it yields the core between looks for this long.
         max_sleep_us: then it sleeps between looks, for a 32nd of the time idle, up to this. That is the most that
             waking costs, beside what the system takes.
     """
 
-    spin_us: float = 50.0
+    spin_us: float = 5.0
     yield_us: float = 500.0
     max_sleep_us: float = 1000.0
 
