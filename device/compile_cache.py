@@ -1,8 +1,8 @@
 """Compiled kernels on disk, by what went into them.
 
 The key covers the source with what it includes, the options, the compiler and every shipped header, so a cached file
-is never stale. A file is written under another name and moved into place: ranks that compile the same source at once
-do no harm.
+is never stale. A file is written under another name and moved into place: processes that compile the same source at
+once do no harm. Threads that do so wait for the first of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,20 +36,24 @@ def headers_digest() -> str:
     return digest.hexdigest()
 
 
+_building: dict[str, threading.Lock] = {}
+
+
 def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
     """The file that `build(path)` makes for this key, built if it is not there yet."""
     digest = hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40]
     directory = cache_dir()
     target = directory / f"{digest}{suffix}"
-    if target.exists():
-        return target
-    directory.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=directory, suffix=suffix)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        build(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _building.setdefault(digest, threading.Lock()):
+        if target.exists():
+            return target
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=directory, suffix=suffix)
+        os.close(descriptor)
+        temporary = Path(name)
+        try:
+            build(temporary)
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     return target
