@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import numbers
+import operator
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -28,13 +30,22 @@ from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
 from proxyccl.device.arrays import Array, as_view
 from proxyccl.device.dtypes import DType, as_dtype
-from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, KernelError, RuntimeUnavailableError
+from proxyccl.device.errors import (
+    ArgumentError,
+    ClosedError,
+    CommunicatorError,
+    KernelError,
+    RuntimeUnavailableError,
+    WaitTimeoutError,
+)
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
 from proxyccl.proxy.trigger import Trigger
 
 DEFAULT_TIMEOUT = 30.0
+LONGEST_TIMEOUT = 1e9
+"""Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
 
 
 def _timeout_from(value: float | None) -> float:
@@ -46,8 +57,10 @@ def _timeout_from(value: float | None) -> float:
             value = float(text)
         except ValueError:
             raise ArgumentError("PROXYCCL_TIMEOUT", f"must be a number of seconds, not {text!r}") from None
-    if not value > 0:
-        raise ArgumentError("timeout", f"must be a positive number of seconds, not {value!r}")
+    if not isinstance(value, numbers.Real) or not 0 < value <= LONGEST_TIMEOUT:
+        raise ArgumentError(
+            "timeout", f"must be a positive number of seconds, at most {LONGEST_TIMEOUT:.0e}, not {value!r}"
+        )
     return float(value)
 
 
@@ -178,7 +191,10 @@ class Communicator:
             dtype: an element type by name, or numpy's or torch's.
         """
         self.require_usable()
-        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        try:
+            dims = tuple(operator.index(n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
+        except TypeError:
+            raise ArgumentError("shape", f"must be an integer or a sequence of integers, not {shape!r}") from None
         if any(n < 0 for n in dims):
             raise ArgumentError("shape", f"dimensions can't be negative: {dims}")
         element: DType = as_dtype(dtype)
@@ -476,9 +492,31 @@ class Communicator:
 
     # -- for the other modules of this room ---
 
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's bytes over the bootstrap."""
-        return self._bootstrap.all_gather(data, self.timeout, self.check if self._state == "open" else lambda: None)
+    def all_gather_bytes(self, data: bytes, purpose: str = "") -> list[bytes]:
+        """Every rank's bytes over the bootstrap.
+
+        A rank that does not come, or comes for another purpose, ends the communicator.
+        """
+        if self._state != "open":
+            return self._bootstrap.all_gather(data, self.timeout, lambda: None)
+        tag = purpose.encode() + b"\0"
+        try:
+            everyone = self._bootstrap.all_gather(tag + data, self.timeout, self.check)
+        except CommunicatorError as error:
+            if not self.control.aborted:
+                late = isinstance(error, WaitTimeoutError)
+                code = lib.PROXYCCL_ERROR_TIMEOUT if late else lib.PROXYCCL_ERROR_LOCAL
+                self._failure, self._failure_cause = error, str(error)
+                self.control.raise_abort(ErrorRecord(code, self.rank, error.peer))
+                self._watcher.pass_on()
+            raise
+        for peer, theirs in enumerate(everyone):
+            if not theirs.startswith(tag):
+                there = theirs.partition(b"\0")[0].decode(errors="replace")
+                self._failure_cause = f"{purpose or 'an exchange'} here, {there or 'an exchange'} on rank {peer}"
+                self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer))
+                raise self._fail()
+        return [theirs[len(tag) :] for theirs in everyone]
 
     def agree(self, fields: tuple[int, ...]) -> None:
         """Logs a collective call and compares it with what the peers have logged for theirs.
@@ -586,7 +624,7 @@ class Communicator:
                         healthy = False
                 if healthy and _collective:
                     # Nobody unmaps what a peer may still write to.
-                    self.all_gather_bytes(b"close")
+                    self.all_gather_bytes(b"", "close")
                 elif healthy:
                     self.abort("it left without the others")
             finally:

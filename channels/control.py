@@ -188,6 +188,9 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
     on = f" on channel {record.channel}" if record.channel is not None else ""
     code = record.code
     if code == lib.PROXYCCL_ERROR_TIMEOUT:
+        if record.wait == lib.PROXYCCL_WAIT_NONE:
+            message = f"{who} waited too long in the bootstrap{peer and f' for a call{peer}'}"
+            return WaitTimeoutError(message, operation="bootstrap", **details)
         what = _WAITS.get(record.wait, "its peers")
         message = f"{who} waited too long for {what}{peer}{on}: expected {record.expected}, saw {record.seen}"
         return WaitTimeoutError(message, operation=f"wait for {what}", **details)

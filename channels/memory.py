@@ -100,7 +100,7 @@ class RegisteredMemory:
                 handle = communicator.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 refusal = str(error)
-        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, refusal).encode())
+        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, refusal).encode(), "register")
         return cls(communicator, view, [_Offer.decode(offer) for offer in offers])
 
     def __repr__(self) -> str:

@@ -32,14 +32,14 @@ class SmSemaphores:
         self._inbound = runtime.allocate(words * _LINE)
         self._local = runtime.allocate(2 * words * _LINE)
         self._rank = communicator.rank
-        handles = communicator.all_gather_bytes(runtime.export(self._inbound.ptr, self._inbound.nbytes))
+        handles = communicator.all_gather_bytes(runtime.export(self._inbound.ptr, self._inbound.nbytes), "sm_channels")
         self._remote: dict[int, Memory] = {
             peer: communicator.mappings.acquire(handles[peer])
             for peer in range(self._ranks)
             if peer != self._rank and communicator.topology.accessible[peer]
         }
         # A rank that drops its channels at once must not take its words away before every peer has mapped them.
-        communicator.all_gather_bytes(b"")
+        communicator.all_gather_bytes(b"", "sm_channels")
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""

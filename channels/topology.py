@@ -70,9 +70,9 @@ class Topology:
             hosts = list(dict.fromkeys(info.host for info in ranks))
             nodes = tuple(hosts.index(info.host) for info in ranks)
         else:
-            if local_world_size < 1 or len(ranks) % local_world_size:
+            if not isinstance(local_world_size, int) or local_world_size < 1 or len(ranks) % local_world_size:
                 raise ArgumentError(
-                    "local_world_size", f"{local_world_size} does not divide the world size {len(ranks)}"
+                    "local_world_size", f"{local_world_size!r} does not divide the world size {len(ranks)}"
                 )
             nodes = tuple(i // local_world_size for i in range(len(ranks)))
         accessible = tuple(

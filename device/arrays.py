@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from proxyccl.device.dtypes import DTYPES, DType, as_dtype, from_dlpack_type
 from proxyccl.device.errors import ArgumentError, ClosedError
 

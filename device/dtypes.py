@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from proxyccl.device.errors import ArgumentError
 
 
@@ -86,9 +87,13 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
         name = str(value).removeprefix("torch.")
     else:
         try:
-            name = np.dtype(value).name
+            native = np.dtype(value)
         except TypeError:
             name = repr(value)
+        else:
+            if not native.isnative:
+                raise ArgumentError(argument, f"{native.str!r} has another byte order than this machine")
+            name = native.name
     if name not in DTYPES:
         raise ArgumentError(argument, f"{name!r} is not a known element type; known: {', '.join(DTYPES)}")
     return DTYPES[name]

@@ -37,7 +37,8 @@ class Team:
         mapped = [peer for peer in range(ranks) if peer != rank and peer not in via_proxy]
         # All ranks of the team use one grid; a proxied link costs a channel id a block, and copy engines like large
         # pieces.
-        everyone_mapped = all(flag == b"1" for flag in communicator.all_gather_bytes(b"0" if via_proxy else b"1"))
+        flags = communicator.all_gather_bytes(b"0" if via_proxy else b"1", "the first collective")
+        everyone_mapped = all(flag == b"1" for flag in flags)
         self.direct = everyone_mapped
         self.blocks = runtime.launch_defaults.blocks if everyone_mapped else runtime.launch_defaults.copy_blocks
         self.threads = max(runtime.launch_defaults.threads, -(-ranks // 32) * 32)
