@@ -1,0 +1,331 @@
+"""Bad input is refused with the argument's name, before anything moves, and the communicator goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Ranks
+
+from proxyccl import ArgumentError, Communicator, CompileError, KernelError, RuntimeUnavailableError, open_runtime
+from proxyccl.channels.bootstrap import ThreadBootstrap, as_bootstrap
+from proxyccl.channels.collectives.selection import Selector
+from proxyccl.device.host import HostRuntime
+
+F32 = np.float32
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as group:
+        yield group
+
+
+def read_only() -> np.ndarray:
+    x = np.ones(4, F32)
+    x.flags.writeable = False
+    return x
+
+
+def misaligned() -> np.ndarray:
+    return np.zeros(17, np.uint8)[1:].view(F32)
+
+
+COLLECTIVES: list[tuple[str, Callable[[Communicator], object], str]] = [
+    ("x", lambda c: c.all_reduce([1, 2]), "list is no array"),
+    ("x", lambda c: c.all_reduce(np.ones((4, 4), F32)[:, 1]), "not contiguous"),
+    ("x", lambda c: c.all_reduce(np.ones(4, np.uint8)), "can't be reduced; use one of float16"),
+    ("x", lambda c: c.all_reduce(np.ones(4, np.complex64)), "can't be reduced"),
+    ("x", lambda c: c.all_reduce(np.ones(4, bool)), "can't be reduced"),
+    ("x", lambda c: c.all_reduce(np.ones(4, ">f4")), "byte order"),
+    ("x", lambda c: c.all_reduce(read_only()), "read-only"),
+    ("x", lambda c: c.all_reduce(b"12345678"), "can't be reduced"),
+    ("x", lambda c: c.all_reduce(misaligned()), "not aligned"),
+    ("op", lambda c: c.all_reduce(np.ones(4, F32), "median"), "none of sum, prod, min, max, avg"),
+    ("op", lambda c: c.all_reduce(np.ones(4, F32), None), "none of sum"),
+    ("algorithm", lambda c: c.all_reduce(np.ones(4, F32), algorithm="quick"), "none of one_shot"),
+    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones(5, F32)), r"shape \(5,\), \(4,\) is wanted"),
+    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones((2, 2), F32)), "shape"),
+    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones(4)), "element type float64, x has float32"),
+    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=read_only()), "read-only"),
+    ("out", lambda c: c.all_reduce((x := np.ones(8, F32))[:4], out=x[2:6]), "overlaps x in part"),
+    ("stream", lambda c: c.all_reduce(np.ones(4, F32), stream="default"), "str is no stream"),
+    ("stream", lambda c: c.all_reduce(np.ones(4, F32), stream=12345), "no stream of the host runtime"),
+    ("x", lambda c: c.reduce_scatter(np.ones(5, F32)), "does not divide by the world size 2"),
+    ("x", lambda c: c.reduce_scatter(np.float32(3).reshape(())), "does not divide"),
+    ("op", lambda c: c.reduce_scatter(np.ones(4, F32), "mean"), "none of"),
+    ("algorithm", lambda c: c.reduce_scatter(np.ones(4, F32), algorithm="ring"), "neither None nor 'proxy'"),
+    ("out", lambda c: c.reduce_scatter(np.ones(4, F32), out=np.ones(4, F32)), "shape"),
+    ("out", lambda c: c.reduce_scatter(x := np.ones(4, F32), out=x[1:3]), "overlaps"),
+    ("x", lambda c: c.all_gather("text"), "no array"),
+    ("out", lambda c: c.all_gather(np.ones(4, F32), out=np.ones(4, F32)), r"\(8,\) is wanted"),
+    ("out", lambda c: c.all_gather((x := np.ones(8, F32))[1:5], out=x), "overlaps"),
+    ("algorithm", lambda c: c.all_gather(np.ones(4, F32), algorithm="two_shot"), "neither None nor 'proxy'"),
+    ("x", lambda c: c.all_to_all(np.ones(3, F32)), "does not divide"),
+    ("out", lambda c: c.all_to_all((x := np.ones(8, F32))[:4], out=x[1:5]), "overlaps"),
+    ("root", lambda c: c.broadcast(np.ones(4, F32), 2), "a rank from 0 to 1"),
+    ("root", lambda c: c.broadcast(np.ones(4, F32), -1), "a rank from 0 to 1"),
+    ("root", lambda c: c.broadcast(np.ones(4, F32), "0"), "a rank from 0 to 1"),
+    ("stream", lambda c: c.barrier(stream=object()), "no stream"),
+]
+
+
+@pytest.mark.parametrize(("argument", "call", "message"), COLLECTIVES)
+def test_a_wrong_argument_of_a_collective_is_named(
+    ranks: Ranks, argument: str, call: Callable[[Communicator], object], message: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=message) as caught:
+            call(comm)
+        assert caught.value.argument == argument
+        assert str(caught.value).startswith(f"{argument}: ")
+        assert isinstance(caught.value, ValueError)
+        x = np.ones(4, F32)
+        comm.all_reduce(x)
+        assert (x == 2).all()
+
+    ranks.run(body)
+
+
+def test_a_closed_stream_is_refused(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        stream.close()
+        stream.close()
+        with pytest.raises(ArgumentError, match="stream: the stream is closed"):
+            comm.all_reduce(np.ones(4, F32), stream=stream)
+
+    ranks.run(body)
+
+
+def test_an_array_of_another_device_is_refused(ranks: Ranks) -> None:
+    class OnGpu:
+        def __init__(self) -> None:
+            self.__cuda_array_interface__ = {"shape": (4,), "typestr": "<f4", "data": (4096, False), "version": 3}
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 0
+
+        def __dlpack__(self) -> Any:
+            return np.ones(4, F32).__dlpack__()
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="lies on cuda:0, the communicator uses host:0"):
+            comm.all_reduce(OnGpu())
+        with pytest.raises(ArgumentError, match="array: lies on cuda"):
+            comm.register(OnGpu())
+
+    with Ranks(1) as one:
+        one.run(body)
+    assert ranks.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": float("nan")}, "timeout"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"timeout": "2"}, "timeout"),
+        ({"local_world_size": 0}, "local_world_size"),
+        ({"local_world_size": 2}, "local_world_size"),
+        ({"local_world_size": "1"}, "local_world_size"),
+        ({"runtime": "opencl"}, "runtime"),
+        ({"device": -1}, "device"),
+    ],
+)
+def test_a_wrong_option_of_the_communicator_is_named(options: dict[str, Any], argument: str) -> None:
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(ArgumentError) as caught:
+        Communicator(bootstrap, **{"timeout": 5, **options})
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PROXYCCL_TIMEOUT", "soon"), ("PROXYCCL_LOCAL_WORLD_SIZE", "0"), ("PROXYCCL_LOCAL_WORLD_SIZE", "two")],
+)
+def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(ArgumentError, match=variable):
+        Communicator(bootstrap)
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_TIMEOUT", "17")
+    monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("PROXYCCL_RUNTIME", "cuda")
+
+    def body(comm: Communicator) -> tuple[float, int]:
+        return comm.timeout, comm.local_world_size
+
+    assert run_ranks(2, body, runtime="host", timeout=20, local_world_size=2) == [(20, 2)] * 2
+
+
+def test_the_environment_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_TIMEOUT", "17")
+    monkeypatch.setenv("PROXYCCL_RUNTIME", "host")
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with Communicator(bootstrap) as comm:
+        assert comm.timeout == 17
+        assert comm.runtime.name == "host"
+
+
+@pytest.mark.parametrize("name", ["cuda", "hip"])
+def test_a_runtime_that_is_missing_is_named(name: str) -> None:
+    with pytest.raises(RuntimeUnavailableError, match=name):
+        open_runtime(name)
+
+
+@pytest.mark.parametrize("value", [3, "mpi", object()])
+def test_what_is_no_bootstrap_is_refused(value: object) -> None:
+    with pytest.raises(ArgumentError, match="bootstrap"):
+        as_bootstrap(value)
+
+
+@pytest.mark.parametrize("shape", [-1, (2, -3), 1.5, "8", (2, None)])
+def test_a_shape_is_made_of_numbers_from_zero(ranks: Ranks, shape: Any) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="shape"):
+            comm.empty(shape)
+
+    ranks.run(body)
+
+
+def test_shapes_may_be_numpy_integers(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        assert comm.empty(np.int64(3)).shape == (3,)
+        assert comm.empty((np.int32(2), 3)).shape == (2, 3)
+        assert comm.empty(()).shape == ()
+        with pytest.raises(ArgumentError, match="dtype"):
+            comm.empty(3, "float31")
+
+    ranks.run(body)
+
+
+# -- kernels ---
+
+KERNELS = r"""
+extern "C" __global__ void take(int i, unsigned char b, float f, double d, const int* p) {
+  if (threadIdx.x == 0 && p) ((int*)p)[0] = i + b + (int)f + (int)d;
+}
+extern "C" __global__ void other() {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "args", "argument"),
+    [
+        (0, 1, (1, 2, 3.0, 4.0, None), "grid"),
+        ((1, 1, 1, 1), 1, (1, 2, 3.0, 4.0, None), "grid"),
+        (1.5, 1, (1, 2, 3.0, 4.0, None), "grid"),
+        (1, -1, (1, 2, 3.0, 4.0, None), "block"),
+        (1, (), (1, 2, 3.0, 4.0, None), "block"),
+        (1, 1, (1, 2), "args"),
+        (1, 1, (1.5, 2, 3.0, 4.0, None), r"args\[0\]"),
+        (1, 1, (1 << 32, 2, 3.0, 4.0, None), r"args\[0\]"),
+        (1, 1, (1, 256, 3.0, 4.0, None), r"args\[1\]"),
+        (1, 1, (1, 2, "3", 4.0, None), r"args\[2\]"),
+        (1, 1, (1, 2, 3.0, None, None), r"args\[3\]"),
+        (1, 1, (1, 2, 3.0, 4.0, "pointer"), r"args\[4\]"),
+    ],
+)
+def test_a_wrong_argument_of_a_launch_is_named(
+    ranks: Ranks, grid: Any, block: Any, args: tuple[Any, ...], argument: str
+) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=argument):
+            comm.compile(KERNELS, "take")(grid, block, *args)
+
+    ranks.run(body)
+
+
+def test_a_launch_that_the_device_cannot_take_is_a_kernel_error(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        kernel = comm.compile(KERNELS, "other")
+        with pytest.raises(KernelError, match="kernel other with grid"):
+            kernel(1, 4096)
+        with pytest.raises(KernelError, match="refused"):
+            kernel(1, 1, shared=1 << 30)
+
+    ranks.run(body)
+
+
+def test_kernels_are_had_by_name(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        module = comm.compile(KERNELS)
+        assert [kernel.name for kernel in module] == ["take", "other"]
+        assert len(module) == 2
+        assert "take, other" in repr(module)
+        assert "5 parameters" in repr(module.take)
+        with pytest.raises(ArgumentError, match="no kernel 'third' in this source; it has take, other"):
+            comm.compile(KERNELS, "third")
+        with pytest.raises(AttributeError, match="third"):
+            _ = module.third
+        with pytest.raises(ArgumentError, match="say which"):
+            module(1, 1)
+        comm.compile('extern "C" __global__ void only() {}')(1, 1)
+        out = comm.empty(1, "int32").fill(0)
+        module.take(1, 1, 1, 2, 3.5, 4.5, out)
+        comm.synchronize()
+        assert out.numpy()[0] == 10
+
+    ranks.run(body)
+
+
+def test_a_source_that_does_not_compile_shows_the_compilers_words(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(CompileError, match="nonsense") as caught:
+            comm.compile('extern "C" __global__ void f() { nonsense; }')
+        assert "kernel source" in caught.value.log
+        with pytest.raises(ArgumentError, match="no kernel in it"):
+            comm.compile("int x;")
+
+    ranks.run(body)
+
+
+def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CompileError, match="apt install g"):
+        HostRuntime().compile('extern "C" __global__ void nobody_compiled_this() {}')
+
+
+# -- selection ---
+
+
+def test_a_selector_takes_known_algorithms_only() -> None:
+    with pytest.raises(ArgumentError, match="algorithm"):
+        Selector(((1024, "quick"),))
+    with pytest.raises(ArgumentError, match="algorithm"):
+        Selector(beyond="quick")
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 1 << 40))
+def test_a_selector_chooses_by_size(nbytes: int) -> None:
+    selector = Selector(((100, "one_shot"), (1000, "recursive_doubling")), "ring")
+    expected = "one_shot" if nbytes <= 100 else "recursive_doubling" if nbytes <= 1000 else "ring"
+    assert selector.choose(nbytes) == expected
+
+
+def test_the_selector_can_be_replaced(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        before = comm.collectives.selector
+        x = np.ones(1000, F32)
+        for algorithm in ("ring", "proxy", "recursive_doubling"):
+            comm.collectives.selector = Selector((), algorithm)
+            x[:] = 1
+            comm.all_reduce(x)
+            assert (x == 2).all()
+        comm.collectives.selector = before
+        comm.barrier()
+
+    ranks.run(body)

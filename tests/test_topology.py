@@ -1,0 +1,204 @@
+"""Who shares a node with whom, real and rehearsed; and communicators side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import run_ranks
+from ranks import Ranks
+from reference import ALGORITHMS, Call
+
+from proxyccl import ArgumentError, Communicator, ThreadBootstrap
+from proxyccl.channels.topology import RankInfo, Topology
+from proxyccl.device.host import HostRuntime
+
+RUNTIME = HostRuntime()
+OWN = RankInfo.own(RUNTIME)
+
+
+def test_ranks_of_one_host_are_a_node() -> None:
+    topology = Topology.find(1, [OWN] * 3, RUNTIME, None)
+    assert topology.nodes == (0, 0, 0)
+    assert (topology.world_size, topology.node_count) == (3, 1)
+    assert (topology.local_rank, topology.local_world_size) == (1, 3)
+    assert topology.all_accessible()
+
+
+def test_hosts_are_nodes_in_the_order_of_their_first_ranks() -> None:
+    other = replace(OWN, host="elsewhere")
+    topology = Topology.find(3, [OWN, other, OWN, other], RUNTIME, None)
+    assert topology.nodes == (0, 1, 0, 1)
+    assert topology.node_ranks == [1, 3]
+    assert topology.local_rank == 1
+    assert topology.accessible == (False, True, False, True)
+    assert not topology.all_accessible()
+    assert [topology.same_host(peer) for peer in range(4)] == [False, True, False, True]
+
+
+def test_a_local_world_size_makes_nodes_of_consecutive_ranks() -> None:
+    topology = Topology.find(2, [OWN] * 6, RUNTIME, 2)
+    assert topology.nodes == (0, 0, 1, 1, 2, 2)
+    assert (topology.node_ranks, topology.local_rank, topology.node_count) == ([2, 3], 0, 3)
+    assert topology.accessible == (False, False, True, True, False, False)
+    assert all(topology.same_host(peer) for peer in range(6))
+
+
+@pytest.mark.parametrize("local", [0, -1, 2, 4])
+def test_a_local_world_size_must_divide(local: int) -> None:
+    with pytest.raises(ArgumentError, match="local_world_size"):
+        Topology.find(0, [OWN] * 3, RUNTIME, local)
+
+
+def test_all_ranks_use_one_runtime() -> None:
+    with pytest.raises(ArgumentError, match=r"runtime: .* found cuda, host"):
+        Topology.find(0, [OWN, replace(OWN, runtime="cuda")], RUNTIME, None)
+
+
+def test_devices_that_are_no_peers_are_not_accessible() -> None:
+    topology = Topology.find(0, [OWN, replace(OWN, device_id="cuda:1")], RUNTIME, None)
+    assert topology.accessible == (True, False)
+
+
+def test_what_a_rank_tells_survives_the_bootstrap() -> None:
+    assert RankInfo.decode(OWN.encode()) == OWN
+
+
+# -- rehearsed nodes ---
+
+
+@pytest.fixture(
+    scope="module", params=[(2, 1), (4, 1), (4, 2), (6, 2), (6, 3)], ids=lambda p: f"{p[0]}-ranks-{p[1]}-local"
+)
+def nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    world_size, local = request.param
+    with Ranks(world_size, local_world_size=local) as group:
+        yield group
+
+
+def test_collectives_cross_nodes(nodes: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        mapped = comm.local_world_size == comm.world_size
+        assert not mapped
+        for turn, algorithm in enumerate(("two_shot", "ring", "proxy", None)):
+            for count in (1, 17, 5003):
+                Call("all_reduce", "float32", "sum", algorithm, count, turn, seed=turn).run(comm)
+                Call("all_reduce", "bfloat16", "avg", algorithm, count, in_place=False, seed=turn).run(comm)
+        for collective in ("reduce_scatter", "all_gather", "all_to_all", "broadcast"):
+            for algorithm in (None, "proxy"):
+                Call(collective, "int64", "sum", algorithm, 2001, root=comm.world_size - 1).run(comm)
+        Call("all_reduce", "float32", "sum", "two_shot", 1_100_001).run(comm)
+        Call("all_reduce", "float32", "sum", "ring", 1_100_001).run(comm)
+        comm.barrier()
+
+    nodes.run(body)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling"])
+def test_packets_need_mapped_memory(nodes: Ranks, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="use ring, two_shot or proxy"):
+            comm.all_reduce(np.ones(4, np.float32), algorithm=algorithm)
+        comm.barrier()
+
+    nodes.run(body)
+
+
+def test_local_ranks_count_within_their_node() -> None:
+    def body(comm: Communicator) -> tuple[int, int]:
+        return comm.local_rank, comm.local_world_size
+
+    assert run_ranks(4, body, local_world_size=2) == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+def test_the_environment_rehearses_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
+    assert run_ranks(3, lambda comm: comm.topology.node_count) == [3, 3, 3]
+
+
+# -- side by side ---
+
+
+def test_several_communicators_of_the_same_ranks_do_not_disturb_each_other() -> None:
+    def body(comm: Communicator) -> None:
+        calls = [Call("all_reduce", "float32", "sum", algorithm, 3001, seed=3) for algorithm in ALGORITHMS]
+        for second in others[comm.rank]:
+            for call in calls:
+                started = call.start(comm, comm.default_stream)
+                call.run(second)
+                started.finish()
+
+    more = [ThreadBootstrap.create(3) for _ in range(2)]
+    with Ranks(3) as ranks:
+        others = ranks.run(lambda comm: [Communicator(bootstraps[comm.rank], timeout=20) for bootstraps in more])
+        ranks.run(body)
+        ranks.run(lambda comm: [other.close() for other in others[comm.rank]])
+
+
+def test_streams_of_the_caller_are_asynchronous_and_kept_in_order() -> None:
+    """Calls on different streams share scratch memory: they follow one another without the caller's help."""
+
+    def body(comm: Communicator) -> None:
+        streams = [comm.runtime.create_stream() for _ in range(3)]
+        for turn in range(10):
+            started = [
+                Call("all_reduce", "int32", "sum", algorithm, 3001 + i, seed=turn + i).start(
+                    comm, streams[(turn + i) % 3]
+                )
+                for i, algorithm in enumerate(ALGORITHMS)
+            ]
+            Call("all_gather", "int32", count=99, seed=turn).run(comm)
+            for call in started:
+                call.finish()
+
+    with Ranks(3) as ranks:
+        ranks.run(body)
+
+
+def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        x = np.full(8, comm.rank + 1.0)
+        comm.barrier()
+        if comm.rank == 0:
+            comm.all_reduce(x, stream=stream)  # returns, though rank 1 comes only after it hears of that
+            comm.all_gather_bytes(b"issued")
+        else:
+            comm.all_gather_bytes(b"")
+            comm.all_reduce(x, stream=stream)
+        comm.synchronize(stream)
+        assert (x == 3).all()
+
+    run_ranks(2, body)
+
+
+def test_arrays_of_asynchronous_calls_are_kept_alive() -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        results = [
+            comm.all_reduce(np.full(50_000, 1, np.int64), out=np.empty(50_000, np.int64), stream=stream)
+            for _ in range(100)
+        ]
+        comm.synchronize()
+        assert all((result == 2).all() for result in results)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("form", ["handle", "cuda_stream", "__cuda_stream__", "ptr"])
+def test_streams_of_other_libraries_are_taken_by_their_handles(form: str) -> None:
+    def body(comm: Communicator) -> None:
+        own = comm.runtime.create_stream()
+        foreign: object = own.handle
+        if form == "__cuda_stream__":
+            foreign = type("Stream", (), {"__cuda_stream__": lambda _: (0, own.handle)})()
+        elif form != "handle":
+            foreign = type("Stream", (), {form: own.handle})()
+        x = np.ones(5, np.float32)
+        comm.all_reduce(x, stream=foreign)
+        comm.synchronize(foreign)
+        assert (x == 2).all()
+
+    run_ranks(2, body)
