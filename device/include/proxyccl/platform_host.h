@@ -133,16 +133,29 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
 
+// By hand, since not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
-  _Float16 half;
-  __builtin_memcpy(&half, &bits, sizeof half);
-  return static_cast<float>(half);
+  const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16, magnitude = bits & 0x7fff;
+  // The exponents' biases differ by 112; the multiplication is exact and makes subnormal halves normal.
+  const float scaled = __builtin_bit_cast(float, magnitude << 13) * 0x1p112f;
+  const uint32_t infinite = magnitude >= 0x7c00 ? 0x7f800000u : 0;
+  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, scaled) | infinite | sign);
 }
+// Rounds to nearest, ties to even.
 PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
-  const _Float16 half = static_cast<_Float16>(value);
-  uint16_t bits;
-  __builtin_memcpy(&bits, &half, sizeof bits);
-  return bits;
+  const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
+  const uint32_t sign = bits >> 16 & 0x8000;
+  uint32_t half;
+  if (magnitude > 0x7f800000) {  // a NaN stays a (quiet) NaN
+    half = 0x7e00;
+  } else if (magnitude >= 0x477ff000) {  // rounds to infinity: 65520 and more
+    half = 0x7c00;
+  } else if (magnitude < 0x38800000) {  // subnormal: next to 0.5 a float's last bit is worth what a half's is here
+    half = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, magnitude) + 0.5f) - 0x3f000000;
+  } else {
+    half = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
+  }
+  return static_cast<uint16_t>(sign | half);
 }
 
 }  // namespace proxyccl
