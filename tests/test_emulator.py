@@ -139,6 +139,12 @@ extern "C" __global__ void parameters(int8_t a, uint16_t b, int32_t c, uint64_t 
   for (int k = 0; k < 10; ++k) out[k] = values[k];
 }
 
+extern "C" __global__ void convert(const uint16_t* halves, float* widened, const float* floats, uint16_t* narrowed,
+                                   uint32_t count, uint32_t float_count) {
+  forEach(count, threadIdx.x, blockDim.x, [&](size_t i) { widened[i] = halfToFloat(halves[i]); });
+  forEach(float_count, threadIdx.x, blockDim.x, [&](size_t i) { narrowed[i] = floatToHalf(floats[i]); });
+}
+
 extern "C" __global__ void wait_for(const uint32_t* word, uint32_t* out, uint32_t value) {
   while (loadAcquireSystem(word) == 0) spinHint(0);
   *out = value;
@@ -269,6 +275,23 @@ def test_more_blocks_than_are_resident_all_run(runtime: HostRuntime, kernels: Mo
     kernels.count_blocks(blocks, 2, seen)
     runtime.synchronize()
     assert np.all(seen == 2)
+
+
+def test_16_bit_floats_convert_as_ieee_says(runtime: HostRuntime, kernels: Module) -> None:
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    exact = halves.view(np.float16).astype(np.float32)
+    finite = np.sort(exact[np.isfinite(exact)].astype(np.float64))
+    ties = np.append((finite[1:] + finite[:-1]) / 2, [65520, -65520]).astype(np.float32)
+    up, down = np.nextafter(ties, np.float32(np.inf)), np.nextafter(ties, np.float32(-np.inf))
+    floats = np.concatenate([exact, ties, up, down])
+    widened, narrowed = zeros(len(halves), np.float32), zeros(len(floats), np.uint16)
+    kernels.convert(1, 32, halves, widened, floats, narrowed, len(halves), len(floats))
+    runtime.synchronize()
+    with np.errstate(over="ignore"):
+        expected = floats.astype(np.float16)
+    for seen, wanted in ((widened, exact), (narrowed.view(np.float16), expected)):
+        assert np.array_equal(seen, wanted, equal_nan=True)
+        assert np.array_equal(np.signbit(seen), np.signbit(wanted))
 
 
 # -- launches that fail ---
