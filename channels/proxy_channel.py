@@ -67,6 +67,7 @@ def connect_handles(
             handle.semaphore.inbound = ffi.cast("uint64_t *", communicator.control.semaphore_device(channel))
             handle.semaphore.expected = ffi.cast("uint64_t *", expected.ptr + (p * count + i) * _LINE)
             handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
+            handle.extents = ffi.cast("uint64_t *", service.extents_pointer)
             handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
             handle.channel, handle.peer = channel, peer
             handle.dst_memory, handle.src_memory = opened[peer][0], src.id

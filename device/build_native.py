@@ -43,8 +43,8 @@ ProxycclSemaphore; typedef struct {
   uint64_t src_bytes; uint32_t peer; uint32_t channel; ...;
 } ProxycclSmChannel;
 typedef struct {
-  ProxycclFifo fifo; ProxycclSemaphore semaphore; uint64_t *flushed; ProxycclControl *control; uint32_t channel;
-  uint32_t peer; uint32_t dst_memory; uint32_t src_memory; ...;
+  ProxycclFifo fifo; ProxycclSemaphore semaphore; uint64_t *flushed; const uint64_t *extents; ProxycclControl *control;
+  uint32_t channel; uint32_t peer; uint32_t dst_memory; uint32_t src_memory; ...;
 } ProxycclProxyChannel;
 
 typedef struct {

@@ -23,6 +23,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
 FLUSHED_BYTES = 8 * MAX_CHANNELS
+EXTENTS_BYTES = 8 * MAX_MEMORIES
 
 Handler = Callable[[Trigger], None]
 
@@ -101,7 +102,8 @@ class ProxyService:
     Args:
         runtime: whose copies it issues.
         control: address of the ProxycclControl whose abort word ends the workers.
-        shared: pinned memory of at least `shared_bytes()`, for the counters and the flush words; zeroed.
+        shared: pinned memory of at least `shared_bytes()`, for counters, flush words and the
+            extents of memories; zeroed.
         fifos: number of rings.
         threads: number of workers; rings are dealt out to them in turn.
         fifo_size: slots in each ring.
@@ -136,6 +138,8 @@ class ProxyService:
         self._shared = shared
         self._counters_offset = shared_offset
         self._flushed_offset = shared_offset + COUNTERS_BYTES
+        self._extents_offset = self._flushed_offset + FLUSHED_BYTES
+        self._extents = ffi.cast("uint64_t *", shared.host_ptr + self._extents_offset)
         counters = ffi.cast("ProxycclCounters *", shared.host_ptr + shared_offset)
         self._counters = counters
         self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)
@@ -174,7 +178,7 @@ class ProxyService:
     @staticmethod
     def shared_bytes() -> int:
         """Bytes of shared memory that a service needs."""
-        return COUNTERS_BYTES + FLUSHED_BYTES
+        return COUNTERS_BYTES + FLUSHED_BYTES + EXTENTS_BYTES
 
     def __repr__(self) -> str:
         rings, threads, channels = len(self.fifos), len(self._threads), len(self._channel_fifos)
@@ -183,6 +187,11 @@ class ProxyService:
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
         return self._shared.ptr + self._flushed_offset + 8 * channel
+
+    @property
+    def extents_pointer(self) -> int:
+        """The device's address of the table that says for each memory id how many bytes follow it."""
+        return self._shared.ptr + self._extents_offset
 
     def add_memory(self, base: int, nbytes: int, key: int = 0) -> int:
         """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB. Returns the first.
@@ -197,6 +206,7 @@ class ProxyService:
             for i in range(windows):
                 self._memory_used[first + i] = True
                 offset = i * WINDOW_BYTES
+                self._extents[first + i] = nbytes - offset
                 lib.proxyccl_service_set_memory(
                     self._service, first + i, ffi.cast("char *", base + offset), nbytes - offset, key
                 )
@@ -219,6 +229,7 @@ class ProxyService:
             if self._closed:
                 return
             for i in range(max(1, -(-nbytes // WINDOW_BYTES))):
+                self._extents[first + i] = 0
                 lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0)
                 self._memory_used[first + i] = False
 

@@ -24,6 +24,10 @@ extern "C" __global__ void every_operation(ProxyChannelDeviceHandle channel) {
   channel.putWithSignalAndFlush(9, 10, 11);
   channel.flush();
 }
+extern "C" __global__ void largest(ProxyChannelDeviceHandle channel) {
+  channel.custom(0xffffffff, 0xffffffff, 0xfffffffe);
+  channel.flush();
+}
 extern "C" __global__ void flush(ProxyChannelDeviceHandle channel) { channel.flush(); }
 extern "C" __global__ void mixed(DeviceHandle<ProxyChannel>* channels, int puts, int signals, int flushes) {
   for (int i = 0; i < puts; ++i) channels[0].put(0, 0, 100);
@@ -51,6 +55,19 @@ def test_a_handler_gets_every_operation_in_order() -> None:
         assert (seen[1].dst_offset, seen[1].src_offset, seen[1].size) == (3, 4, 5)
         assert {t.channel for t in seen} == {channel.id}
         assert comm.proxy.counters(channel.id).triggers == 6
+
+    run_ranks(1, body)
+
+
+def test_a_custom_trigger_carries_three_numbers_of_32_bits() -> None:
+    def body(comm: Communicator) -> None:
+        seen: list[Trigger] = []
+        channel = comm.handler_channel(seen.append)
+        comm.compile(KERNELS, "largest")(1, 1, channel)
+        comm.synchronize()
+        largest = (1 << 32) - 1
+        expected = Trigger(Operation.CUSTOM, channel.id, largest, src_offset=largest - 1, dst_offset=largest)
+        assert seen == [expected, Trigger(Operation.FLUSH, channel.id)]
 
     run_ranks(1, body)
 

@@ -44,6 +44,7 @@ typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore; /* signalled by the peer's proxy; remote_inbound and outbound are the engine's */
   uint64_t* flushed;           /* pinned: one more than the ticket of the last flush completed on this channel */
+  const uint64_t* extents;     /* pinned: bytes from each memory id on; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;
   uint32_t peer;

@@ -12,8 +12,8 @@
 #define PROXYCCL_WARP_SIZE 32
 #define PROXYCCL_DEVICE inline __attribute__((always_inline))
 
-// Launches go through an entry point of another name (kernel.h). A kernel that were visible itself would lose its name to
-// any symbol of the process that has it already: wait(), say.
+// Launches go through an entry point of another name (kernel.h). A kernel that were visible itself would lose its name
+// to any symbol of the process that has it already: wait(), say.
 #define __global__ __attribute__((visibility("hidden")))
 #define __device__
 #define __host__

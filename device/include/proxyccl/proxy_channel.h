@@ -61,7 +61,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   // For the channel of a Python handler: three numbers of the user's own (of 32 bits each), as the trigger's size and
   // destination and source offset. Returns the ticket, for Fifo::sync.
   PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
-    return push(PROXYCCL_OP_CUSTOM, 0, dstOffset, 0, srcOffset, size);
+    return Fifo{fifo}.push(makeTrigger(PROXYCCL_OP_CUSTOM, channel, 0, dstOffset, 0, srcOffset, size), control);
   }
 
   // Waits for, and consumes, the next signal from the peer.
@@ -73,9 +73,24 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
  private:
   PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
 
+  // Whether the range lies in the memory, as far as the engine can't tell: an offset past the first window goes to the
+  // ids that follow, and behind the last window those are another memory's. Only then is the word in host memory read.
+  PROXYCCL_DEVICE bool reaches(uint32_t memory, uint64_t offset, uint64_t size) const {
+    if (memory >= PROXYCCL_MAX_MEMORIES) return false;
+    if (offset < PROXYCCL_WINDOW_BYTES && size <= PROXYCCL_WINDOW_BYTES - offset) return true;
+    if (extents == nullptr) return true;
+    const uint64_t bytes = loadRelaxedSystem(&extents[memory]);
+    return offset <= bytes && size <= bytes - offset;
+  }
+
   // Pushes an operation, in several triggers if it is longer than one can say. Returns the last one's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
+    if ((op & PROXYCCL_OP_DATA) && !(reaches(dstMemory, dstOffset, size) && reaches(srcMemory, srcOffset, size))) {
+      reportError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
+                  {op, reaches(dstMemory, dstOffset, size) ? srcOffset : dstOffset, size});
+      return kNoTicket;
+    }
     const Fifo ring{fifo};
     while (size > PROXYCCL_MAX_TRIGGER_BYTES) {
       if (ring.push(makeTrigger(PROXYCCL_OP_DATA, channel, dstMemory, dstOffset, srcMemory, srcOffset,

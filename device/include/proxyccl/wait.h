@@ -24,8 +24,15 @@ PROXYCCL_DEVICE bool aborted(const Control* control) {
   return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK;
 }
 
+// The transfer that an error is about, where it is about one.
+struct Transfer {
+  uint32_t operation;
+  uint64_t offset, size;
+};
+
 // Files the error record, if no other has been filed, and raises the abort word.
-PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor& what, uint64_t seen) {
+PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor& what, uint64_t seen,
+                                 const Transfer& transfer = {}) {
   ProxycclErrorRecord* record = &control->error;
   if (compareExchangeSystem<uint32_t>(&record->state, PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED)) {
     storeRelaxedSystem(&record->code, code);
@@ -35,6 +42,9 @@ PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor&
     storeRelaxedSystem(&record->channel, what.channel);
     storeRelaxedSystem(&record->expected, what.expected);
     storeRelaxedSystem(&record->seen, seen);
+    storeRelaxedSystem(&record->operation, transfer.operation);
+    storeRelaxedSystem(&record->offset, transfer.offset);
+    storeRelaxedSystem(&record->size, transfer.size);
     // Pairs with the acquire load of `state` by the CPU that reads the record.
     storeReleaseSystem<uint32_t>(&record->state, PROXYCCL_RECORD_VALID);
   }
