@@ -120,11 +120,13 @@ class LaunchDefaults:
         threads: threads in a block of the shipped kernels.
         blocks: most blocks that a shipped collective uses.
         copy_blocks: most blocks that a proxied collective uses.
+        bytes_per_block: a collective takes another block for each so many bytes that a rank contributes.
     """
 
     threads: int
     blocks: int
     copy_blocks: int
+    bytes_per_block: int
 
 
 class Runtime(Protocol):

@@ -135,7 +135,8 @@ class Collectives:
                 return self._copy_plan(source, target, target.nbytes)
             team = self._moving_team(algorithm)
             kernel = self._comm.runtime.shipped("all_reduce_two_shot.h", "reduce_scatter", source.dtype.name, op)
-            return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, target.size)
+            grid = team.grid(source.nbytes)
+            return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, target.size)
 
         self._run(
             ("reduce_scatter", source.dtype.name, op, self._moving(algorithm), 0, target.size),
@@ -206,7 +207,8 @@ class Collectives:
             chosen = "two_shot"
         file, name = _ALL_REDUCE[chosen]
         kernel = self._comm.runtime.shipped(file, name, source.dtype.name, op)
-        return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, source.size)
+        grid = team.grid(source.nbytes)
+        return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, source.size)
 
     def _move(
         self,
@@ -224,7 +226,8 @@ class Collectives:
             team = self._moving_team(algorithm)
             kernel = self._comm.runtime.shipped("moves.h", name)
             extra = (root,) if name == "broadcast" else ()
-            return kernel.prepare(team.blocks, team.threads, team.device_pointer, source.ptr, target.ptr, share, *extra)
+            grid = team.grid(share)
+            return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, share, *extra)
 
         count = share // source.dtype.itemsize
         self._run(

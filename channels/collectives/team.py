@@ -26,7 +26,7 @@ class Team:
         proxied: reach every peer through the proxy, even those that are mapped.
 
     Attributes:
-        blocks: the grid of every kernel of this team: each block has links of its own.
+        blocks: the most blocks of a kernel of this team: each has links of its own.
         direct: whether every peer is mapped, as the packet algorithms need.
     """
 
@@ -41,6 +41,7 @@ class Team:
         everyone_mapped = all(flag == b"1" for flag in flags)
         self.direct = everyone_mapped
         self.blocks = runtime.launch_defaults.blocks if everyone_mapped else runtime.launch_defaults.copy_blocks
+        self._bytes_per_block = runtime.launch_defaults.bytes_per_block
         self.threads = max(runtime.launch_defaults.threads, -(-ranks // 32) * 32)
 
         packet_bytes = PACKET_BYTES_PER_RANK * ranks
@@ -82,6 +83,10 @@ class Team:
         for offset, data in ((0, team), (team_bytes, links)):
             raw = bytes(ffi.buffer(data))
             runtime.copy(self._memory.ptr + offset, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+
+    def grid(self, nbytes: int) -> int:
+        """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is soonest done."""
+        return max(1, min(self.blocks, -(-nbytes // self._bytes_per_block)))
 
     @property
     def device_pointer(self) -> int:

@@ -249,7 +249,7 @@ class HostRuntime:
             raise ArgumentError("device", f"must be a number from 0, not {device!r}")
         self.device = device
         self.device_id = f"host:{device}"
-        self.launch_defaults = LaunchDefaults(threads=64, blocks=2, copy_blocks=1)
+        self.launch_defaults = LaunchDefaults(threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024)
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
         self._allocations: dict[int, weakref.ref[HostMemory]] = {}

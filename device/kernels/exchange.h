@@ -3,8 +3,8 @@
 // In a round a block sends into a slot that it owns in each peer's scratch, signals every peer, waits for every
 // peer's signal, and reads its own slots. Slots are double-buffered by the parity of the round, and nothing else
 // guards them: a rank starts round r + 2 only after it has seen every peer's signal of round r + 1, which each peer
-// sends only after it has read what came in round r. The same holds from one kernel to the next, and for the proxied
-// source in the staging area.
+// sends only after it has read what came in round r. The same holds for the proxied source in the staging area, and from
+// one kernel to the next whatever the grid of each: a peer that has started a kernel has ended the one before.
 #ifndef PROXYCCL_EXCHANGE_H
 #define PROXYCCL_EXCHANGE_H
 

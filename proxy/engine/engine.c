@@ -140,9 +140,18 @@ typedef struct {
   uint64_t names; /* word 1 above the destination's offset, but for the parity */
   uint32_t op;
   Channel *channel;
-  ProxycclCounters *counters;
   const ProxycclMemory *dst, *src;
+  ProxycclCounters *counters;
+  uint64_t triggers, puts, bytes; /* not yet in `counters`: three sums in registers cost less than three in memory */
 } Route;
+
+static void publish_counts(Route *route) {
+  if (route->triggers == 0) return;
+  count(&route->counters->triggers, route->triggers);
+  count(&route->counters->puts, route->puts);
+  count(&route->counters->bytes, route->bytes);
+  route->triggers = route->puts = route->bytes = 0;
+}
 
 static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
 
@@ -166,11 +175,10 @@ static ProxycclExit find_route(ProxycclService *service, ProxycclTrigger trigger
 
 /* Acts on one trigger. CONTINUE, or the reason to return to Python. Nothing has moved when a trigger is refused: all
  * of it is checked before any of it is done. */
-static inline ProxycclExit execute(const Route *route, uint64_t ticket, ProxycclTrigger trigger,
+static inline ProxycclExit execute(Route *route, uint64_t ticket, ProxycclTrigger trigger,
                                    ProxycclExitInfo *info) {
   Channel *channel = route->channel;
   ProxycclConnection *connection = channel->connection;
-  ProxycclCounters *counters = route->counters;
   int status;
 
   if (route->op & PROXYCCL_OP_DATA) {
@@ -183,18 +191,19 @@ static inline ProxycclExit execute(const Route *route, uint64_t ticket, Proxyccl
       return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, refusal(dst, src, src_offset, size));
     if (size > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, size)) != 0)
       return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
-    count(&counters->puts, 1);
-    count(&counters->bytes, size);
+    ++route->puts;
+    route->bytes += size;
   }
-  /* Counted before a signal or a flush word tells anyone: who has learnt of a trigger finds it in the counters. */
-  count(&counters->triggers, 1);
+  ++route->triggers;
+  /* Published before a signal or a flush word tells anyone: who has learnt of a trigger finds it in the counters. */
+  if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
-    count(&counters->signals, 1);
+    count(&route->counters->signals, 1);
     status = connection->transport->signal(connection, channel->remote_semaphore, ++channel->outbound);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
   }
   if (route->op & PROXYCCL_OP_FLUSH) {
-    count(&counters->flushes, 1);
+    count(&route->counters->flushes, 1);
     status = connection->transport->flush(connection, channel->flushed, ticket + 1);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
   }
@@ -212,7 +221,10 @@ static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo
   ProxycclExit result = CONTINUE;
   uint32_t taken = 0;
   while (taken < POLL_INTERVAL && ring_peek(&ring, &trigger)) {
-    if (names_of(trigger) != route.names) result = find_route(worker->service, trigger, &route, info);
+    if (names_of(trigger) != route.names) {
+      publish_counts(&route);
+      result = find_route(worker->service, trigger, &route, info);
+    }
     if (result == CONTINUE) result = execute(&route, ring.next, trigger, info);
     if (result != CONTINUE) {
       info->trigger = trigger;
@@ -224,6 +236,7 @@ static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo
     ++ring.next;
     if (++taken % RELEASE_BATCH == 0) ring_release(&ring);
   }
+  publish_counts(&route); /* before the tail, for who waits in sync() */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
