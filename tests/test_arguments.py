@@ -280,6 +280,18 @@ def test_kernels_are_had_by_name(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.parametrize("name", ["wait", "read", "time"])
+def test_a_kernel_may_have_the_name_of_a_function_of_the_process(ranks: Ranks, name: str) -> None:
+    def body(comm: Communicator) -> None:
+        out = comm.empty(1, "int32").fill(0)
+        kernel = comm.compile(f'extern "C" __global__ void {name}(int* out) {{ out[0] = 7; }}', name)
+        kernel(1, 1, out)
+        comm.synchronize()
+        assert out.numpy()[0] == 7
+
+    ranks.run(body)
+
+
 def test_a_source_that_does_not_compile_shows_the_compilers_words(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(CompileError, match="nonsense") as caught:

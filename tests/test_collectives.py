@@ -187,6 +187,15 @@ def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_ranks_as_processes(world_size: int) -> None:
-    result = run_mpi(world_size, PROGRAMS / "collectives.py")
+    run_program(world_size)
+
+
+@pytest.mark.parametrize("local_world_size", [1, 2])
+def test_ranks_as_processes_on_rehearsed_nodes(local_world_size: int) -> None:
+    run_program(4, PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))
+
+
+def run_program(world_size: int, **env: str) -> None:
+    result = run_mpi(world_size, PROGRAMS / "collectives.py", env=env)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("correct") == world_size, result.stdout + result.stderr

@@ -14,9 +14,10 @@ from reference import ALGORITHMS, DTYPES, Call
 from proxyccl import Communicator
 
 with Communicator(timeout=20) as comm:
+    algorithms = ALGORITHMS if comm.topology.all_accessible() else ("two_shot", "ring", "proxy")
     for turn, dtype in enumerate(DTYPES):
         digests = []
-        for algorithm, count in itertools.product(ALGORITHMS, (0, 1, 17, 9001)):
+        for algorithm, count in itertools.product(algorithms, (0, 1, 17, 9001)):
             call = Call("all_reduce", dtype, "sum", algorithm, count, turn % 3, turn % 2 == 0, algorithm == "ring")
             digests.append(zlib.crc32(call.start(comm).finish()))
         everyone = comm.all_gather_bytes(repr(digests).encode())
