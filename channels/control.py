@@ -116,36 +116,31 @@ class ControlSegment:
     @property
     def aborted(self) -> bool:
         """Whether the abort word is up."""
-        return bool(self._control.abort)
+        return bool(lib.proxyccl_control_abort(self._control))
 
     def raise_abort(self, record: ErrorRecord) -> None:
         """Files the record, unless one is filed, and raises the abort word, which ends every wait of this rank's
         kernels.
         """
-        target = self._control.error
-        if target.state == lib.PROXYCCL_RECORD_EMPTY:
-            target.state = lib.PROXYCCL_RECORD_CLAIMED
-            target.code, target.rank, target.wait, target.operation = (
-                record.code,
-                record.rank,
-                record.wait,
-                record.operation,
-            )
-            target.peer = NO_PEER if record.peer is None else record.peer
-            target.channel = MAX_CHANNELS if record.channel is None else record.channel
-            target.status, target.expected, target.seen = record.status, record.expected, record.seen
-            target.offset, target.size = record.offset, record.size
-            target.state = lib.PROXYCCL_RECORD_VALID
-        self._control.abort = record.code
+        filed = ffi.new("ProxycclErrorRecord *")
+        filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
+        filed.peer = NO_PEER if record.peer is None else record.peer
+        filed.channel = MAX_CHANNELS if record.channel is None else record.channel
+        filed.status, filed.expected, filed.seen = record.status, record.expected, record.seen
+        filed.offset, filed.size = record.offset, record.size
+        lib.proxyccl_control_raise(self._control, filed)
 
     def record(self) -> ErrorRecord:
         """The error record. One that is still being written is waited for, briefly: its writer may be gone."""
-        error = self._control.error
+        error = ffi.new("ProxycclErrorRecord *")
         deadline = time.monotonic() + 0.1
-        while error.state == lib.PROXYCCL_RECORD_CLAIMED and time.monotonic() < deadline:
+        while (
+            lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_CLAIMED
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.001)
         return ErrorRecord(
-            code=error.code or self._control.abort,
+            code=error.code or lib.proxyccl_control_abort(self._control),
             rank=error.rank,
             peer=None if error.peer == NO_PEER else error.peer,
             wait=error.wait,

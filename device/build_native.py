@@ -87,11 +87,42 @@ int proxyccl_host_launch(void *function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int *descriptor, size_t bytes);
 int proxyccl_host_memory_map(void **address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void *address, size_t bytes);
+
+void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record);
+uint32_t proxyccl_control_abort(const ProxycclControl *control);
+uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record);
 """)
 
 ffi.set_source(
     "proxyccl.device._native",
-    '#include "proxyccl/handles.h"\n#include "team.h"\n#include "routing.h"\n#include "runtime.h"\n',
+    """
+#include "proxyccl/handles.h"
+#include "team.h"
+#include "routing.h"
+#include "runtime.h"
+
+/* Files the record, if no other has been filed, and raises the abort word: reportError() of wait.h, for the CPU. */
+static void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record) {
+  uint32_t *state = &control->error.state, empty = PROXYCCL_RECORD_EMPTY;
+  if (__atomic_compare_exchange_n(state, &empty, PROXYCCL_RECORD_CLAIMED, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+    /* All but the state, which is the record's first word. */
+    __builtin_memcpy(state + 1, (const uint32_t *)record + 1, sizeof *record - sizeof *state);
+    /* Pairs with the acquire in proxyccl_control_record(). */
+    __atomic_store_n(state, PROXYCCL_RECORD_VALID, __ATOMIC_RELEASE);
+  }
+  __atomic_store_n(&control->abort, record->code, __ATOMIC_RELEASE);
+}
+static uint32_t proxyccl_control_abort(const ProxycclControl *control) {
+  return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE);
+}
+/* Copies the record if it is valid. Returns its state. */
+static uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record) {
+  const uint32_t state = __atomic_load_n(&control->error.state, __ATOMIC_ACQUIRE);
+  if (state == PROXYCCL_RECORD_VALID)
+    __builtin_memcpy((uint32_t *)record + 1, (const uint32_t *)&control->error + 1, sizeof *record - sizeof state);
+  return state;
+}
+""",
     source_extension=".cpp",
     sources=["device/host/fibers.cpp", "device/host/streams.cpp", "device/host/memory.cpp"],
     depends=[
