@@ -148,7 +148,16 @@ class Array:
     def __dlpack_device__(self) -> tuple[int, int]:
         return {"host": _DL_CPU, "cuda": _DL_CUDA, "hip": _DL_ROCM}[self._runtime.name], self._runtime.device
 
-    def __dlpack__(self, *, stream: StreamLike = None, **_: Any) -> Any:
+    def __dlpack__(
+        self,
+        *,
+        stream: StreamLike = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("an Array is exported where it lies; numpy() makes a copy in host memory")
         return _export_dlpack(self)
 
 

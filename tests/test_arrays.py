@@ -217,6 +217,14 @@ def test_an_array_shares_its_memory_over_dlpack(dtype: str) -> None:
     assert (shared == 3).all()
 
 
+def test_dlpack_makes_no_copy_and_says_so() -> None:
+    x = make((4,), "float32")
+    for request in ({"copy": True}, {"dl_device": (2, 0)}):
+        with pytest.raises(BufferError, match="where it lies"):
+            x.__dlpack__(**request)
+    assert np.from_dlpack(x, copy=False).ctypes.data == x.ptr
+
+
 def test_dlpack_keeps_the_memory_until_the_consumer_lets_go() -> None:
     x = make((1000,), "int32").fill(5)
     memory = weakref.ref(x.memory)
