@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
 
 CUBIN = "-arch=sm_90"
