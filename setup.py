@@ -9,7 +9,7 @@ INCLUDE_DIRS = ["device/include", "device/kernels"]
 
 
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
-    """The project's headers that a source includes, so that a change rebuilds what depends on it and no more."""
+    """The project's headers that a source includes, so that a change rebuilds only what depends on it."""
     for name in re.findall(r'^#include "(.+)"', source.read_text(), re.MULTILINE):
         for path in (Path(directory, name) for directory in INCLUDE_DIRS):
             if path.exists() and path not in found:
@@ -18,8 +18,8 @@ def headers_of(source: Path, found: set[Path]) -> set[Path]:
     return found
 
 
-# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built, installed
-# and made part of the wheel by the same machinery as the others.
+# Not Python modules: libraries of kernels that the host runtime loads with dlopen. As extensions they are built,
+# installed and made part of the wheel by the same machinery as the others.
 shipped_kernels = [
     Extension(
         f"proxyccl.device._{source.stem}",
@@ -36,5 +36,5 @@ shipped_kernels = [
 setup(
     cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi"],
     ext_modules=shipped_kernels,
-    options={"bdist_wheel": {"py_limited_api": "cp311"}, "build_ext": {"parallel": 2}},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}, "build": {"parallel": 2}, "build_ext": {"parallel": 2}},
 )

@@ -21,7 +21,6 @@ from proxyccl.channels.collectives.operations import Collectives, describe_call
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
 from proxyccl.channels.handles import ChannelSet
-from proxyccl.channels.in_flight import InFlight
 from proxyccl.channels.memory import HandleCache, RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -73,8 +72,8 @@ class Communicator:
 
     Args:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
-        runtime: a `Runtime` or the name of one ("host", "cuda", "hip"); None for ``PROXYCCL_RUNTIME``, else what the
-            machine offers.
+        runtime: a `Runtime` of this rank's own, or the name of one ("host", "cuda", "hip"); None for
+            ``PROXYCCL_RUNTIME``, else what the machine offers.
         device: device number, for a runtime given by name; None for the rank's number within its node.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
@@ -135,7 +134,6 @@ class Communicator:
         self._calls = 0
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
-        self._in_flight = InFlight(self.runtime)
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
         self._watcher = Watcher(self.rank, self.control, self._segments, pids)
@@ -435,7 +433,6 @@ class Communicator:
                 stream.synchronize()
             else:
                 self.runtime.synchronize()
-                self._in_flight.clear()
         except KernelError as error:
             if self.control.aborted:
                 raise self._fail() from error
@@ -558,7 +555,7 @@ class Communicator:
             self._last_stream = handle
             plan(handle)
             if not waits:
-                self._in_flight.add(owners, handle)
+                self.runtime.in_flight.add(owners, handle)
         if waits:
             try:
                 self.default_stream.synchronize()

@@ -85,16 +85,18 @@ class Kernel:
         return f"<Kernel {self.name} with {len(self.parameters)} parameters on {self.runtime.name}>"
 
     def __call__(self, grid: Shape, block: Shape, *args: Any, stream: StreamLike = None, shared: int = 0) -> None:
-        """Queues the kernel on the stream and returns.
+        """Queues the kernel on the stream and returns. The arguments are kept alive until it has run.
 
         Raises:
             ArgumentError: an argument does not fit its parameter, or grid or block is no shape.
             KernelError: the driver refused the launch.
         """
-        Launch(self, grid, block, args, shared)(stream)
+        launch = Launch(self, grid, block, args, shared)
+        launch(stream)
+        self.runtime.in_flight.add(launch, self.runtime.stream_handle(stream))
 
     def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
-        """Packs the arguments once, for many launches. Arrays among them are kept alive."""
+        """Packs the arguments once, for many launches. They are kept alive as long as the `Launch`."""
         return Launch(self, grid, block, args, shared)
 
     def pack(self, args: tuple[Any, ...]) -> tuple[list[bytearray], list[object]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from proxyccl.device.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from proxyccl.device.in_flight import InFlight
     from proxyccl.device.kernel import Kernel, Module
 
 StreamLike = Any
@@ -140,6 +141,11 @@ class Runtime(Protocol):
     @property
     def device(self) -> int:
         """Number of the device that this runtime object uses."""
+        ...
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What the runtime keeps alive for queued launches."""
         ...
 
     @property

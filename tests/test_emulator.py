@@ -663,3 +663,20 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, env
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "apt install g++" in result.stdout
+
+
+def test_arguments_outlive_the_launch_that_uses_them() -> None:
+    runtime = HostRuntime()
+    kernel = runtime.compile(
+        'extern "C" __global__ void late(const int* in, int* out) {\n'
+        "  const uint64_t start = proxyccl::nanoseconds();\n"
+        "  while (proxyccl::nanoseconds() - start < 50000000) proxyccl::spinHint(1);\n"
+        "  *out = *in;\n"
+        "}"
+    )
+    out = np.zeros(40, np.int32)
+    for i in range(out.size // 20):
+        for j in range(20):
+            kernel(1, 1, np.full(100_000, 20 * i + j, np.int32), out[20 * i + j :])
+        runtime.synchronize()
+    assert np.array_equal(out, np.arange(40))

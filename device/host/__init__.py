@@ -25,6 +25,7 @@ from proxyccl.device import _native
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError, ResourceError
+from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, kernel_names
 from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, StreamLike, foreign_stream_handle
 
@@ -249,6 +250,7 @@ class HostRuntime:
             raise ArgumentError("device", f"must be a number from 0, not {device!r}")
         self.device = device
         self.device_id = f"host:{device}"
+        self.in_flight = InFlight(self)
         self.launch_defaults = LaunchDefaults(threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024)
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
@@ -370,9 +372,11 @@ class HostRuntime:
 
     def synchronize(self) -> None:
         """Waits for every stream made by this runtime."""
+        done = self.in_flight.take()
         for stream in list(self._streams):
             if not stream.closed:
                 stream.synchronize()
+        del done
 
     def compile(self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = ()) -> Module:
         """Compiles kernels with the machine's C++ compiler."""
