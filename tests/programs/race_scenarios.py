@@ -330,9 +330,11 @@ RELAXED_SIGNAL = r"""
 using namespace proxyccl;
 extern "C" __global__ void pass(DeviceHandle<SmChannel>* channels, uint32_t* data, uint32_t rank) {
   if (rank == 0) {
+    channels[0].wait();  // both kernels run by now, so no launch orders the one's accesses before the other's
     channels[0].write<uint32_t>(0, 42);
     channels[0].relaxedSignal();  // orders nothing: signal() is wanted
   } else {
+    channels[0].relaxedSignal();
     channels[0].wait();
     data[1] = data[0];
   }
