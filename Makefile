@@ -6,13 +6,16 @@ RANKS ?= 4
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 
-.PHONY: demo test bench lint clean
+.PHONY: demo test coverage bench lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
 	$(BIN)/pytest tests
+
+coverage: $(VENV)/.installed
+	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term
 
 bench: $(VENV)/.installed
 	$(BIN)/proxyccl bench ring

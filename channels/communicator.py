@@ -63,6 +63,14 @@ def _timeout_from(value: float | None) -> float:
     return float(value)
 
 
+def _refuse_daemon() -> None:
+    where = os.environ.get("PROXYCCL_PROXY") or "thread"
+    if where not in ("thread", "daemon"):
+        raise ArgumentError("PROXYCCL_PROXY", f"{where!r} is neither 'thread' nor 'daemon'")
+    if where == "daemon":
+        raise RuntimeUnavailableError("PROXYCCL_PROXY=daemon: the node daemon is not part of this version")
+
+
 class Communicator:
     """A group of ranks.
 
@@ -108,6 +116,7 @@ class Communicator:
         self._proxy: ProxyService | None = None
         self._proxy_options = {"fifos": fifos, "threads": proxy_threads, "fifo_size": fifo_size, "idle": idle}
         self._lock = threading.RLock()
+        _refuse_daemon()
         self.timeout = _timeout_from(timeout)
         self._bootstrap, self._owns_bootstrap = as_bootstrap(bootstrap)
         self.rank: int = self._bootstrap.rank

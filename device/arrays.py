@@ -124,6 +124,10 @@ class Array:
             self._runtime.copy(self.ptr, host.ctypes.data, self.nbytes)
         return self
 
+    def free(self) -> None:
+        """Frees the memory now, and not with the last reference to the array. No work may use it any more."""
+        self.memory.close()
+
     def fill(self, value: Any) -> Array:
         """Sets every element. Returns itself."""
         return self.upload(value)

@@ -149,12 +149,24 @@ def test_a_wrong_option_of_the_communicator_is_named(options: dict[str, Any], ar
 
 @pytest.mark.parametrize(
     ("variable", "value"),
-    [("PROXYCCL_TIMEOUT", "soon"), ("PROXYCCL_LOCAL_WORLD_SIZE", "0"), ("PROXYCCL_LOCAL_WORLD_SIZE", "two")],
+    [
+        ("PROXYCCL_TIMEOUT", "soon"),
+        ("PROXYCCL_LOCAL_WORLD_SIZE", "0"),
+        ("PROXYCCL_LOCAL_WORLD_SIZE", "two"),
+        ("PROXYCCL_PROXY", "cloud"),
+    ],
 )
 def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     (bootstrap,) = ThreadBootstrap.create(1)
     with pytest.raises(ArgumentError, match=variable):
+        Communicator(bootstrap)
+
+
+def test_a_daemon_is_refused_as_long_as_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(RuntimeUnavailableError, match="daemon"):
         Communicator(bootstrap)
 
 

@@ -291,7 +291,8 @@ def test_upload_broadcasts_and_converts_as_numpy_does() -> None:
 
 def test_freed_memory_is_refused() -> None:
     x = make((2,), "float32")
-    x.memory.close()
+    x.free()
+    x.free()
     for use in (lambda: x.ptr, x.numpy, lambda: np.asarray(x), x.__dlpack__):
         with pytest.raises(ClosedError, match="freed"):
             use()
