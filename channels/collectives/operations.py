@@ -7,9 +7,12 @@ before the launch.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector
 from proxyccl.channels.collectives.team import Team
@@ -314,10 +317,14 @@ class Collectives:
         return out, view
 
     def new_like(self, source: ArrayView, shape: tuple[int, ...]) -> Any:
-        """A new array for a result: of numpy where the argument was one of the host's, else of `Communicator.empty`."""
-        import numpy as np
+        """A new array for a result.
 
-        if self._comm.runtime.name == "host" and not isinstance(source.owner, Array):
+        It is torch's where the argument was, else numpy's for arrays of the host, else one of `Communicator.empty`.
+        """
+        owner = source.owner[0] if isinstance(source.owner, tuple) else source.owner
+        if type(owner).__module__ == "torch":  # an argument of its type means that it is imported
+            return sys.modules["torch"].from_dlpack(self._comm.empty(shape, source.dtype))
+        if self._comm.runtime.name == "host" and not isinstance(owner, Array):
             return np.empty(shape, source.dtype.numpy())
         return self._comm.empty(shape, source.dtype)
 
