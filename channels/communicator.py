@@ -601,10 +601,6 @@ class Communicator:
             self._connections[peer] = self.proxy.connect_copy()
         return self._connections[peer]
 
-    def reserve_channel(self, connection: Connection) -> int:
-        """A channel id of this rank's proxy."""
-        return self.proxy.reserve_channel(connection)
-
     def segment(self, peer: int) -> ControlSegment:
         """A peer's control segment."""
         return self._segments[peer]

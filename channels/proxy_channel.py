@@ -50,7 +50,7 @@ def connect_handles(
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):
-            ids[peer].append(communicator.reserve_channel(opened[peer][1]))
+            ids[peer].append(service.reserve_channel(opened[peer][1]))
     answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(ids).encode(), "proxy_channels")]
     expected = communicator.runtime.allocate(max(1, len(peers) * count) * _LINE)
 

@@ -66,7 +66,6 @@ int proxyccl_host_stream_create(void **stream, int run_inline);
 int proxyccl_host_stream_destroy(void *stream);
 int proxyccl_host_stream_query(void *stream);
 int proxyccl_host_stream_synchronize(void *stream);
-int proxyccl_host_stream_wait(void *stream, uint64_t timeout_ns);
 int proxyccl_host_stream_wait_event(void *stream, void *event, unsigned flags);
 int proxyccl_host_event_create(void **event);
 int proxyccl_host_event_destroy(void *event);

@@ -103,10 +103,6 @@ class Collectives:
         self._selector = selector
         self._plans.clear()  # plans made by size hold the old choice
 
-    def proxied_team(self) -> Team | None:
-        """The proxied team if it was made."""
-        return self._teams.get(True)
-
     # -- the calls ---
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:

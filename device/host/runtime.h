@@ -35,8 +35,6 @@ int proxyccl_host_stream_create(void** stream, int run_inline);
 int proxyccl_host_stream_destroy(void* stream); /* waits for what was queued */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
-/* Waits at most timeout_ns; PROXYCCL_HOST_NOT_READY when that was not enough. */
-int proxyccl_host_stream_wait(void* stream, uint64_t timeout_ns);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
 int proxyccl_host_event_create(void** event);

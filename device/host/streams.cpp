@@ -135,14 +135,6 @@ class Stream {
     return completed_ == queued_ ? takeStatus() : PROXYCCL_HOST_NOT_READY;
   }
 
-  int wait(uint64_t timeout_ns) {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t target = queued_;
-    const auto deadline = std::chrono::system_clock::now() + std::chrono::nanoseconds(timeout_ns);
-    if (!changed_.wait_until(lock, deadline, [&] { return completed_ >= target; })) return PROXYCCL_HOST_NOT_READY;
-    return takeStatus();
-  }
-
   int synchronize() {
     std::unique_lock<std::mutex> lock(mutex_);
     const uint64_t target = queued_;
@@ -243,7 +235,6 @@ int proxyccl_host_stream_destroy(void* stream) {
 }
 int proxyccl_host_stream_query(void* stream) { return asStream(stream)->query(); }
 int proxyccl_host_stream_synchronize(void* stream) { return asStream(stream)->synchronize(); }
-int proxyccl_host_stream_wait(void* stream, uint64_t timeout_ns) { return asStream(stream)->wait(timeout_ns); }
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned) {
   EventHolder holder = asEvent(event);
   const uint64_t record = holder->lastRecord();
