@@ -1,0 +1,228 @@
+"""What a GPU vendor's driver must offer: the calls that `GpuRuntime` is made of.
+
+CUDA's driver API and HIP's are twins. Where they differ, in names, in how a binding returns results and in what a
+context is, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers, streams,
+events, modules and functions are integers. Every call raises DriverError where the driver reports a failure, and acts on
+the calling thread's current context.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from proxyccl.device.runtime import EngineFunctions
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What a driver tells of a device.
+
+    Attributes:
+        name: the vendor's name for it.
+        device_id: names the physical device, the same in every process of the machine.
+        architecture: what the compiler calls it: "sm_90", "gfx942".
+        multiprocessors: SMs, or compute units.
+        memory_bytes: size of its memory.
+    """
+
+    name: str
+    device_id: str
+    architecture: str
+    multiprocessors: int
+    memory_bytes: int
+
+
+class Driver(Protocol):
+    """A vendor's driver and run-time compiler. One object a process; it holds no state of a device."""
+
+    @property
+    def runtime(self) -> str:
+        """The runtime's name: "cuda" or "hip"."""
+        ...
+
+    @property
+    def out_of_memory(self) -> int:
+        """The status that an allocation which does not fit gives."""
+        ...
+
+    @property
+    def thread_stream(self) -> int:
+        """The handle that means the calling thread's own default stream."""
+        ...
+
+    def versions(self) -> str:
+        """Versions of the driver, its binding and the compiler, in words."""
+        ...
+
+    # -- devices and contexts ---
+
+    def device_count(self) -> int:
+        """Number of devices that this process may use."""
+        ...
+
+    def device(self, ordinal: int) -> DeviceInfo:
+        """What device number `ordinal` is."""
+        ...
+
+    def context(self, ordinal: int) -> int:
+        """The device's primary context, which the vendor's runtime and other libraries share."""
+        ...
+
+    def current(self) -> int:
+        """The calling thread's current context, or 0."""
+        ...
+
+    def make_current(self, context: int) -> None:
+        """Makes a context the calling thread's current one."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work of the current context."""
+        ...
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether kernels of device `ordinal` can touch memory of device `peer`."""
+        ...
+
+    def enable_peer_access(self, peer_context: int) -> None:
+        """Lets the current context reach a peer's memory. Doing it again is no error."""
+        ...
+
+    # -- memory ---
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory; its contents are undefined."""
+        ...
+
+    def free(self, ptr: int) -> None:
+        """Frees what `allocate` gave. Waits for the work that may use it."""
+        ...
+
+    def address_range(self, ptr: int) -> tuple[int, int]:
+        """Base and size of the allocation that an address lies in."""
+        ...
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device that memory belongs to, or None for memory that is no device's."""
+        ...
+
+    def export_memory(self, base: int) -> bytes:
+        """A handle of a whole allocation for other processes."""
+        ...
+
+    def import_memory(self, handle: bytes) -> int:
+        """Maps an allocation of another process, for the current context; its base."""
+        ...
+
+    def release_memory(self, base: int) -> None:
+        """Unmaps what `import_memory` mapped."""
+        ...
+
+    def register_host(self, ptr: int, nbytes: int) -> None:
+        """Pins host memory and maps it for all devices."""
+        ...
+
+    def unregister_host(self, ptr: int) -> None:
+        """Undoes `register_host`."""
+        ...
+
+    def host_device_pointer(self, ptr: int) -> int:
+        """The current device's address of registered host memory."""
+        ...
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queues a copy between any two addresses."""
+        ...
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        """Queues the setting of bytes."""
+        ...
+
+    # -- streams and events ---
+
+    def create_stream(self) -> int:
+        """A stream that does not wait for the legacy default stream."""
+        ...
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroys a stream; its work goes on."""
+        ...
+
+    def stream_query(self, stream: int) -> bool:
+        """Whether all that was queued is done."""
+        ...
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Waits until all that was queued is done."""
+        ...
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Makes later work of the stream wait for an event's last record."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether the stream's work goes into a graph."""
+        ...
+
+    def relax_capture(self, mode: int | None = None) -> int:
+        """Lets the calling thread make calls that a capture in progress elsewhere would forbid, and returns the mode to
+        give back afterwards; with `mode`, gives it back.
+        """
+        ...
+
+    def create_event(self) -> int:
+        """An event that can time."""
+        ...
+
+    def destroy_event(self, event: int) -> None:
+        """Destroys an event."""
+        ...
+
+    def record_event(self, event: int, stream: int) -> None:
+        """Marks the stream's current end."""
+        ...
+
+    def event_query(self, event: int) -> bool:
+        """Whether the marked point was reached."""
+        ...
+
+    def event_synchronize(self, event: int) -> None:
+        """Waits for the marked point."""
+        ...
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        """Milliseconds between two events that were reached."""
+        ...
+
+    # -- kernels ---
+
+    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+        """A loadable image. Raises CompileError with the compiler's messages."""
+        ...
+
+    def compile_options(self, architecture: str) -> tuple[str, ...]:
+        """The options that every source of this library is compiled with, for a device's architecture."""
+        ...
+
+    def load_module(self, image: bytes) -> int:
+        """Loads an image into the current context."""
+        ...
+
+    def module_function(self, module: int, name: str) -> int:
+        """A kernel of a module."""
+        ...
+
+    def module_global(self, module: int, name: str) -> tuple[int, int]:
+        """Address and size of a module's variable."""
+        ...
+
+    # -- addresses for callers in C ---
+
+    def engine_functions(self) -> EngineFunctions:
+        """The calls that the proxy's engine makes."""
+        ...
+
+    def launch_address(self) -> int:
+        """The address of the launch call, with cuLaunchKernel's signature."""
+        ...
