@@ -19,15 +19,25 @@ from proxyccl.channels.bootstrap import MpiBootstrap, TorchBootstrap, as_bootstr
 from proxyccl.channels.collectives import tuning
 from proxyccl.channels.collectives.operations import Collectives, describe_call
 from proxyccl.channels.collectives.selection import Selector
-from proxyccl.channels.control import CALL_FIELDS, ControlSegment, ErrorRecord, Watcher, create_segment, exception_from
+from proxyccl.channels.control import (
+    CALL_DIFFERS,
+    CALL_FIELDS,
+    CallLog,
+    ControlSegment,
+    ErrorRecord,
+    Watcher,
+    create_segment,
+    encode_fields,
+    exception_from,
+)
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.memory import HandleCache, RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
-from proxyccl.channels.topology import RankInfo, Topology, local_world_size_from_environment
+from proxyccl.channels.topology import RankInfo, Topology, host_name, local_world_size_from_environment
 from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
-from proxyccl.device.arrays import Array, as_view
+from proxyccl.device.arrays import Array, as_view, current_stream
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import (
     ArgumentError,
@@ -37,7 +47,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
     WaitTimeoutError,
 )
-from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
 from proxyccl.proxy.trigger import Trigger
@@ -82,7 +92,8 @@ class Communicator:
         bootstrap: a `Bootstrap`, an MPI communicator or a torch process group; None for MPI's world.
         runtime: a `Runtime` of this rank's own, or the name of one ("host", "cuda", "hip"); None for
             ``PROXYCCL_RUNTIME``, else what the machine offers.
-        device: device number, for a runtime given by name; None for the rank's number within its node.
+        device: device number, for a runtime given by name; None for the rank's number within its host, going round
+            where ranks are more than devices.
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
             real hosts.
@@ -121,9 +132,12 @@ class Communicator:
         self._bootstrap, self._owns_bootstrap = as_bootstrap(bootstrap)
         self.rank: int = self._bootstrap.rank
         self.world_size: int = self._bootstrap.world_size
-        self.runtime: Runtime = (
-            open_runtime(runtime, device or 0) if runtime is None or isinstance(runtime, str) else runtime
-        )
+        if runtime is None or isinstance(runtime, str):
+            hosts = self.all_gather_bytes(host_name().encode())
+            beside = hosts[: self.rank].count(hosts[self.rank])  # lower ranks of the same host
+            self.runtime: Runtime = open_runtime(runtime, device, local_rank=beside)
+        else:
+            self.runtime = runtime
         self.runtime.activate()
         self.default_stream: Stream = self.runtime.create_stream()
         self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout)
@@ -131,7 +145,7 @@ class Communicator:
         infos = [RankInfo.decode(data) for data in self.all_gather_bytes(RankInfo.own(self.runtime).encode())]
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         self.topology = Topology.find(self.rank, infos, self.runtime, local)
-        handles = self.all_gather_bytes(self.runtime.export(self.control.memory.ptr, self.control.memory.nbytes))
+        handles = self.all_gather_bytes(self.control.memory.handle)
         self._segments = {
             peer: ControlSegment(self.runtime.open_pinned(handles[peer]))
             for peer in range(self.world_size)
@@ -140,9 +154,10 @@ class Communicator:
         pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
         self.mappings = HandleCache(self.runtime.open)
         self._connections: dict[int, Connection] = {}
-        self._calls = 0
+        self._call_log = CallLog(self.control, self._segments)
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
+        self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
         self._watcher = Watcher(self.rank, self.control, self._segments, pids)
@@ -333,8 +348,9 @@ class Communicator:
                 truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot", "ring" or "proxy"; None chooses by size.
-            stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a
-                GPU.
+            stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
+                None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
+                that owns `x` (torch, CuPy), else on the calling thread's default stream.
 
         Returns:
             `out`, or `x`.
@@ -531,14 +547,16 @@ class Communicator:
         rank.
         """
         self.require_usable()
-        self._calls += 1
-        self.control.log_call(self._calls, fields)
-        for peer, segment in self._segments.items():
-            theirs = segment.read_call(self._calls)
-            if theirs is not None and theirs != fields:
-                self._mismatch(peer, fields, theirs)
+        call = encode_fields(fields)
+        self._check_issue(self._call_log.agree(call), call)
 
-    def _mismatch(self, peer: int, mine: tuple[int, ...], theirs: tuple[int, ...]) -> None:
+    def _check_issue(self, status: int, call: Any) -> None:
+        if status == CALL_DIFFERS:
+            self._mismatch(*self._call_log.difference(), tuple(call.fields))
+        if status:
+            raise self._fail()
+
+    def _mismatch(self, peer: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> None:
         which = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[which]
         here, there = describe_call(mine), describe_call(theirs)
@@ -549,6 +567,12 @@ class Communicator:
         self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer, wait=which))
         raise self._fail()
 
+    def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
+        """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
+        if stream is None and self.runtime.name != "host":
+            return current_stream(x)
+        return stream
+
     def launch(self, plan: Callable[[StreamLike], None], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Launches a plan on a stream, behind the communicator's earlier launches on any stream.
 
@@ -556,20 +580,46 @@ class Communicator:
         Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, the arrays
         are kept alive until the stream has got past them.
         """
-        waits = stream is None and self.runtime.name == "host"
-        handle = self.default_stream.handle if waits else self.runtime.stream_handle(stream)
         with self._lock:
-            if self._last_stream not in (None, handle):
-                self.runtime.order_streams(self._last_stream, handle)
-            self._last_stream = handle
+            handle = self._next_stream(stream)
             plan(handle)
-            if not waits:
-                self.runtime.in_flight.add(owners, handle)
-        if waits:
+        self._launched(stream, handle, owners)
+
+    def issue(self, call: Any, launch: Launch, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
+        """`agree` and `launch` for a call whose launch is prepared: one call into C."""
+        if self._state != "open":
+            self.require_usable()
+        with self._lock:
+            handle = self._next_stream(stream)
+            status = self._call_log.issue(call, launch.prepared, handle)
+            if status == lib.PROXYCCL_OTHER_CONTEXT:
+                with self.runtime.current():
+                    status = self._call_log.issue(call, launch.prepared, handle)
+            if status:
+                if status > 0:
+                    launch.check(status)
+                self._check_issue(status, call)
+        self._launched(stream, handle, owners)
+
+    def _next_stream(self, stream: StreamLike) -> int:
+        if stream is None and self.runtime.name == "host":
+            handle = self.default_stream.handle
+        else:
+            handle = stream if type(stream) is int else self.runtime.stream_handle(stream)
+        if handle != self._last_stream:
+            if self._last_stream is not None:
+                self.runtime.order_streams(self._last_stream, handle)
+            self._last_stream, self._last_stream_owner = handle, stream
+        return handle
+
+    def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:
+        if stream is None and self.runtime.name == "host":
             try:
                 self.default_stream.synchronize()
             finally:
                 self.check()
+        elif owners:
+            self.runtime.in_flight.add(owners, handle)
 
     @property
     def proxy(self) -> ProxyService:

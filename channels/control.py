@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 import select
-import struct
 import threading
 import time
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +26,14 @@ from proxyccl.device.errors import (
     WaitTimeoutError,
 )
 from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.proxy._engine import ffi as engine
+from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import MAX_CHANNELS, Operation
 
 NO_PEER: int = lib.PROXYCCL_NO_PEER
+CALL_ABORTED: int = engine_lib.PROXYCCL_CALL_ABORTED
+CALL_DIFFERS: int = engine_lib.PROXYCCL_CALL_DIFFERS
 _WAITS = {
     lib.PROXYCCL_WAIT_RING_ROOM: "room in the trigger ring",
     lib.PROXYCCL_WAIT_RING_SYNC: "the proxy to take a trigger",
@@ -60,11 +62,8 @@ class ErrorRecord:
     size: int = 0
 
 
-# One entry of the call log: sequence number, checksum of the rest, then what must agree between ranks.
 CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count")
-_CALL = struct.Struct("<QIBBBBIQ")
-_CALL_STRIDE = 64
-_CALL_ENTRIES = 256
+"""What must agree between ranks: the fields of a ProxycclCall (calls.h), in order."""
 
 _ALIGN = 4096
 
@@ -76,7 +75,7 @@ def _round(nbytes: int) -> int:
 _CONTROL_OFFSET = 0
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
-_SERVICE_OFFSET = _CALLS_OFFSET + _round(_CALL_STRIDE * _CALL_ENTRIES)
+_SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES)
 SEGMENT_BYTES = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 
 
@@ -88,7 +87,6 @@ class ControlSegment:
     def __init__(self, memory: PinnedMemory) -> None:
         self.memory = memory
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
-        self._calls = ffi.buffer(ffi.cast("char *", memory.host_ptr + _CALLS_OFFSET), _CALL_STRIDE * _CALL_ENTRIES)
 
     def initialise(self, rank: int, timeout: float) -> None:
         """Fills an own, fresh segment."""
@@ -153,26 +151,50 @@ class ControlSegment:
             size=error.size,
         )
 
-    def log_call(self, sequence: int, fields: tuple[int, ...]) -> None:
-        """Publishes what this rank's collective call number `sequence` was."""
-        checksum = zlib.crc32(repr((sequence, fields)).encode())
-        _CALL.pack_into(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE, sequence, checksum, *fields)
-
-    def read_call(self, sequence: int) -> tuple[int, ...] | None:
-        """The fields of a call, or None if it is not there (yet, or any more).
-
-        The checksum catches a half-written entry.
-        """
-        number, checksum, *fields = _CALL.unpack_from(self._calls, sequence % _CALL_ENTRIES * _CALL_STRIDE)
-        if number != sequence or zlib.crc32(repr((sequence, tuple(fields))).encode()) != checksum:
-            return None
-        return tuple(fields)
+    @property
+    def calls_host(self) -> int:
+        """The CPU's address of the log of collective calls."""
+        return self.memory.host_ptr + _CALLS_OFFSET
 
     def close(self) -> None:
         """Unmaps the segment."""
-        self._calls = None
         self._control = None
         self.memory.close()
+
+
+class CallLog:
+    """This rank's log of collective calls, beside those of the peers of its host (calls.h).
+
+    Args:
+        own: this rank's segment.
+        peers: the segments of the others.
+    """
+
+    def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment]) -> None:
+        self._ranks = list(peers)
+        logs = [engine.cast("ProxycclCallEntry *", segment.calls_host) for segment in peers.values()]
+        self._logs = engine.new("const ProxycclCallEntry *[]", logs or [engine.NULL])
+        self._callers = engine.new("ProxycclCallers *")
+        self._callers.control = engine.cast("ProxycclControl *", own.host_pointer)
+        self._callers.own = engine.cast("ProxycclCallEntry *", own.calls_host)
+        self._callers.peers, self._callers.peer_count = self._logs, len(logs)
+
+    def agree(self, call: Any) -> int:
+        """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""
+        return int(engine_lib.proxyccl_calls_agree(self._callers, call))
+
+    def issue(self, call: Any, launch: Any, stream: int) -> int:
+        """The same, then a prepared launch: its status."""
+        return int(engine_lib.proxyccl_calls_issue(self._callers, call, launch, stream))
+
+    def difference(self) -> tuple[int, tuple[int, ...]]:
+        """After CALL_DIFFERS: the rank that made another call, and the fields of that."""
+        return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
+
+
+def encode_fields(fields: tuple[int, ...]) -> Any:
+    """A ProxycclCall."""
+    return engine.new("ProxycclCall *", [fields])
 
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:

@@ -13,6 +13,12 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Runtime
 
 
+def host_name() -> str:
+    """This machine's name, and its boot id, which tells apart hosts of one name."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """What a rank tells the others of itself."""
@@ -24,10 +30,8 @@ class RankInfo:
 
     @classmethod
     def own(cls, runtime: Runtime) -> RankInfo:
-        """This process on this machine. The boot id tells apart hosts of one name."""
-        boot_id = Path("/proc/sys/kernel/random/boot_id")
-        host = f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
-        return cls(host, os.getpid(), runtime.name, runtime.device_id)
+        """This process on this machine."""
+        return cls(host_name(), os.getpid(), runtime.name, runtime.device_id)
 
     def encode(self) -> bytes:
         """As bytes for the bootstrap."""

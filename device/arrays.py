@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -235,7 +236,11 @@ def _from_dlpack(x: Any, argument: str) -> ArrayView:
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported")
-    capsule = x.__dlpack__()
+    # On a GPU -1 tells the exporter not to order its stream with ours: the caller names the stream.
+    try:
+        capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
+    except BufferError as error:
+        raise ArgumentError(argument, f"its library does not hand it over: {error}") from None
     tensor = _DLManagedTensor.from_address(_get_pointer(capsule, _DLTENSOR)).tensor
     dtype = from_dlpack_type(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
     if dtype is None:
@@ -247,6 +252,76 @@ def _from_dlpack(x: Any, argument: str) -> ArrayView:
         _check_contiguous(shape, [tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)], dtype, argument)
     pointer = (tensor.data or 0) + tensor.byte_offset
     return ArrayView(pointer, shape, dtype, (runtime, device), True, (x, capsule))
+
+
+def _is_torch(kind: type) -> bool:
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
+
+
+def _is_cupy(kind: type) -> bool:
+    return kind.__module__.startswith("cupy") and kind.__name__ == "ndarray"
+
+
+def _from_torch(x: Any, argument: str) -> ArrayView:
+    # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
+    if x.device.type not in ("cpu", "cuda"):
+        raise ArgumentError(argument, f"torch device {x.device} is not supported")
+    dtype = as_dtype(x.dtype, argument)
+    if not x.is_contiguous():
+        raise ArgumentError(
+            argument, f"the array is not contiguous in C order (shape {tuple(x.shape)}, strides {x.stride()} elements)"
+        )
+    device = ("host", 0)
+    if x.device.type == "cuda":
+        device = ("hip" if sys.modules["torch"].version.hip else "cuda", x.device.index)
+    return ArrayView(x.data_ptr(), tuple(x.shape), dtype, device, True, x)
+
+
+def _torch_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    return (x.data_ptr(), x.shape, x.dtype) if x.is_cuda and x.is_contiguous() else None
+
+
+def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    return (x.data.ptr, x.shape, x.dtype.str) if x.flags.c_contiguous else None
+
+
+def _array_fingerprint(x: Array) -> tuple[Any, ...] | None:
+    return None if x.memory.closed else (x.memory.ptr, x.shape, x.dtype.name)
+
+
+def _no_fingerprint(_: Any) -> None:
+    return None
+
+
+_fingerprints: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {Array: _array_fingerprint}
+
+
+def fingerprint(x: Any) -> tuple[Any, ...] | None:
+    """What an array on a GPU is to a call: equal for two arrays only if every call treats them alike.
+
+    None where that is not known cheaply. An array that was checked once need not be checked again while its
+    fingerprint is the same.
+    """
+    kind = type(x)
+    known = _fingerprints.get(kind)
+    if known is None:
+        known = _torch_fingerprint if _is_torch(kind) else _cupy_fingerprint if _is_cupy(kind) else _no_fingerprint
+        _fingerprints[kind] = known
+    return known(x)
+
+
+def current_stream(x: Any) -> int | None:
+    """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
+    kind = type(x)
+    if kind is Array:
+        return None
+    if _is_torch(kind):
+        stream: int = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
+        return stream
+    if _is_cupy(kind):
+        pointer: int = sys.modules["cupy"].cuda.get_current_stream().ptr
+        return pointer
+    return None
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:
@@ -291,6 +366,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         dtype = as_dtype(x.dtype, argument)
         _check_contiguous(x.shape, x.strides, dtype, argument)
         return ArrayView(x.ctypes.data, x.shape, dtype, ("host", 0), x.flags.writeable, x)
+    if _is_torch(type(x)):
+        return _from_torch(x, argument)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):

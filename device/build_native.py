@@ -87,6 +87,13 @@ int proxyccl_host_memory_create(int *descriptor, size_t bytes);
 int proxyccl_host_memory_map(void **address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void *address, size_t bytes);
 
+typedef struct {
+  uint64_t context; void *function; unsigned grid[3]; unsigned block[3]; unsigned shared_bytes; void **parameters; ...;
+} ProxycclLaunch;
+enum { PROXYCCL_OTHER_CONTEXT, ... };
+void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current);
+int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
+
 void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record);
 uint32_t proxyccl_control_abort(const ProxycclControl *control);
 uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record);
@@ -99,7 +106,14 @@ ffi.set_source(
 #include "team.h"
 #include "routing.h"
 #include "runtime.h"
+#include "launch.h"
 
+/* Drivers' entry points arrive as addresses. */
+static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current) {
+  launch->call = (int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **,
+                          void **))call;
+  launch->current = (int (*)(uint64_t *))current;
+}
 /* Files the record, if no other has been filed, and raises the abort word: reportError() of wait.h, for the CPU. */
 static void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record) {
   uint32_t *state = &control->error.state, empty = PROXYCCL_RECORD_EMPTY;
@@ -125,13 +139,14 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
     source_extension=".cpp",
     sources=["device/host/fibers.cpp", "device/host/streams.cpp", "device/host/memory.cpp"],
     depends=[
+        "device/launch.h",
         "device/host/runtime.h",
         "device/host/fibers.h",
         "device/include/proxyccl/handles.h",
         "device/kernels/team.h",
         "device/kernels/routing.h",
     ],
-    include_dirs=["device/include", "device/host", "device/kernels"],
+    include_dirs=["device", "device/include", "device/host", "device/kernels"],
     # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],
     extra_link_args=["-pthread"],

@@ -1,9 +1,9 @@
 """What a GPU vendor's driver must offer: the calls that `GpuRuntime` is made of.
 
 CUDA's driver API and HIP's are twins. Where they differ, in names, in how a binding returns results and in what a
-context is, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers, streams,
-events, modules and functions are integers. Every call raises DriverError where the driver reports a failure, and acts on
-the calling thread's current context.
+context is, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers,
+streams, events, modules and functions are integers. Every call raises DriverError where the driver reports a failure,
+and acts on the calling thread's current context.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Driver(Protocol):
 
     def versions(self) -> str:
         """Versions of the driver, its binding and the compiler, in words."""
+        ...
+
+    def error_text(self, status: int) -> str:
+        """The driver's own name and words for a status."""
         ...
 
     # -- devices and contexts ---
@@ -105,6 +109,10 @@ class Driver(Protocol):
 
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to, or None for memory that is no device's."""
+        ...
+
+    def allocation_id(self, ptr: int) -> int:
+        """A number of the allocation that an address lies in; another allocation at the same address has another."""
         ...
 
     def export_memory(self, base: int) -> bytes:
@@ -225,4 +233,8 @@ class Driver(Protocol):
 
     def launch_address(self) -> int:
         """The address of the launch call, with cuLaunchKernel's signature."""
+        ...
+
+    def current_address(self) -> int:
+        """The address of a call that stores the calling thread's current context in the word that it is given."""
         ...

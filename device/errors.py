@@ -43,6 +43,18 @@ class KernelError(ProxyCCLError):
     """A launch was refused or a kernel failed."""
 
 
+class DriverError(KernelError):
+    """A call into a GPU's driver failed. A kernel that failed before shows in any later call.
+
+    Attributes:
+        status: the driver's number.
+    """
+
+    def __init__(self, call: str, status: int, meaning: str) -> None:
+        super().__init__(f"{call}: {meaning} (status {status})")
+        self.status = status
+
+
 class CommunicatorError(ProxyCCLError):
     """The communicator failed and is closed for use. All ranks that could be reached were told.
 

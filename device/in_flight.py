@@ -30,7 +30,8 @@ class InFlight:
         with self._lock:
             batch = self._open.setdefault(stream, [])
             batch.append(kept)
-            if len(batch) < _BATCH:
+            # An event that is captured into a graph never comes by itself; the batch waits for a later launch.
+            if len(batch) < _BATCH or self._runtime.is_capturing(stream):
                 return
             event = self._runtime.create_event()
             event.record(stream)

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from proxyccl.device._native import ffi
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import as_view
 from proxyccl.device.errors import ArgumentError, KernelError
 
@@ -43,29 +43,46 @@ def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
 
 
 class Launch:
-    """A launch whose arguments are packed: calling it is one call into the driver."""
+    """A launch whose arguments are packed: calling it is one call into the driver.
+
+    Attributes:
+        prepared: the ProxycclLaunch (launch.h), for callers in C.
+    """
 
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
         self._kernel = kernel
         self._runtime = kernel.runtime
         if not isinstance(shared, int) or not 0 <= shared < 1 << 32:
             raise ArgumentError("shared", f"must be a number of bytes, not {shared!r}")
-        self._shape = (*_dimensions(grid, "grid"), *_dimensions(block, "block"), shared)
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [ffi.from_buffer(value) for value in self._values] or [ffi.NULL])
-        self._launch = kernel.runtime.launch_function()
+        target = kernel.runtime.launch_target()
+        self.prepared = ffi.new("ProxycclLaunch *")
+        lib.proxyccl_launch_fill(self.prepared, target.call, target.current)
+        self.prepared.context, self.prepared.function = target.context, kernel.function
+        self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
+        self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters
 
     def __call__(self, stream: StreamLike = None) -> None:
         """Queues the launch on the stream."""
         handle = self._runtime.stream_handle(stream)
-        status = self._launch(
-            self._kernel.function, *self._shape, ffi.cast("void *", handle), self._parameters, ffi.NULL
-        )
+        status = lib.proxyccl_launch(self.prepared, handle)
+        if status == lib.PROXYCCL_OTHER_CONTEXT:
+            with self._runtime.current():
+                status = lib.proxyccl_launch(self.prepared, handle)
+        self.check(status)
+
+    def check(self, status: int) -> None:
+        """Raises KernelError unless `status`, the driver's for this launch, is 0."""
         if status:
-            raise KernelError(
-                f"kernel {self._kernel.name} with grid {self._shape[:3]}, block {self._shape[3:6]} and "
-                f"{self._shape[6]} bytes of shared memory was refused (status {status})"
-            )
+            grid, block = tuple(self.prepared.grid), tuple(self.prepared.block)
+            try:
+                self._runtime.check(status, "launch")
+            except KernelError as error:
+                raise KernelError(
+                    f"kernel {self._kernel.name} with grid {grid}, block {block} and {self.prepared.shared_bytes} "
+                    f"bytes of shared memory was refused: {error}"
+                ) from None
 
 
 class Kernel:
@@ -148,8 +165,12 @@ class Kernel:
         if isinstance(address, int):
             return address
         view = as_view(value, argument, gpu=self.runtime.name)
-        if view.device[0] != self.runtime.name:
-            raise ArgumentError(argument, f"the array lies on {view.device[0]}, the kernel runs on {self.runtime.name}")
+        if view.device[0] != self.runtime.name or view.device[1] not in (-1, self.runtime.device):
+            raise ArgumentError(
+                argument,
+                f"the array lies on {view.device[0]}:{view.device[1]}, the kernel runs on "
+                f"{self.runtime.name}:{self.runtime.device}",
+            )
         return view.ptr
 
 

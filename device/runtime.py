@@ -6,6 +6,7 @@ engine does not call it: it gets the addresses in `engine_functions()` and calls
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -50,6 +51,11 @@ class PinnedMemory(Memory, Protocol):
     @property
     def host_ptr(self) -> int:
         """Address for the CPU; `ptr` is the device's."""
+        ...
+
+    @property
+    def handle(self) -> bytes:
+        """By which other processes of the node map it with `Runtime.open_pinned`."""
         ...
 
 
@@ -114,6 +120,21 @@ class EngineFunctions:
 
 
 @dataclass(frozen=True)
+class LaunchTarget:
+    """Where launches go (launch.h).
+
+    Attributes:
+        call: address of the driver's launch call, with cuLaunchKernel's signature.
+        current: address of a call that stores the thread's current context; 0 where there is none.
+        context: the context that this runtime's kernels belong to.
+    """
+
+    call: int
+    current: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True)
 class LaunchDefaults:
     """Shapes that suit the device.
 
@@ -153,8 +174,12 @@ class Runtime(Protocol):
         """Launch shapes that suit the device."""
         ...
 
-    def activate(self) -> None:
-        """Makes the device current on the calling thread."""
+    def activate(self, *, for_proxy: bool = False) -> None:
+        """Makes the device current on the calling thread, for good; `for_proxy` on a thread that runs the engine."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """Makes the device current within a block."""
         ...
 
     def describe(self) -> str:
@@ -166,7 +191,7 @@ class Runtime(Protocol):
         ...
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
-        """Zeroed pinned host memory that can be exported."""
+        """Zeroed pinned host memory that other processes can map."""
         ...
 
     def export(self, ptr: int, nbytes: int) -> bytes:
@@ -181,7 +206,7 @@ class Runtime(Protocol):
         ...
 
     def open_pinned(self, handle: bytes) -> PinnedMemory:
-        """The same for pinned memory."""
+        """Maps another process's pinned memory, by its `handle`."""
         ...
 
     def can_access_peer(self, device_id: str) -> bool:
@@ -191,6 +216,10 @@ class Runtime(Protocol):
     @property
     def device_id(self) -> str:
         """Names the physical device among all of the machine's, the same in every process."""
+        ...
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device whose memory an address lies in; None for memory of no device."""
         ...
 
     def create_stream(self, *, for_proxy: bool = False) -> Stream:
@@ -203,6 +232,10 @@ class Runtime(Protocol):
 
     def stream_handle(self, stream: StreamLike) -> int:
         """The driver's handle of a stream of any kind. Raises ArgumentError for what is none."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is queued on the stream with this handle goes into a graph."""
         ...
 
     def order_streams(self, first: int, then: int) -> None:
@@ -229,8 +262,8 @@ class Runtime(Protocol):
         """A kernel that ships, for an element type where it has one, and an operation where it is a reduction."""
         ...
 
-    def launch_function(self) -> Any:
-        """The driver's launch call as a cffi function pointer with cuLaunchKernel's signature."""
+    def launch_target(self) -> LaunchTarget:
+        """Where launches go."""
         ...
 
     def check(self, status: int, call: str) -> None:

@@ -42,6 +42,17 @@ ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime
 void proxyccl_connection_destroy(ProxycclConnection *connection);
 const char *proxyccl_connection_transport(const ProxycclConnection *connection);
 
+enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, ... };
+typedef struct { uint64_t fields[...]; } ProxycclCall;
+typedef struct { uint64_t sequence; ProxycclCall call; ...; } ProxycclCallEntry;
+typedef struct {
+  const ProxycclControl *control; ProxycclCallEntry *own; const ProxycclCallEntry *const *peers; uint32_t peer_count;
+  uint64_t sequence; uint32_t differing; ProxycclCall different; ...;
+} ProxycclCallers;
+int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
+int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const void *launch,
+                         uintptr_t stream);
+
 uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t
 timeout_ns); uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t
 first_ticket,
@@ -51,6 +62,7 @@ first_ticket,
 ffi.set_source(
     "proxyccl.proxy._engine",
     """
+#include "calls.h"
 #include "copy_transport.h"
 #include "engine.h"
 
@@ -66,8 +78,10 @@ static void proxyccl_connection_destroy(ProxycclConnection *connection) { connec
 static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return
 connection->transport->name; }
 """,
-    sources=["proxy/engine/engine.c", "proxy/engine/copy_transport.c"],
+    sources=["proxy/engine/calls.c", "proxy/engine/engine.c", "proxy/engine/copy_transport.c"],
     depends=[
+        "device/launch.h",
+        "proxy/engine/calls.h",
         "proxy/engine/engine.h",
         "proxy/engine/ring.h",
         "proxy/engine/transport.h",
@@ -75,6 +89,6 @@ connection->transport->name; }
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
     ],
-    include_dirs=["proxy/engine", "device/include"],
+    include_dirs=["proxy/engine", "device", "device/include"],
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
 )

@@ -312,7 +312,7 @@ class ProxyService:
 
     def _run(self, worker: Any) -> None:
         info = ffi.new("ProxycclExitInfo *")
-        self.runtime.activate()
+        self.runtime.activate(for_proxy=True)
         while True:
             reason = lib.proxyccl_worker_run(worker, info)
             if reason in (lib.PROXYCCL_EXIT_STOPPED, lib.PROXYCCL_EXIT_ABORTED):

@@ -111,7 +111,7 @@ def test_an_array_of_another_device_is_refused(ranks: Ranks) -> None:
         def __dlpack_device__(self) -> tuple[int, int]:
             return 2, 0
 
-        def __dlpack__(self) -> Any:
+        def __dlpack__(self, *, stream: int | None = None) -> Any:
             return np.ones(4, F32).__dlpack__()
 
     def body(comm: Communicator) -> None:

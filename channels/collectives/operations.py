@@ -7,8 +7,6 @@ before the launch.
 
 from __future__ import annotations
 
-import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +14,15 @@ import numpy as np
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector
 from proxyccl.channels.collectives.team import Team
-from proxyccl.device.arrays import Array, ArrayView, as_view, reduction_dtypes
+from proxyccl.channels.control import encode_fields
+from proxyccl.device.arrays import Array, ArrayView, as_view, fingerprint, reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import StreamLike
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
-    from proxyccl.device.runtime import StreamLike
 
 OPS = ("sum", "prod", "min", "max", "avg")
 _COLLECTIVES = (
@@ -38,6 +38,9 @@ _COLLECTIVES = (
 )
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 _PLANS = 512
+
+Plan = Callable[[StreamLike], None]
+Key = tuple[Any, ...]
 
 _ALL_REDUCE = {
     "one_shot": ("all_reduce_one_shot.h", "all_reduce_one_shot"),
@@ -81,7 +84,8 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self._comm = communicator
         self._teams: dict[bool, Team] = {}
-        self._plans: OrderedDict[tuple[Any, ...], tuple[tuple[int, ...], Callable[[StreamLike], None]]] = OrderedDict()
+        self._plans: dict[Key, Plan] = {}
+        self._prepared: dict[Key, tuple[Any, Launch]] = {}
         self._selector = Selector()
 
     def team(self, *, proxied: bool = False) -> Team:
@@ -102,11 +106,15 @@ class Collectives:
     def selector(self, selector: Selector) -> None:
         self._selector = selector
         self._plans.clear()  # plans made by size hold the old choice
+        self._prepared.clear()
 
     # -- the calls ---
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_reduce`."""
+        key = _key("all_reduce", x, x if out is None else out, op, algorithm)
+        if self._repeat(key, x, stream):
+            return x if out is None else out
         source = self.input(x, "x")
         self._check_reduction(source, op)
         if algorithm is not None and algorithm not in ALGORITHMS:
@@ -117,19 +125,23 @@ class Collectives:
             ("all_reduce", source.dtype.name, op, algorithm, 0, source.size),
             (source, target),
             lambda: self._plan_all_reduce(source, target, op, algorithm),
-            stream,
+            self._comm.stream_for(stream, x),
+            key,
         )
         return result
 
     def reduce_scatter(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.reduce_scatter`."""
+        key = _key("reduce_scatter", x, out, op, algorithm)
+        if self._repeat(key, x, stream):
+            return out
         source, ranks, rank = self.input(x, "x"), self._comm.world_size, self._comm.rank
         self._check_reduction(source, op)
         shape = self._share_of(source, "x")
         result, target = self._output(out, None, source, shape)
         _refuse_partial_overlap(source, target, in_place=rank * target.nbytes)
 
-        def plan() -> Callable[[StreamLike], None]:
+        def plan() -> Plan:
             if ranks == 1:
                 return self._copy_plan(source, target, target.nbytes)
             team = self._moving_team(algorithm)
@@ -141,58 +153,68 @@ class Collectives:
             ("reduce_scatter", source.dtype.name, op, self._moving(algorithm), 0, target.size),
             (source, target),
             plan,
-            stream,
+            self._comm.stream_for(stream, x),
+            key,
         )
         return result
 
     def all_gather(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_gather`."""
+        key = _key("all_gather", x, out, algorithm)
+        if self._repeat(key, x, stream):
+            return out
         source, ranks = self.input(x, "x"), self._comm.world_size
         shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
         result, target = self._output(out, None, source, shape)
         _refuse_partial_overlap(target, source, in_place=self._comm.rank * source.nbytes)
-        self._move("all_gather", source, target, source.nbytes, algorithm, stream)
+        self._move("all_gather", source, target, source.nbytes, algorithm, self._comm.stream_for(stream, x), key)
         return result
 
     def all_to_all(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_to_all`."""
+        key = _key("all_to_all", x, out, algorithm)
+        if self._repeat(key, x, stream):
+            return out
         source = self.input(x, "x")
         self._share_of(source, "x")
         result, target = self._output(out, None, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
-        self._move("all_to_all", source, target, source.nbytes // self._comm.world_size, algorithm, stream)
+        share = source.nbytes // self._comm.world_size
+        self._move("all_to_all", source, target, share, algorithm, self._comm.stream_for(stream, x), key)
         return result
 
     def broadcast(self, x: Any, root: int, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.broadcast`."""
+        key = _key("broadcast", x, x if out is None else out, algorithm, root)
+        if self._repeat(key, x, stream):
+            return x if out is None else out
         if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
             raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
         source = self.input(x, "x")
         result, target = self._output(x if out is None else out, x, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
-        self._move("broadcast", source, target, source.nbytes, algorithm, stream, root)
+        self._move("broadcast", source, target, source.nbytes, algorithm, self._comm.stream_for(stream, x), key, root)
         return result
 
     def barrier(self, stream: StreamLike) -> None:
         """See `Communicator.barrier`."""
 
-        def plan() -> Callable[[StreamLike], None]:
+        key: Key = ("barrier",)
+        if self._repeat(key, None, stream):
+            return
+
+        def plan() -> Plan:
+            if self._comm.world_size == 1:
+                return lambda _: None
             team = self.team()
             kernel = self._comm.runtime.shipped("moves.h", "barrier")
             return kernel.prepare(1, team.threads, team.device_pointer)
 
-        self._run(
-            ("barrier", "uint8", "sum", None, 0, 1),
-            (),
-            plan if self._comm.world_size > 1 else lambda: lambda _: None,
-            stream,
-        )
+        self._run(("barrier", "uint8", "sum", None, 0, 1), (), plan, stream, key)
 
     # -- plans ---
 
-    def _plan_all_reduce(
-        self, source: ArrayView, target: ArrayView, op: str, algorithm: str | None
-    ) -> Callable[[StreamLike], None]:
+    def _plan_all_reduce(self, source: ArrayView, target: ArrayView, op: str, algorithm: str | None) -> Plan:
         if self._comm.world_size == 1:
             return self._copy_plan(source, target, source.nbytes)
         chosen = algorithm or self._selector.choose(source.nbytes)
@@ -217,9 +239,10 @@ class Collectives:
         share: int,
         algorithm: str | None,
         stream: StreamLike,
+        key: Key | None,
         root: int = 0,
     ) -> None:
-        def plan() -> Callable[[StreamLike], None]:
+        def plan() -> Plan:
             if self._comm.world_size == 1:
                 return self._copy_plan(source, target, source.nbytes)
             team = self._moving_team(algorithm)
@@ -229,9 +252,8 @@ class Collectives:
             return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, share, *extra)
 
         count = share // source.dtype.itemsize
-        self._run(
-            (name, source.dtype.name, "sum", self._moving(algorithm), root, count), (source, target), plan, stream
-        )
+        call = (name, source.dtype.name, "sum", self._moving(algorithm), root, count)
+        self._run(call, (source, target), plan, stream, key)
 
     @staticmethod
     def _moving(algorithm: str | None) -> str | None:
@@ -242,7 +264,7 @@ class Collectives:
     def _moving_team(self, algorithm: str | None) -> Team:
         return self.team(proxied=algorithm == "proxy")
 
-    def _copy_plan(self, source: ArrayView, target: ArrayView, nbytes: int) -> Callable[[StreamLike], None]:
+    def _copy_plan(self, source: ArrayView, target: ArrayView, nbytes: int) -> Plan:
         runtime = self._comm.runtime
         if source.ptr == target.ptr:
             return lambda _: None
@@ -252,8 +274,9 @@ class Collectives:
         self,
         call: tuple[str, str, str, str | None, int, int],
         arrays: tuple[ArrayView, ...],
-        make_plan: Callable[[], Callable[[StreamLike], None]],
+        make_plan: Callable[[], Plan],
         stream: StreamLike,
+        key: Key | None,
     ) -> None:
         """Compares the call with the other ranks', makes or finds its plan, and launches it."""
         comm = self._comm
@@ -263,16 +286,22 @@ class Collectives:
         count = call[-1]
         if count == 0:
             return
-        key = (*call, *(view.ptr for view in arrays))
-        plan = self._plans.get(key)
+        launched = (*call, *(view.ptr for view in arrays))
+        plan = self._plans.get(launched)
         if plan is None:
-            plan = (fields, make_plan())
-            self._plans[key] = plan
-            if len(self._plans) > _PLANS:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
-        comm.launch(plan[1], stream, tuple(view.owner for view in arrays))
+            plan = make_plan()
+            _keep(self._plans, launched, plan)
+        comm.launch(plan, stream, tuple(view.owner for view in arrays))
+        if key is not None and isinstance(plan, Launch):
+            _keep(self._prepared, key, (encode_fields(fields), plan))
+
+    def _repeat(self, key: Key | None, x: Any, stream: StreamLike) -> bool:
+        """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
+        prepared = self._prepared.get(key) if key is not None else None
+        if prepared is None:
+            return False
+        self._comm.issue(*prepared, self._comm.stream_for(stream, x), (x,) if type(x) is Array else ())
+        return True
 
     # -- arguments ---
 
@@ -286,6 +315,12 @@ class Collectives:
                 argument,
                 f"the array lies on {view.device[0]}:{view.device[1]}, "
                 f"the communicator uses {runtime.name}:{runtime.device}",
+            )
+        if view.device[1] == -1 and view.nbytes and runtime.pointer_device(view.ptr) != runtime.device:
+            raise ArgumentError(
+                argument,
+                f"the array lies on device {runtime.pointer_device(view.ptr)}, the communicator uses "
+                f"{runtime.name}:{runtime.device}",
             )
         if view.ptr % view.dtype.itemsize:
             raise ArgumentError(
@@ -317,9 +352,9 @@ class Collectives:
 
         It is torch's where the argument was, else numpy's for arrays of the host, else one of `Communicator.empty`.
         """
-        owner = source.owner[0] if isinstance(source.owner, tuple) else source.owner
-        if type(owner).__module__ == "torch":  # an argument of its type means that it is imported
-            return sys.modules["torch"].from_dlpack(self._comm.empty(shape, source.dtype))
+        owner = source.owner
+        if hasattr(owner, "new_empty"):  # a torch tensor
+            return owner.new_empty(shape)
         if self._comm.runtime.name == "host" and not isinstance(owner, Array):
             return np.empty(shape, source.dtype.numpy())
         return self._comm.empty(shape, source.dtype)
@@ -340,6 +375,18 @@ class Collectives:
             raise ArgumentError(
                 "x", f"element type {source.dtype} can't be reduced; use one of {', '.join(reduction_dtypes())}"
             )
+
+
+def _key(collective: str, x: Any, out: Any, *options: object) -> Key | None:
+    """What makes two calls the same, if that can be told from the arrays' fingerprints."""
+    source, target = fingerprint(x), None if out is None else fingerprint(out)
+    return None if source is None or target is None else (collective, source, target, *options)
+
+
+def _keep(cache: dict[Key, Any], key: Key, value: object) -> None:
+    if len(cache) >= _PLANS:
+        del cache[next(iter(cache))]
+    cache[key] = value
 
 
 def _refuse_partial_overlap(whole: ArrayView, part: ArrayView, *, in_place: int) -> None:

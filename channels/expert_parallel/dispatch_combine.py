@@ -202,6 +202,7 @@ class DispatchCombine:
         ids = self._input(expert_ids, "expert_ids", (count, self.topk), "int32")
         scales = None if weights is None else self._input(weights, "weights", (count, self.topk), "float32")
 
+        stream = comm.stream_for(stream, tokens)
         handle = comm.runtime.stream_handle(stream)
         self._agree("prepare")
         launch = self._route.prepare(
@@ -253,6 +254,7 @@ class DispatchCombine:
         if x is not None:
             source = self._input(x, "x", prepared.tokens.shape, self.dtype.name)
         result, target = self._output(out, source, (prepared.rows, self.hidden), spare_rows=True)
+        stream = comm.stream_for(stream, source.owner)
         comm.runtime.stream_handle(stream)
         self._agree("dispatch")
         launch = self._dispatch.prepare(
@@ -300,6 +302,7 @@ class DispatchCombine:
         else:
             returned = self._output(slots, source, (tokens, self.topk, self.hidden), argument="slots")[1]
             _refuse_overlap("slots", returned, target)
+        stream = comm.stream_for(stream, rows)
         comm.runtime.stream_handle(stream)
         self._agree("combine")
         grid = self._team.blocks, self._team.threads

@@ -13,21 +13,20 @@ import importlib.machinery
 import os
 import platform
 import shutil
-import stat
-import struct
 import subprocess
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from proxyccl.device import _native
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
 from proxyccl.device.dtypes import DTYPES
-from proxyccl.device.errors import ArgumentError, CompileError, KernelError, ResourceError
+from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, kernel_names
-from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, StreamLike, foreign_stream_handle
+from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, LaunchTarget, StreamLike, foreign_stream_handle
+from proxyccl.device.shared_memory import SharedMemory
 
 ffi, lib = _native.ffi, _native.lib
 
@@ -40,114 +39,13 @@ _MESSAGES = {
 }
 
 
+def _address(name: str) -> int:
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
+
+
 def _check(status: int, call: str) -> None:
     if status:
         raise KernelError(f"{call}: {_MESSAGES.get(status, f'status {status}')}")
-
-
-def _page_round(nbytes: int) -> int:
-    page = os.sysconf("SC_PAGESIZE")
-    return max(page, (nbytes + page - 1) // page * page)
-
-
-class _Mapping:
-    """A file mapped into this process, unmapped with the last `HostMemory` that uses it.
-
-    A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
-    memory unknown to a race detector, which knows memory by its address.
-    """
-
-    _lock = threading.Lock()
-    _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
-
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        address = ffi.new("void **")
-        status = lib.proxyccl_host_memory_map(address, descriptor, nbytes)
-        if status:
-            os.close(descriptor)
-            raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
-        self.descriptor = descriptor
-        self.address = int(ffi.cast("uintptr_t", address[0]))
-        # Not at exit: the communicators are closed later than that, and their proxies still use it.
-        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
-
-    @classmethod
-    def of(cls, descriptor: int) -> _Mapping:
-        """The mapping of the file behind a descriptor, whose owner it becomes."""
-        info = os.fstat(descriptor)
-        with cls._lock:
-            mapping = cls._by_file.get((info.st_dev, info.st_ino))
-            if mapping is not None:
-                os.close(descriptor)
-            else:
-                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info.st_size)
-            return mapping
-
-    @staticmethod
-    def _release(address: int, nbytes: int, descriptor: int) -> None:
-        lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
-        os.close(descriptor)
-
-
-class HostMemory:
-    """Shared memory, or a range of it, mapped here. `host_ptr` equals `ptr`: the device is the CPU."""
-
-    def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
-        self._mapping: _Mapping | None = mapping
-        self.descriptor = mapping.descriptor
-        self.ptr = mapping.address + offset
-        self.nbytes = nbytes
-
-    @property
-    def host_ptr(self) -> int:
-        """Address for the CPU."""
-        return self.ptr
-
-    @property
-    def closed(self) -> bool:
-        """Whether it was closed."""
-        return self._mapping is None
-
-    def close(self) -> None:
-        """Lets go of the mapping; the memory itself goes with the last process that maps it."""
-        self._mapping = None
-
-
-class _Handle:
-    """What another process needs to open a `HostMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the
-    same.
-    """
-
-    _LAYOUT = struct.Struct("<8sqqQQQQ")
-    _MAGIC = b"PXCCLhst"
-    SIZE = _LAYOUT.size
-
-    @classmethod
-    def pack(cls, descriptor: int, offset: int, nbytes: int) -> bytes:
-        info = os.fstat(descriptor)
-        return cls._LAYOUT.pack(cls._MAGIC, os.getpid(), descriptor, info.st_dev, info.st_ino, offset, nbytes)
-
-    @classmethod
-    def open(cls, handle: bytes) -> tuple[int, int, int]:
-        """(own descriptor, offset, nbytes)."""
-        if len(handle) != cls.SIZE:
-            raise ArgumentError("handle", f"{len(handle)} bytes, where a host memory handle has {cls.SIZE}")
-        magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
-        if magic != cls._MAGIC:
-            raise ArgumentError("handle", "these bytes are no host memory handle")
-        try:
-            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
-        info = os.fstat(own)
-        if (
-            (info.st_dev, info.st_ino) != (device, inode)
-            or not stat.S_ISREG(info.st_mode)
-            or info.st_size < offset + nbytes
-        ):
-            os.close(own)
-            raise ArgumentError("handle", f"process {pid} has closed the memory that this handle names")
-        return own, offset, nbytes
 
 
 class HostStream:
@@ -254,7 +152,7 @@ class HostRuntime:
         self.launch_defaults = LaunchDefaults(threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024)
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
-        self._allocations: dict[int, weakref.ref[HostMemory]] = {}
+        self._allocations: dict[int, weakref.ref[SharedMemory]] = {}
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._default_stream = self.create_stream()
@@ -263,23 +161,20 @@ class HostRuntime:
     def __repr__(self) -> str:
         return f"HostRuntime(device={self.device})"
 
-    def activate(self) -> None:
+    def activate(self, *, for_proxy: bool = False) -> None:
         """Nothing to do: there is no current device."""
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """The same."""
+        return contextlib.nullcontext()
 
     def describe(self) -> str:
         """One line on this CPU."""
         return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
 
-    def _allocate(self, nbytes: int) -> HostMemory:
-        if nbytes <= 0:
-            raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
-        descriptor = ffi.new("int *")
-        if nbytes >= 1 << 63:
-            raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
-        status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
-        if status:
-            raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
-        memory = HostMemory(_Mapping.of(descriptor[0]), 0, nbytes)
+    def allocate(self, nbytes: int) -> SharedMemory:
+        """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
+        memory = SharedMemory.allocate(nbytes)
         with self._lock:
             self._allocations = {
                 ptr: ref for ptr, ref in self._allocations.items() if (m := ref()) is not None and not m.closed
@@ -287,31 +182,26 @@ class HostRuntime:
             self._allocations[memory.ptr] = weakref.ref(memory)
         return memory
 
-    def allocate(self, nbytes: int) -> HostMemory:
-        """Zeroed shared memory."""
-        return self._allocate(nbytes)
-
-    def allocate_pinned(self, nbytes: int) -> HostMemory:
+    def allocate_pinned(self, nbytes: int) -> SharedMemory:
         """The same: here device and pinned memory are one kind."""
-        return self._allocate(nbytes)
+        return self.allocate(nbytes)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to a range of memory that this runtime allocated."""
         with self._lock:
             candidates = [m for ref in self._allocations.values() if (m := ref()) is not None and not m.closed]
         for memory in candidates:
-            if memory.ptr <= ptr and ptr + nbytes <= memory.ptr + memory.nbytes:
-                return _Handle.pack(memory.descriptor, ptr - memory.ptr, nbytes)
+            if memory.contains(ptr, nbytes):
+                return memory.export(ptr, nbytes)
         raise ArgumentError(
             "array", "this memory is private to its process; allocate with Communicator.empty() what peers shall reach"
         )
 
-    def open(self, handle: bytes) -> HostMemory:
+    def open(self, handle: bytes) -> SharedMemory:
         """Maps what a process of this machine and user exported."""
-        descriptor, offset, nbytes = _Handle.open(handle)
-        return HostMemory(_Mapping.of(descriptor), offset, nbytes)
+        return SharedMemory.open(handle)
 
-    def open_pinned(self, handle: bytes) -> HostMemory:
+    def open_pinned(self, handle: bytes) -> SharedMemory:
         """The same."""
         return self.open(handle)
 
@@ -342,6 +232,10 @@ class HostRuntime:
                 "stream", f"{stream!r} is no stream of the host runtime; make one with runtime.create_stream()"
             )
         return handle
+
+    def is_capturing(self, stream: int) -> bool:
+        """Never: the host runtime has no graphs."""
+        return False
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
@@ -398,9 +292,9 @@ class HostRuntime:
             path = shipped_library(_LIBRARY_OF.get(file) or _LIBRARY_OF[dtype or ""])
         return self._kernel(self._load(path), name)
 
-    def launch_function(self) -> Any:
+    def launch_target(self) -> LaunchTarget:
         """The launch call."""
-        return lib.proxyccl_host_launch
+        return LaunchTarget(_address("proxyccl_host_launch"))
 
     def check(self, status: int, call: str) -> None:
         """Raises KernelError unless status is 0."""
@@ -409,15 +303,16 @@ class HostRuntime:
     def engine_functions(self) -> EngineFunctions:
         """Addresses of the calls that the engine makes."""
 
-        def address(name: str) -> int:
-            return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
-
         return EngineFunctions(
-            copy=address("proxyccl_host_copy"),
-            write64=address("proxyccl_host_write64"),
-            event_record=address("proxyccl_host_event_record"),
-            event_query=address("proxyccl_host_event_query"),
+            copy=_address("proxyccl_host_copy"),
+            write64=_address("proxyccl_host_write64"),
+            event_record=_address("proxyccl_host_event_record"),
+            event_query=_address("proxyccl_host_event_query"),
         )
+
+    def pointer_device(self, ptr: int) -> int:
+        """This one: every address is the CPU's."""
+        return self.device
 
     def _load(self, path: Path) -> Any:
         with self._lock:

@@ -1,0 +1,349 @@
+"""NVIDIA's driver and run-time compiler as a `Driver`: cuda-bindings and NVRTC from PyPI, no toolkit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from proxyccl.device.driver import DeviceInfo
+from proxyccl.device.errors import CompileError, DriverError, RuntimeUnavailableError
+from proxyccl.device.runtime import EngineFunctions
+
+try:
+    from cuda.bindings import driver as cu
+    from cuda.bindings import nvrtc
+except ImportError as error:
+    raise RuntimeUnavailableError(
+        f"cuda: its Python packages are missing ({error}); install them with: pip install 'proxyccl[cuda]'"
+    ) from None
+
+_OLDEST_DRIVER = 12000
+"""CUDA 12.0: the first whose driver API has every call under the name used here."""
+
+_PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
+_HOST_REGISTER = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+def _text(status: int) -> str:
+    name = cu.cuGetErrorName(cu.CUresult(status))[1]
+    words = cu.cuGetErrorString(cu.CUresult(status))[1]
+    return ", ".join(part.decode() for part in (name, words) if part) or "unknown error"
+
+
+def _ok(call: str, result: tuple[Any, ...]) -> Any:
+    """What a call of the binding returned, without its status."""
+    status, *values = result
+    if status:
+        raise DriverError(call, int(status), _text(int(status)))
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+@functools.cache
+def _initialise() -> None:
+    try:
+        status = int(cu.cuInit(0)[0])
+    except RuntimeError as error:  # how the binding tells that it can't load the library
+        raise RuntimeUnavailableError(f"cuda: NVIDIA's driver is not installed: {error}") from None
+    if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
+        raise RuntimeUnavailableError("cuda: NVIDIA's driver sees no device")
+    if status:
+        raise RuntimeUnavailableError(f"cuda: the driver can't be initialised: {_text(status)}")
+    version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
+    try:
+        compiler = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
+    except RuntimeError as error:
+        raise RuntimeUnavailableError(
+            f"cuda: NVRTC is not installed ({error}); install it with: pip install nvidia-cuda-nvrtc"
+        ) from None
+    check_versions(version, compiler[0])
+
+
+def check_versions(driver: int, compiler_major: int) -> None:
+    """Raises RuntimeUnavailableError if the driver can't run what the compiler makes.
+
+    Args:
+        driver: 1000 * major + 10 * minor, as cuDriverGetVersion gives it.
+        compiler_major: NVRTC's. Its cubins run on every driver of the same major version and later.
+    """
+    have = f"{driver // 1000}.{driver % 1000 // 10}"
+    if driver < _OLDEST_DRIVER:
+        raise RuntimeUnavailableError(f"cuda: the driver supports CUDA {have}; 12.0 or later is needed")
+    if driver // 1000 < compiler_major:
+        raise RuntimeUnavailableError(
+            f"cuda: the driver supports CUDA {have} and is older than the compiler, NVRTC {compiler_major}; update the "
+            f"driver or install an older compiler: pip install 'nvidia-cuda-nvrtc<{compiler_major}'"
+        )
+
+
+class CudaDriver:
+    """NVIDIA's driver. See `proxyccl.device.driver.Driver` for the methods.
+
+    Raises:
+        RuntimeUnavailableError: a package, the driver or a device is missing, or the driver is too old.
+    """
+
+    runtime = "cuda"
+    out_of_memory = int(cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    thread_stream = _PER_THREAD_STREAM
+
+    def __init__(self) -> None:
+        _initialise()
+
+    def versions(self) -> str:
+        """Versions of the driver, and of the compiler."""
+        version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
+        major, minor = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
+        return f"driver for CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor}"
+
+    def error_text(self, status: int) -> str:
+        """The driver's name and words for a status."""
+        return _text(status)
+
+    # -- devices and contexts ---
+
+    def device_count(self) -> int:
+        """Number of devices."""
+        return int(_ok("cuDeviceGetCount", cu.cuDeviceGetCount()))
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
+    def device(self, ordinal: int) -> DeviceInfo:
+        """What a device is."""
+        handle = _ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
+
+        def attribute(which: Any) -> int:
+            return int(_ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, handle)))
+
+        kinds = cu.CUdevice_attribute
+        major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
+        minor = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
+        name = _ok("cuDeviceGetName", cu.cuDeviceGetName(256, handle))
+        uuid = _ok("cuDeviceGetUuid", cu.cuDeviceGetUuid(handle))
+        return DeviceInfo(
+            name=name.partition(b"\0")[0].decode(),
+            device_id=f"cuda:{bytes(uuid.bytes).hex()}",
+            architecture=f"sm_{major}{minor}",
+            multiprocessors=attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            memory_bytes=int(_ok("cuDeviceTotalMem", cu.cuDeviceTotalMem(handle))),
+        )
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (retained once, for the life of the process)
+    def context(self, ordinal: int) -> int:
+        """The device's primary context."""
+        handle = _ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        return int(_ok("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle)))
+
+    def current(self) -> int:
+        """The calling thread's context, or 0."""
+        return int(_ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
+
+    def make_current(self, context: int) -> None:
+        """Makes a context current."""
+        _ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+
+    def synchronize(self) -> None:
+        """Waits for the context."""
+        _ok("cuCtxSynchronize", cu.cuCtxSynchronize())
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether a device reaches another's memory."""
+        return bool(_ok("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(ordinal, peer)))
+
+    def enable_peer_access(self, peer_context: int) -> None:
+        """Lets the current context reach a peer's memory."""
+        result = cu.cuCtxEnablePeerAccess(peer_context, 0)
+        if result[0] != cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
+            _ok("cuCtxEnablePeerAccess", result)
+
+    # -- memory ---
+
+    def allocate(self, nbytes: int) -> int:
+        """Device memory."""
+        return int(_ok("cuMemAlloc", cu.cuMemAlloc(nbytes)))
+
+    def free(self, ptr: int) -> None:
+        """Frees device memory."""
+        _ok("cuMemFree", cu.cuMemFree(ptr))
+
+    def address_range(self, ptr: int) -> tuple[int, int]:
+        """Base and size of an allocation."""
+        base, size = _ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
+        return int(base), int(size)
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device that memory belongs to."""
+        kinds = cu.CUpointer_attribute
+        status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
+        if status or int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+            return None
+        which = kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+        return int(_ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
+
+    def allocation_id(self, ptr: int) -> int:
+        """A number of the allocation."""
+        which = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
+        return int(_ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
+
+    def export_memory(self, base: int) -> bytes:
+        """A CUDA IPC handle."""
+        return bytes(_ok("cuIpcGetMemHandle", cu.cuIpcGetMemHandle(base)).reserved)
+
+    def import_memory(self, handle: bytes) -> int:
+        """Opens a CUDA IPC handle."""
+        ipc = cu.CUipcMemHandle()
+        ipc.reserved = handle
+        flag = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
+        return int(_ok("cuIpcOpenMemHandle", cu.cuIpcOpenMemHandle(ipc, flag)))
+
+    def release_memory(self, base: int) -> None:
+        """Closes what `import_memory` opened."""
+        _ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
+
+    def register_host(self, ptr: int, nbytes: int) -> None:
+        """Pins and maps host memory."""
+        _ok("cuMemHostRegister", cu.cuMemHostRegister(ptr, nbytes, _HOST_REGISTER))
+
+    def unregister_host(self, ptr: int) -> None:
+        """Unpins host memory."""
+        _ok("cuMemHostUnregister", cu.cuMemHostUnregister(ptr))
+
+    def host_device_pointer(self, ptr: int) -> int:
+        """The device's address of pinned memory."""
+        return int(_ok("cuMemHostGetDevicePointer", cu.cuMemHostGetDevicePointer(ptr, 0)))
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
+        """Queues a copy."""
+        _ok("cuMemcpyAsync", cu.cuMemcpyAsync(dst, src, nbytes, stream))
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
+        """Queues the setting of bytes."""
+        _ok("cuMemsetD8Async", cu.cuMemsetD8Async(dst, value, nbytes, stream))
+
+    # -- streams and events ---
+
+    def create_stream(self) -> int:
+        """A non-blocking stream."""
+        return int(_ok("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))))
+
+    def destroy_stream(self, stream: int) -> None:
+        """Destroys a stream."""
+        _ok("cuStreamDestroy", cu.cuStreamDestroy(stream))
+
+    def stream_query(self, stream: int) -> bool:
+        """Whether a stream is done."""
+        return _done("cuStreamQuery", cu.cuStreamQuery(stream))
+
+    def stream_synchronize(self, stream: int) -> None:
+        """Waits for a stream."""
+        _ok("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def stream_wait_event(self, stream: int, event: int) -> None:
+        """Makes a stream wait for an event."""
+        _ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether a stream is being captured."""
+        return bool(_ok("cuStreamIsCapturing", cu.cuStreamIsCapturing(stream)))
+
+    def relax_capture(self, mode: int | None = None) -> int:
+        """Exchanges the thread's capture mode, by default for the relaxed one."""
+        wanted = cu.CUstreamCaptureMode(
+            int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) if mode is None else mode
+        )
+        return int(_ok("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(wanted)))
+
+    def create_event(self) -> int:
+        """An event."""
+        return int(_ok("cuEventCreate", cu.cuEventCreate(0)))
+
+    def destroy_event(self, event: int) -> None:
+        """Destroys an event."""
+        _ok("cuEventDestroy", cu.cuEventDestroy(event))
+
+    def record_event(self, event: int, stream: int) -> None:
+        """Records an event."""
+        _ok("cuEventRecord", cu.cuEventRecord(event, stream))
+
+    def event_query(self, event: int) -> bool:
+        """Whether an event was reached."""
+        return _done("cuEventQuery", cu.cuEventQuery(event))
+
+    def event_synchronize(self, event: int) -> None:
+        """Waits for an event."""
+        _ok("cuEventSynchronize", cu.cuEventSynchronize(event))
+
+    def event_elapsed(self, start: int, end: int) -> float:
+        """Milliseconds between events."""
+        return float(_ok("cuEventElapsedTime", cu.cuEventElapsedTime(start, end)))
+
+    # -- kernels ---
+
+    def compile_options(self, architecture: str) -> tuple[str, ...]:
+        """A cubin and not PTX, which a driver older than the compiler would refuse."""
+        return (f"-arch={architecture}", "-std=c++17", "-default-device")
+
+    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+        """A cubin from NVRTC."""
+        program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+        try:
+            encoded = [option.encode() for option in options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            if status:
+                log = bytearray(_nvrtc("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program)))
+                _nvrtc("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
+                raise CompileError("NVRTC could not compile the kernel source", log.rstrip(b"\0").decode())
+            image = bytearray(_nvrtc("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
+            _nvrtc("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
+            return bytes(image)
+        finally:
+            _nvrtc("nvrtcDestroyProgram", nvrtc.nvrtcDestroyProgram(program))
+
+    def load_module(self, image: bytes) -> int:
+        """Loads a cubin."""
+        return int(_ok("cuModuleLoadData", cu.cuModuleLoadData(image)))
+
+    def module_function(self, module: int, name: str) -> int:
+        """A kernel."""
+        return int(_ok(f"cuModuleGetFunction({name})", cu.cuModuleGetFunction(module, name.encode())))
+
+    def module_global(self, module: int, name: str) -> tuple[int, int]:
+        """A variable."""
+        address, nbytes = _ok(f"cuModuleGetGlobal({name})", cu.cuModuleGetGlobal(module, name.encode()))
+        return int(address), int(nbytes)
+
+    # -- addresses ---
+
+    def engine_functions(self) -> EngineFunctions:
+        """Addresses of the calls that the engine makes."""
+        return EngineFunctions(
+            copy=_address("cuMemcpyAsync"),
+            write64=_address("cuStreamWriteValue64"),
+            event_record=_address("cuEventRecord"),
+            event_query=_address("cuEventQuery"),
+        )
+
+    def launch_address(self) -> int:
+        """cuLaunchKernel."""
+        return _address("cuLaunchKernel")
+
+    def current_address(self) -> int:
+        """cuCtxGetCurrent."""
+        return _address("cuCtxGetCurrent")
+
+
+def _done(call: str, result: tuple[Any, ...]) -> bool:
+    if result[0] == cu.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    _ok(call, result)
+    return True
+
+
+def _nvrtc(call: str, result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if status:
+        raise CompileError(f"{call}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
+    return values[0] if values else None
+
+
+def _address(name: str) -> int:
+    # The version names the signature: 12.0's, the oldest driver's.
+    return int(_ok(f"cuGetProcAddress({name})", cu.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0))[0])

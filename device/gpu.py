@@ -1,0 +1,507 @@
+"""The runtime of a GPU, over any vendor's `Driver`: memory, streams, kernels and the engine's calls.
+
+It knows no vendor: what differs between them is in cuda.py and hip.py. Every method may be called from any thread; it
+makes the device current for the call and puts back what was current before, as other libraries of the process do with
+theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+from proxyccl.device._native import ffi
+from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
+from proxyccl.device.driver import Driver
+from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.errors import (
+    ArgumentError,
+    DriverError,
+    ResourceError,
+    RuntimeUnavailableError,
+)
+from proxyccl.device.in_flight import InFlight
+from proxyccl.device.kernel import Kernel, Module, kernel_names
+from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, LaunchTarget, StreamLike, foreign_stream_handle
+from proxyccl.device.shared_memory import SharedMemory
+
+_PROCESS = os.urandom(16)
+"""Tells this process's handles from others': process numbers are used again."""
+
+
+class GpuMemory:
+    """Device memory, allocated here or another's mapped here; freed with the last reference at the latest."""
+
+    def __init__(self, ptr: int, nbytes: int, release: Callable[[], None]) -> None:
+        self.ptr = ptr
+        self.nbytes = nbytes
+        # Not at exit: the driver takes everything with it, and communicators are closed later than that.
+        self._finalizer = weakref.finalize(self, release)
+        self._finalizer.atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees or unmaps it. Waits for the work that may use it."""
+        self._finalizer()
+
+
+class GpuPinnedMemory(GpuMemory):
+    """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
+
+    def __init__(self, ptr: int, shared: SharedMemory, release: Callable[[], None]) -> None:
+        super().__init__(ptr, shared.nbytes, release)
+        self.shared = shared
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU."""
+        return self.shared.ptr
+
+    @property
+    def handle(self) -> bytes:
+        """By which other processes map it with `GpuRuntime.open_pinned`."""
+        return self.shared.handle
+
+    def close(self) -> None:
+        """Unpins and unmaps it."""
+        super().close()
+        self.shared.close()
+
+
+class GpuStream:
+    """A queue of device work that is independent of the legacy default stream."""
+
+    def __init__(self, runtime: GpuRuntime) -> None:
+        self._runtime, self._driver = runtime, runtime.driver
+        with runtime.current():
+            self.handle = self._driver.create_stream()
+        self._finalizer = weakref.finalize(self, runtime.in_context, self._driver.destroy_stream, self.handle)
+        self._finalizer.atexit = False
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done."""
+        self._require_open()
+        with self._runtime.current():
+            self._driver.stream_synchronize(self.handle)
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        self._require_open()
+        with self._runtime.current():
+            return self._driver.stream_query(self.handle)
+
+    def wait_event(self, event: GpuEvent) -> None:
+        """Later work on this stream runs after the event's last record."""
+        self._require_open()
+        with self._runtime.current():
+            self._driver.stream_wait_event(self.handle, event.handle)
+
+    def close(self) -> None:
+        """Destroys the stream when its work is done."""
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._finalizer.alive
+
+    def _require_open(self) -> None:
+        if self.closed:
+            raise ArgumentError("stream", "the stream is closed")
+
+
+class GpuEvent:
+    """A point in a stream."""
+
+    def __init__(self, runtime: GpuRuntime) -> None:
+        self._runtime, self._driver = runtime, runtime.driver
+        with runtime.current():
+            self.handle = self._driver.create_event()
+        self._finalizer = weakref.finalize(self, runtime.in_context, self._driver.destroy_event, self.handle)
+        self._finalizer.atexit = False
+
+    def record(self, stream: StreamLike = None) -> None:
+        """Marks the stream's current end."""
+        with self._runtime.current():
+            self._driver.record_event(self.handle, self._runtime.stream_handle(stream))
+
+    def query(self) -> bool:
+        """Whether the marked point was reached."""
+        with self._runtime.current():
+            return self._driver.event_query(self.handle)
+
+    def synchronize(self) -> None:
+        """Waits for the marked point."""
+        with self._runtime.current():
+            self._driver.event_synchronize(self.handle)
+
+    def elapsed(self, start: Any) -> float:
+        """Milliseconds from `start` to this event; both were reached."""
+        with self._runtime.current():
+            return self._driver.event_elapsed(start.handle, self.handle)
+
+    def close(self) -> None:
+        """Destroys the event."""
+        self._finalizer()
+
+
+class _Handle:
+    """What another process, or another device's runtime of this one, needs to reach device memory."""
+
+    _LAYOUT = struct.Struct("<8s16sqQQQQ64s")
+    _MAGIC = b"PXCCLgpu"
+    SIZE = _LAYOUT.size
+
+    @classmethod
+    def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
+        return cls._LAYOUT.pack(cls._MAGIC, _PROCESS, device, base, allocation, offset, nbytes, raw)
+
+    @classmethod
+    def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, bytes]:
+        """(whether it is this process's, device, base, offset, nbytes, the driver's handle)."""
+        if len(handle) != cls.SIZE:
+            raise ArgumentError("handle", f"{len(handle)} bytes, where a handle of device memory has {cls.SIZE}")
+        magic, process, device, base, _, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
+        if magic != cls._MAGIC:
+            raise ArgumentError("handle", "these bytes are no handle of device memory")
+        return process == _PROCESS, device, base, offset, nbytes, raw
+
+
+class _Shared:
+    """Things that a driver does once for a process and counts the users of: pinned ranges, imported allocations."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: dict[Any, tuple[int, int]] = {}
+
+    def acquire(self, key: Any, make: Callable[[], int]) -> int:
+        """The value for a key, made by the first user."""
+        with self._lock:
+            value, users = self._entries.get(key) or (make(), 0)
+            self._entries[key] = (value, users + 1)
+            return value
+
+    def release(self, key: Any, undo: Callable[[int], None]) -> None:
+        """Ends one use; the last one undoes it."""
+        with self._lock:
+            value, users = self._entries[key]
+            if users > 1:
+                self._entries[key] = (value, users - 1)
+                return
+            del self._entries[key]
+            undo(value)
+
+
+class GpuRuntime:
+    """One GPU of this process. See `proxyccl.device.runtime.Runtime` for the methods.
+
+    Args:
+        driver: the vendor's.
+        device: number among the devices that this process may use.
+
+    Raises:
+        RuntimeUnavailableError: there is no device.
+        ArgumentError: there is no device of that number.
+    """
+
+    _pinned: ClassVar[_Shared] = _Shared()
+    _imported: ClassVar[_Shared] = _Shared()
+
+    def __init__(self, driver: Driver, device: int = 0) -> None:
+        count = driver.device_count()
+        if count == 0:
+            raise RuntimeUnavailableError(f"{driver.runtime}: this process sees no device")
+        if not isinstance(device, int) or not 0 <= device < count:
+            devices = f"{driver.runtime} devices, 0 to {count - 1}"
+            raise ArgumentError("device", f"{device!r} is none of the {count} {devices}")
+        self.driver = driver
+        self.name = driver.runtime
+        self.device = device
+        self.info = driver.device(device)
+        self.device_id = self.info.device_id
+        self.in_flight = InFlight(self)
+        self.launch_defaults = LaunchDefaults(threads=512, blocks=64, copy_blocks=4, bytes_per_block=16 * 1024)
+        self._context = driver.context(device)
+        self._lock = threading.Lock()
+        self._modules: dict[str, int] = {}
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._copies = GpuStream(self)
+        self._launch_target = LaunchTarget(driver.launch_address(), driver.current_address(), self._context)
+
+    def __repr__(self) -> str:
+        return f"GpuRuntime({self.name}, device={self.device})"
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the device current within a block, in which a graph capture of another library forbids nothing."""
+        before = self.driver.current()
+        if before != self._context:
+            self.driver.make_current(self._context)
+        mode = self.driver.relax_capture()
+        try:
+            yield
+        finally:
+            self.driver.relax_capture(mode)
+            if before not in (0, self._context):
+                self.driver.make_current(before)
+
+    def in_context(self, call: Callable[..., Any], *args: Any) -> Any:
+        """call(*args) with the device current."""
+        with self.current():
+            return call(*args)
+
+    def activate(self, *, for_proxy: bool = False) -> None:
+        """Makes the device current on the calling thread."""
+        self.driver.make_current(self._context)
+        if for_proxy:
+            # The engine asks for events whenever it likes. A capture on another thread must not be broken by that.
+            self.driver.relax_capture()
+
+    def describe(self) -> str:
+        """One line on the device and its driver."""
+        memory = self.info.memory_bytes / 2**30
+        return (
+            f"{self.info.name}, {self.info.architecture}, {self.info.multiprocessors} multiprocessors, "
+            f"{memory:.0f} GiB, {self.driver.versions()}"
+        )
+
+    # -- memory ---
+
+    def allocate(self, nbytes: int) -> GpuMemory:
+        """Zeroed device memory."""
+        if nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
+        with self.current():
+            full = ResourceError(
+                f"can't allocate {nbytes} bytes on {self.name} device {self.device}, "
+                f"{self.info.name} of {self.info.memory_bytes} bytes"
+            )
+            if nbytes > self.info.memory_bytes:
+                raise full
+            try:
+                ptr = self.driver.allocate(nbytes)
+            except DriverError as error:
+                raise full if error.status == self.driver.out_of_memory else error from None
+            memory = GpuMemory(ptr, nbytes, functools.partial(self.in_context, self.driver.free, ptr))
+        self.fill(ptr, 0, nbytes)
+        return memory
+
+    def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
+        """Zeroed shared memory of the host, pinned."""
+        return self._pin(SharedMemory.allocate(nbytes))
+
+    def _pin(self, shared: SharedMemory) -> GpuPinnedMemory:
+        # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
+        start, nbytes = shared.mapped_range
+        key = (self.name, start)
+
+        def pin() -> int:
+            self.driver.register_host(start, nbytes)
+            return start
+
+        with self.current():
+            self._pinned.acquire(key, pin)
+            ptr = self.driver.host_device_pointer(start) + shared.ptr - start
+        release = functools.partial(self.in_context, self._pinned.release, key, self.driver.unregister_host)
+        return GpuPinnedMemory(ptr, shared, release)
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle to device memory, whoever allocated it."""
+        with self.current():
+            try:
+                base, size = self.driver.address_range(ptr)
+                allocation = self.driver.allocation_id(ptr)
+                raw = self.driver.export_memory(base)
+            except DriverError as error:
+                raise ArgumentError(
+                    "array",
+                    f"this memory can't be shared between processes ({error}); allocate with Communicator.empty() "
+                    "what peers shall reach",
+                ) from None
+        if ptr + nbytes > base + size:
+            raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
+        return _Handle.pack(self.device, base, allocation, ptr - base, nbytes, raw)
+
+    def open(self, handle: bytes) -> GpuMemory:
+        """Maps what a process of this machine exported, or reaches what another thread of this one did."""
+        own, device, base, offset, nbytes, raw = _Handle.unpack(handle)
+        with self.current():
+            if own:
+                if device != self.device:
+                    self.driver.enable_peer_access(self.driver.context(device))
+                return GpuMemory(base + offset, nbytes, lambda: None)
+            key = (self._context, handle[: -len(raw)], raw)
+            try:
+                mapped = self._imported.acquire(key, lambda: self.driver.import_memory(raw))
+            except DriverError as error:
+                raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
+        release = functools.partial(self.in_context, self._imported.release, key, self.driver.release_memory)
+        return GpuMemory(mapped + offset, nbytes, release)
+
+    def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
+        """Maps another process's pinned memory and pins it here."""
+        return self._pin(SharedMemory.open(handle))
+
+    def can_access_peer(self, device_id: str) -> bool:
+        """Whether kernels here can touch the other device's memory.
+
+        A device that this process does not see is taken for one that they can: drivers map its memory all the same.
+        """
+        if device_id == self.device_id:
+            return True
+        for peer in range(self.driver.device_count()):
+            if self.driver.device(peer).device_id == device_id:
+                return self.driver.can_access_peer(self.device, peer)
+        return True
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Copies between any two addresses; without a stream it returns when it is done, ordered behind nothing."""
+        with self.current():
+            if stream is not None:
+                self.driver.copy(dst, src, nbytes, self.stream_handle(stream))
+                return
+            self.driver.copy(dst, src, nbytes, self._copies.handle)
+            self.driver.stream_synchronize(self._copies.handle)
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Sets bytes; without a stream it returns when it is done, ordered behind nothing."""
+        with self.current():
+            if stream is not None:
+                self.driver.fill(dst, value, nbytes, self.stream_handle(stream))
+                return
+            self.driver.fill(dst, value, nbytes, self._copies.handle)
+            self.driver.stream_synchronize(self._copies.handle)
+
+    # -- streams ---
+
+    def create_stream(self, *, for_proxy: bool = False) -> GpuStream:
+        """A stream."""
+        return GpuStream(self)
+
+    def create_event(self) -> GpuEvent:
+        """An event."""
+        return GpuEvent(self)
+
+    def stream_handle(self, stream: StreamLike) -> int:
+        """The handle of a stream of any library, or the calling thread's default stream for None.
+
+        The thread's own default stream is ordered with the legacy default stream, where other libraries work unless
+        told otherwise, but not with other threads', so ranks that are threads don't wait for each other's kernels.
+        """
+        if stream is None:
+            return self.driver.thread_stream
+        if isinstance(stream, GpuStream):
+            stream._require_open()
+            return stream.handle
+        return foreign_stream_handle(stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is queued on the stream goes into a graph."""
+        with self.current():
+            return self.driver.is_capturing(stream)
+
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of `then` wait for what is queued on `first`.
+
+        A stream that is being captured into a graph can't be ordered with one that is not; the graph's own launches
+        are the caller's to order.
+        """
+        with self.current():
+            capturing = self.driver.is_capturing(then)
+            if capturing != self.driver.is_capturing(first):
+                return
+            event = self.create_event()
+            self.driver.record_event(event.handle, first)
+            self.driver.stream_wait_event(then, event.handle)
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device's context, other libraries' in this process included."""
+        done = self.in_flight.take()
+        with self.current():
+            self.driver.synchronize()
+        del done
+
+    # -- kernels ---
+
+    def compile(self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = ()) -> Module:
+        """Compiles kernels for this device's architecture."""
+        names = kernel_names(source)
+        if not names:
+            raise ArgumentError("source", 'no kernel in it: a kernel is an extern "C" __global__ void function')
+        exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
+        text = f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'
+        extra = (*(f"-I{directory}" for directory in include_dirs), *options)
+        module = self._load(text, extra)
+        return Module({name: self._kernel(module, name) for name in names})
+
+    def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
+        """A shipped kernel, compiled for this device's architecture when first used on this machine."""
+        name = "_".join(filter(None, (kernel, dtype, op)))
+        key = (file, name)
+        with self._lock:
+            known = self._kernels.get(key)
+        if known is not None:
+            return known
+        source = f'#include "{file}"\n'
+        if dtype is not None and op is not None:
+            source += f"PROXYCCL_REDUCTION({kernel}, {name}, {DTYPES[dtype].c_name}, {op.capitalize()})\n"
+        made = self._kernel(self._load(source, (f"-I{KERNEL_DIR}",)), name)
+        with self._lock:
+            return self._kernels.setdefault(key, made)
+
+    def _load(self, source: str, extra: tuple[str, ...]) -> int:
+        options = (*self.driver.compile_options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
+        key = "\0".join((source, *options))
+        with self._lock:
+            if key not in self._modules:
+                image = self._image(source, options, ours=all(option == f"-I{KERNEL_DIR}" for option in extra))
+                with self.current():
+                    self._modules[key] = self.driver.load_module(image)
+            return self._modules[key]
+
+    def _image(self, source: str, options: tuple[str, ...], *, ours: bool) -> bytes:
+        if not ours:  # headers that are not ours may come in, and they may change: nothing tells which
+            return self.driver.compile(source, options)
+
+        def build(target: Path) -> None:
+            target.write_bytes(self.driver.compile(source, options))
+
+        return cached((self.name, self.driver.versions(), source, *options), ".image", build).read_bytes()
+
+    def _kernel(self, module: int, name: str) -> Kernel:
+        with self.current():
+            function = self.driver.module_function(module, name)
+            address, nbytes = self.driver.module_global(module, f"proxyccl_parameters_{name}")
+        table = ffi.new("uint32_t[]", nbytes // 4)
+        self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)
+        parameters = [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])]
+        return Kernel(self, name, ffi.cast("void *", function), parameters)
+
+    def launch_target(self) -> LaunchTarget:
+        """The driver's launch call."""
+        return self._launch_target
+
+    def check(self, status: int, call: str) -> None:
+        """Raises DriverError unless status is 0."""
+        if status:
+            raise DriverError(call, status, self.driver.error_text(status))
+
+    def engine_functions(self) -> EngineFunctions:
+        """Addresses of the calls that the engine makes."""
+        return self.driver.engine_functions()
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device whose memory an address lies in, or None."""
+        with self.current():
+            return self.driver.pointer_device(ptr)

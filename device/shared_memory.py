@@ -1,0 +1,164 @@
+"""Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
+
+It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so nothing is left behind by a process
+that is killed, and the size limit of /dev/shm does not apply.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import struct
+import threading
+import weakref
+from typing import ClassVar
+
+from proxyccl.device import _native
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+
+ffi, lib = _native.ffi, _native.lib
+
+
+def _page_round(nbytes: int) -> int:
+    page = os.sysconf("SC_PAGESIZE")
+    return max(page, (nbytes + page - 1) // page * page)
+
+
+class _Mapping:
+    """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
+
+    A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
+    memory unknown to a race detector, which knows memory by its address.
+    """
+
+    _lock = threading.Lock()
+    _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        address = ffi.new("void **")
+        status = lib.proxyccl_host_memory_map(address, descriptor, nbytes)
+        if status:
+            os.close(descriptor)
+            raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
+        self.descriptor = descriptor
+        self.address = int(ffi.cast("uintptr_t", address[0]))
+        self.nbytes = nbytes
+        # Not at exit: the communicators are closed later than that, and their proxies still use it.
+        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
+
+    @classmethod
+    def of(cls, descriptor: int) -> _Mapping:
+        """The mapping of the file behind a descriptor, whose owner it becomes."""
+        info = os.fstat(descriptor)
+        with cls._lock:
+            mapping = cls._by_file.get((info.st_dev, info.st_ino))
+            if mapping is not None:
+                os.close(descriptor)
+            else:
+                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info.st_size)
+            return mapping
+
+    @staticmethod
+    def _release(address: int, nbytes: int, descriptor: int) -> None:
+        lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
+        os.close(descriptor)
+
+
+class SharedMemory:
+    """Shared memory, or a range of it, mapped here."""
+
+    def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
+        self._mapping: _Mapping | None = mapping
+        self.descriptor = mapping.descriptor
+        self.ptr = mapping.address + offset
+        self.nbytes = nbytes
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU."""
+        return self.ptr
+
+    @property
+    def handle(self) -> bytes:
+        """By which other processes open it."""
+        return self.export(self.ptr, self.nbytes)
+
+    @property
+    def mapped_range(self) -> tuple[int, int]:
+        """Address and size of the whole mapping that it lies in."""
+        if self._mapping is None:
+            raise ClosedError("the memory is closed")
+        return self._mapping.address, self._mapping.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._mapping is None
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> SharedMemory:
+        """Zeroed memory. Raises ArgumentError for a size that is none, ResourceError when there is none left."""
+        if nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
+        if nbytes >= 1 << 63:
+            raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
+        descriptor = ffi.new("int *")
+        status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
+        if status:
+            raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
+        return cls(_Mapping.of(descriptor[0]), 0, nbytes)
+
+    @classmethod
+    def open(cls, handle: bytes) -> SharedMemory:
+        """Maps what a process of this machine and user exported. Raises ArgumentError for what is no handle."""
+        descriptor, offset, nbytes = _Handle.open(handle)
+        return cls(_Mapping.of(descriptor), offset, nbytes)
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle of a range of this memory."""
+        return _Handle.pack(self.descriptor, ptr - self.ptr, nbytes)
+
+    def contains(self, ptr: int, nbytes: int) -> bool:
+        """Whether a range lies in this memory."""
+        return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
+
+    def close(self) -> None:
+        """Lets go of the mapping; the memory itself goes with the last process that maps it."""
+        self._mapping = None
+
+
+class _Handle:
+    """What another process needs to open a `SharedMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the
+    same.
+    """
+
+    _LAYOUT = struct.Struct("<8sqqQQQQ")
+    _MAGIC = b"PXCCLhst"
+    SIZE = _LAYOUT.size
+
+    @classmethod
+    def pack(cls, descriptor: int, offset: int, nbytes: int) -> bytes:
+        info = os.fstat(descriptor)
+        return cls._LAYOUT.pack(cls._MAGIC, os.getpid(), descriptor, info.st_dev, info.st_ino, offset, nbytes)
+
+    @classmethod
+    def open(cls, handle: bytes) -> tuple[int, int, int]:
+        """(own descriptor, offset, nbytes)."""
+        if len(handle) != cls.SIZE:
+            raise ArgumentError("handle", f"{len(handle)} bytes, where a handle of shared memory has {cls.SIZE}")
+        magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
+        if magic != cls._MAGIC:
+            raise ArgumentError("handle", "these bytes are no handle of shared memory")
+        try:
+            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
+        info = os.fstat(own)
+        if (
+            (info.st_dev, info.st_ino) != (device, inode)
+            or not stat.S_ISREG(info.st_mode)
+            or info.st_size < offset + nbytes
+        ):
+            os.close(own)
+            raise ArgumentError("handle", f"process {pid} has closed the memory that this handle names")
+        return own, offset, nbytes
