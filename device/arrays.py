@@ -310,18 +310,31 @@ def fingerprint(x: Any) -> tuple[Any, ...] | None:
     return known(x)
 
 
+def _torch_stream(x: Any) -> int:
+    # What torch's own compiler emits; current_stream() makes objects and takes microseconds.
+    stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
+    return stream
+
+
+def _cupy_stream(_: Any) -> int:
+    stream: int = sys.modules["cupy"].cuda.get_current_stream().ptr
+    return stream
+
+
+def _no_stream(_: Any) -> None:
+    return None
+
+
+_streams: dict[type, Callable[[Any], int | None]] = {Array: _no_stream}
+
+
 def current_stream(x: Any) -> int | None:
     """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
     kind = type(x)
-    if kind is Array:
-        return None
-    if _is_torch(kind):
-        stream: int = sys.modules["torch"].cuda.current_stream(x.device).cuda_stream
-        return stream
-    if _is_cupy(kind):
-        pointer: int = sys.modules["cupy"].cuda.get_current_stream().ptr
-        return pointer
-    return None
+    known = _streams.get(kind)
+    if known is None:
+        known = _streams[kind] = _torch_stream if _is_torch(kind) else _cupy_stream if _is_cupy(kind) else _no_stream
+    return known(x)
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:

@@ -379,7 +379,10 @@ class Collectives:
 
 def _key(collective: str, x: Any, out: Any, *options: object) -> Key | None:
     """What makes two calls the same, if that can be told from the arrays' fingerprints."""
-    source, target = fingerprint(x), None if out is None else fingerprint(out)
+    if out is None:
+        return None
+    source = fingerprint(x)
+    target = source if out is x else fingerprint(out)
     return None if source is None or target is None else (collective, source, target, *options)
 
 
