@@ -52,8 +52,13 @@ typedef struct {
 } ProxycclLink;
 typedef struct {
   uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch;
-  uint64_t packet_bytes; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; uint32_t epoch; ...;
+  uint64_t exchange_bytes; uint64_t staging_offset; uint64_t round; ...;
 } ProxycclTeam;
+enum { PROXYCCL_MAX_PACKET_RANKS, PROXYCCL_PACKET_SLOTS_PER_RANK, ... };
+typedef struct {
+  uint32_t rank; uint32_t world_size; uint32_t slot_packets; uint32_t epoch_packets; uint32_t call_epochs;
+  uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
+} ProxycclPacketTeam;
 typedef struct {
   uint32_t experts_per_rank; uint32_t topk; uint32_t longest; uint32_t *counts; uint32_t *departures; uint32_t *slots;
   uint32_t *positions; uint32_t *arrivals; uint32_t *groups; uint32_t *rows; uint32_t *tally; ...;
@@ -104,6 +109,7 @@ ffi.set_source(
     """
 #include "proxyccl/handles.h"
 #include "team.h"
+#include "packet_team.h"
 #include "routing.h"
 #include "runtime.h"
 #include "launch.h"
@@ -144,6 +150,7 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
         "device/host/fibers.h",
         "device/include/proxyccl/handles.h",
         "device/kernels/team.h",
+        "device/kernels/packet_team.h",
         "device/kernels/routing.h",
     ],
     include_dirs=["device", "device/include", "device/host", "device/kernels"],

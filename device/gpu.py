@@ -231,7 +231,9 @@ class GpuRuntime:
         self.info = driver.device(device)
         self.device_id = self.info.device_id
         self.in_flight = InFlight(self)
-        self.launch_defaults = LaunchDefaults(threads=512, blocks=64, copy_blocks=4, bytes_per_block=16 * 1024)
+        self.launch_defaults = LaunchDefaults(
+            threads=512, blocks=64, copy_blocks=4, bytes_per_block=16 * 1024, packet_threads=128, packet_blocks=64
+        )
         self._context = driver.context(device)
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}

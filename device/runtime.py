@@ -143,12 +143,17 @@ class LaunchDefaults:
         blocks: most blocks that a shipped collective uses.
         copy_blocks: most blocks that a proxied collective uses.
         bytes_per_block: a collective takes another block for each so many bytes that a rank contributes.
+        packet_threads: a packet kernel takes another block for each so many packets; beyond packet_blocks its blocks
+            grow, up to `threads`.
+        packet_blocks: most blocks of a packet kernel.
     """
 
     threads: int
     blocks: int
     copy_blocks: int
     bytes_per_block: int
+    packet_threads: int
+    packet_blocks: int
 
 
 class Runtime(Protocol):

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from proxyccl import Communicator
 
-ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot", "ring", "proxy")
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 OPS = ("sum", "prod", "min", "max", "avg")
 _GUARD = 5  # elements behind each array that nobody may touch

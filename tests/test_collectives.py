@@ -15,6 +15,7 @@ from ranks import Ranks
 from reference import ALGORITHMS, DTYPES, OPS, Call
 
 from proxyccl import Communicator
+from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 MOVES = ("all_gather", "all_to_all", "broadcast")
@@ -57,8 +58,8 @@ def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
     """Several epochs of packets, or several rounds of exchange, the last one short."""
-    packets = algorithm in ("one_shot", "recursive_doubling")
-    counts = (8 * 1024 + 1, 40_007) if packets else (2_200_001,) if dtype == "float32" else (2_100_003,)
+    packets = algorithm in PACKET_ALGORITHMS
+    counts = (8 * 1024 + 1, 100_007) if packets else (2_200_001,) if dtype == "float32" else (2_100_003,)
     run_calls(
         ranks,
         [
@@ -106,10 +107,10 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
     )
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling"])
+@pytest.mark.parametrize("algorithm", sorted(PACKET_ALGORITHMS))
 def test_short_last_epochs_back_to_back_keep_slots_apart(ranks: Ranks, algorithm: str) -> None:
     """One packet more than fits, again and again: the next call meets threads that had nothing in the last epoch."""
-    capacity = {"one_shot": 8192, "recursive_doubling": 64 * 1024 * ranks.world_size // 16 // 3 * 2}[algorithm]
+    capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
     run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(60)])
 
 

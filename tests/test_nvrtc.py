@@ -85,6 +85,7 @@ REDUCTIONS = [
 ALGORITHMS = (
     "all_reduce_one_shot",
     "all_reduce_recursive_doubling",
+    "all_reduce_two_shot_packets",
     "all_reduce_two_shot",
     "all_reduce_ring",
     "reduce_scatter",

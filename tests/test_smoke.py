@@ -37,7 +37,9 @@ def test_a_kernel_moves_data_through_the_proxy() -> None:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling", "two_shot", "ring", "proxy"])
+@pytest.mark.parametrize(
+    "algorithm", ["one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy"]
+)
 def test_all_reduce_sums(algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         x = np.arange(1001, dtype=np.float32) + comm.rank

@@ -96,7 +96,7 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
     nodes.run(body)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling"])
+@pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling", "two_shot_packets"])
 def test_packets_need_mapped_memory(nodes: Ranks, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match="use ring, two_shot or proxy"):

@@ -45,6 +45,7 @@ Key = tuple[Any, ...]
 _ALL_REDUCE = {
     "one_shot": ("all_reduce_one_shot.h", "all_reduce_one_shot"),
     "recursive_doubling": ("all_reduce_recursive_doubling.h", "all_reduce_recursive_doubling"),
+    "two_shot_packets": ("all_reduce_two_shot_packets.h", "all_reduce_two_shot_packets"),
     "two_shot": ("all_reduce_two_shot.h", "all_reduce_two_shot"),
     "ring": ("all_reduce_ring.h", "all_reduce_ring"),
     "proxy": ("all_reduce_two_shot.h", "all_reduce_two_shot"),
@@ -86,7 +87,7 @@ class Collectives:
         self._teams: dict[bool, Team] = {}
         self._plans: dict[Key, Plan] = {}
         self._prepared: dict[Key, tuple[Any, Launch]] = {}
-        self._selector = Selector()
+        self._selector = Selector.for_world_size(communicator.world_size)
 
     def team(self, *, proxied: bool = False) -> Team:
         """The team whose links are all proxied, or the one that maps what it can.
@@ -219,7 +220,7 @@ class Collectives:
             return self._copy_plan(source, target, source.nbytes)
         chosen = algorithm or self._selector.choose(source.nbytes)
         team = self.team(proxied=chosen == "proxy")
-        if chosen in PACKET_ALGORITHMS and not team.direct:
+        if chosen in PACKET_ALGORITHMS and team.packets is None:
             if algorithm is not None:
                 raise ArgumentError(
                     "algorithm",
@@ -228,8 +229,11 @@ class Collectives:
             chosen = "two_shot"
         file, name = _ALL_REDUCE[chosen]
         kernel = self._comm.runtime.shipped(file, name, source.dtype.name, op)
-        grid = team.grid(source.nbytes)
-        return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, source.size)
+        arrays = (source.ptr, target.ptr, source.size)
+        if chosen in PACKET_ALGORITHMS and team.packets is not None:
+            blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
+            return kernel.prepare(blocks, threads, parameter, *arrays)
+        return kernel.prepare(team.grid(source.nbytes), team.threads, team.device_pointer, *arrays)
 
     def _move(
         self,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from proxyccl.channels.collectives import packet_team
+from proxyccl.channels.collectives.packet_team import PacketTeam
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.channels.proxy_channel import ProxyChannel
 
-PACKET_BYTES_PER_RANK = 64 * 1024
-"""Packets that a rank may send to another in one epoch: 32 KiB of data."""
 EXCHANGE_BYTES = 4 * 1024 * 1024
 """What a rank takes in from all others in one round."""
 
@@ -27,7 +27,7 @@ class Team:
 
     Attributes:
         blocks: the most blocks of a kernel of this team: each has links of its own.
-        direct: whether every peer is mapped, as the packet algorithms need.
+        packets: what the packet algorithms use; None where a peer is not mapped, or there are too many.
     """
 
     def __init__(self, communicator: Communicator, *, proxied: bool) -> None:
@@ -39,13 +39,11 @@ class Team:
         # pieces.
         flags = communicator.all_gather_bytes(b"0" if via_proxy else b"1", "the first collective")
         everyone_mapped = all(flag == b"1" for flag in flags)
-        self.direct = everyone_mapped
         self.blocks = runtime.launch_defaults.blocks if everyone_mapped else runtime.launch_defaults.copy_blocks
         self._bytes_per_block = runtime.launch_defaults.bytes_per_block
         self.threads = max(runtime.launch_defaults.threads, -(-ranks // 32) * 32)
 
-        packet_bytes = PACKET_BYTES_PER_RANK * ranks
-        staging_offset = 3 * packet_bytes + 2 * EXCHANGE_BYTES
+        staging_offset = 2 * EXCHANGE_BYTES
         scratch_bytes = staging_offset + (0 if everyone_mapped else 2 * EXCHANGE_BYTES)
         self._scratch = communicator.empty((scratch_bytes,), "uint8")
         memory = communicator.register(self._scratch)
@@ -79,10 +77,11 @@ class Team:
         team.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + team_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        team.packet_bytes, team.exchange_bytes, team.staging_offset = packet_bytes, EXCHANGE_BYTES, staging_offset
+        team.exchange_bytes, team.staging_offset = EXCHANGE_BYTES, staging_offset
         for offset, data in ((0, team), (team_bytes, links)):
             raw = bytes(ffi.buffer(data))
             runtime.copy(self._memory.ptr + offset, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        self.packets = PacketTeam(communicator) if everyone_mapped and ranks <= packet_team.MAX_RANKS else None
 
     def grid(self, nbytes: int) -> int:
         """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is soonest done."""

@@ -24,8 +24,8 @@ def measure(
 
     All ranks call this together, and all get the same numbers.
     """
-    direct = communicator.collectives.team().direct
-    candidates = [name for name in ALGORITHMS if name != "proxy" and (direct or name not in PACKET_ALGORITHMS)]
+    packets = communicator.collectives.team().packets is not None
+    candidates = [name for name in ALGORITHMS if name != "proxy" and (packets or name not in PACKET_ALGORITHMS)]
     times: dict[int, dict[str, float]] = {}
     for size in sizes:
         x = communicator.empty(max(1, size // 4), "float32").fill(0)

@@ -149,7 +149,9 @@ class HostRuntime:
         self.device = device
         self.device_id = f"host:{device}"
         self.in_flight = InFlight(self)
-        self.launch_defaults = LaunchDefaults(threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024)
+        self.launch_defaults = LaunchDefaults(
+            threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024, packet_threads=64, packet_blocks=2
+        )
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
         self._allocations: dict[int, weakref.ref[SharedMemory]] = {}

@@ -78,7 +78,7 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
     const uint32_t last = (rank + 2) % ranks;
     copyBytes(out + begin(last), lanes.inbox(round, 2 * steps - 1), size(last) * sizeof(T), threadIdx.x, blockDim.x);
   }
-  finishKernel(team, round - first_round, 0);
+  finishKernel(team, round - first_round);
 }
 
 }  // namespace proxyccl

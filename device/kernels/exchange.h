@@ -15,16 +15,13 @@ namespace proxyccl {
 
 PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-// Ends a kernel of the team: the last block to arrive advances the counters by what the kernel used.
-// Returns true in one thread of the grid, the one that did so.
-PROXYCCL_DEVICE bool finishKernel(ProxycclTeam* team, uint64_t rounds, uint32_t epochs) {
+// Ends a kernel of the team: the last block to arrive advances the counter of rounds by what the kernel used.
+PROXYCCL_DEVICE void finishKernel(ProxycclTeam* team, uint64_t rounds) {
   __syncthreads();
-  if (threadIdx.x != 0) return false;
-  if (fetchAddAcqRelDevice<uint32_t>(&team->blocks_done, 1) != gridDim.x - 1) return false;
+  if (threadIdx.x != 0) return;
+  if (fetchAddAcqRelDevice<uint32_t>(&team->blocks_done, 1) != gridDim.x - 1) return;
   storeRelaxedDevice<uint32_t>(&team->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(&team->round, team->round + rounds);
-  storeRelaxedDevice<uint32_t>(&team->epoch, team->epoch + epochs);
-  return true;
 }
 
 // One block's links and its share of one parity's scratch, cut into `slots` slots.
@@ -74,7 +71,7 @@ class Lanes {
     return (round & 1) * team_->exchange_bytes + (static_cast<uint64_t>(blockIdx.x) * slots_ + slot) * slot_bytes_;
   }
   PROXYCCL_DEVICE uint64_t exchangeOffset(uint64_t round, uint32_t slot) const {
-    return 3 * team_->packet_bytes + slotOffset(round, slot);
+    return slotOffset(round, slot);
   }
   PROXYCCL_DEVICE uint64_t stagingOffset(uint64_t round, uint32_t slot) const {
     return team_->staging_offset + slotOffset(round, slot);
@@ -121,7 +118,7 @@ class Exchange {
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const { return lanes_.inbox(round_ - 1, peer); }
 
-  PROXYCCL_DEVICE void finish() { finishKernel(team_, round_ - first_round_, 0); }
+  PROXYCCL_DEVICE void finish() { finishKernel(team_, round_ - first_round_); }
 
  private:
   ProxycclTeam* team_;

@@ -1,6 +1,6 @@
 // Instances of the shipped kernels, compiled ahead of time for the host: collectives need no compiler at run time.
 //
-// One host_<types>.cpp a group of element types, so that they build in parallel.
+// One host/kernels_<types>.cpp a group of element types, so that they build in parallel.
 #ifndef PROXYCCL_HOST_LIBRARY_H
 #define PROXYCCL_HOST_LIBRARY_H
 
@@ -8,10 +8,12 @@
 #include "all_reduce_recursive_doubling.h"
 #include "all_reduce_ring.h"
 #include "all_reduce_two_shot.h"
+#include "all_reduce_two_shot_packets.h"
 
 #define FOR_EACH_ALGORITHM(T, type, Op, op)                                                             \
   PROXYCCL_REDUCTION(all_reduce_one_shot, all_reduce_one_shot_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_recursive_doubling, all_reduce_recursive_doubling_##type##_##op, T, Op) \
+  PROXYCCL_REDUCTION(all_reduce_two_shot_packets, all_reduce_two_shot_packets_##type##_##op, T, Op)     \
   PROXYCCL_REDUCTION(all_reduce_two_shot, all_reduce_two_shot_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_ring, all_reduce_ring_##type##_##op, T, Op)                             \
   PROXYCCL_REDUCTION(reduce_scatter, reduce_scatter_##type##_##op, T, Op)

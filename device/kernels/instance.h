@@ -5,10 +5,30 @@
 
 #include "proxyccl/kernel.h"
 
-#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                              \
-  extern "C" __global__ void name(ProxycclTeam* team, const T* in, T* out, uint64_t count) { \
-    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                             \
-  }                                                                                          \
+namespace proxyccl {
+
+// What a kernel takes to know its team: what the template takes, by value where that takes a reference.
+template <class Template>
+struct TeamParameter;
+template <class Team, class T>
+struct TeamParameter<void (*)(Team, const T*, T*, uint64_t)> {
+  using Type = Team;
+};
+template <class Team, class T>
+struct TeamParameter<void (*)(const Team&, const T*, T*, uint64_t)> {
+  using Type = Team;
+};
+
+template <class Template>
+using TeamOf = typename TeamParameter<Template>::Type;
+
+}  // namespace proxyccl
+
+#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                                                       \
+  extern "C" __global__ void name(const ::proxyccl::TeamOf<decltype(&::proxyccl::kernel<T, ::proxyccl::Op>)> team,    \
+                                  const T* in, T* out, uint64_t count) {                                              \
+    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                                      \
+  }                                                                                                                   \
   PROXYCCL_EXPORT_KERNEL(name)
 
 #endif

@@ -1,9 +1,25 @@
-// The packet half of the scratch memory, and values as packet payloads.
+// What the packet algorithms share: their scratch memory, and values as packet payloads.
+//
+// Every block goes by itself: it has its own epoch and its own packets on every rank, and its only counterparts are
+// the blocks of the same number at the peers. All ranks launch one grid, so those advance alike; a block that a call
+// does not use stays where it is, on all ranks.
+//
+// A packet's place is used again two epochs later, by whichever rank and algorithm comes then, and nothing guards it
+// but this. Say that rank x writes in epoch e + 2 what rank y read in epoch e.
+//   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, for which it needed data that every
+//     rank sends in that kernel, so y had started it, and had ended the one of epoch e.
+//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch and, before it sends any of e + 2, it
+//     has those of e + 1 of its counterpart in y. That one sent them when it had read its own of e; or, if e belongs to
+//     an earlier kernel, y has ended that.
+//   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: x's threads have all
+//     finished e + 1, so all of y's had finished e. This is why the last epoch is padded: a thread with packets in e
+//     must have some in e + 1.
+// So every algorithm must see to it that a rank which has finished an epoch has needed data of every other one.
 #ifndef PROXYCCL_PACKETS_H
 #define PROXYCCL_PACKETS_H
 
-#include "exchange.h"
-#include "instance.h"
+#include "proxyccl/proxyccl.h"
+#include "packet_team.h"
 
 namespace proxyccl {
 
@@ -19,69 +35,161 @@ struct alignas(8) PayloadOf {
   }
 };
 
-// One epoch's packets, cut into `slots` slots that all blocks share. A slot is written by one rank in an epoch.
-//
-// Flags are 32 bits, and a slot may stay unused for long. Before a flag can come round again, the packets of its parity
-// are cleared: at the end of an epoch, when this rank has read all of it and no peer can have sent its next but one.
-class PacketLanes {
+// Whether values [i * kCount, (i + 1) * kCount) of array[count] can be moved at once.
+template <class T>
+PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
+  return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
+}
+// Payload number i of array[count]: zeros stand for what lies past the end, and are not stored.
+template <class T>
+PROXYCCL_DEVICE PayloadOf<T> loadPayload(const T* array, uint64_t count, uint64_t i) {
+  if (isWholePayload(array, count, i)) return reinterpret_cast<const PayloadOf<T>*>(array)[i];
+  PayloadOf<T> payload{};
+  for (uint32_t k = 0; k < PayloadOf<T>::kCount; ++k)
+    if (i * PayloadOf<T>::kCount + k < count) payload.values[k] = array[i * PayloadOf<T>::kCount + k];
+  return payload;
+}
+template <class T>
+PROXYCCL_DEVICE void storePayload(T* array, uint64_t count, uint64_t i, const PayloadOf<T>& payload) {
+  if (isWholePayload(array, count, i)) {
+    reinterpret_cast<PayloadOf<T>*>(array)[i] = payload;
+    return;
+  }
+  for (uint32_t k = 0; k < PayloadOf<T>::kCount; ++k)
+    if (i * PayloadOf<T>::kCount + k < count) array[i * PayloadOf<T>::kCount + k] = payload.values[k];
+}
+
+// The reduction of one packet's values, given rank by rank: so all ranks that make it get the same bits.
+template <class T, class Op>
+class PacketReduction {
  public:
-  PROXYCCL_DEVICE PacketLanes(ProxycclTeam* team, uint32_t slots)
-      : team_(team),
-        capacity_(team->packet_bytes / slots / sizeof(LL16Packet)),
-        first_epoch_(team->epoch),
-        epoch_(team->epoch),
-        cleared_{team->cleared[0], team->cleared[1]} {}
-
-  // Packets to exchange in each epoch to move `packets` in all. Every epoch of a kernel exchanges as many, the last one
-  // padded: so each thread has packets of its own in every epoch, and one that has received its packets of an epoch
-  // knows that its counterparts have read theirs of the epoch before.
-  PROXYCCL_DEVICE uint64_t packetsPerEpoch(uint64_t packets) const {
-    const uint64_t epochs = (packets + capacity_ - 1) / capacity_;
-    return (packets + epochs - 1) / epochs;
+  PROXYCCL_DEVICE void operator()(uint32_t rank, LL16Packet::Payload payload) {
+    const PayloadOf<T> values = PayloadOf<T>::unpack(payload);
+    for (uint32_t k = 0; k < kCount; ++k) {
+      const A value = Element<T>::widen(values.values[k]);
+      sums_[k] = rank == 0 ? value : Op::combine(sums_[k], value);
+    }
   }
-  // Epochs count from 0 without a gap; flag 0 is what fresh memory holds, so the flag is one more, and skips 0 when it
-  // wraps.
-  PROXYCCL_DEVICE uint32_t flag() const { return epoch_ == ~0u ? 1u << 31 : epoch_ + 1; }
-  PROXYCCL_DEVICE LL16Packet* local(uint32_t slot) const { return at(team_->scratch, slot); }
-  PROXYCCL_DEVICE LL16Packet* remote(uint32_t peer, uint32_t slot) const {
-    return at(team_->links[blockIdx.x * team_->world_size + peer].remote, slot);
-  }
-  // Plain local memory for one value a packet. Not among the packets: stray data there could pass for a flag.
-  PROXYCCL_DEVICE char* accumulators() const { return team_->scratch + 2 * team_->packet_bytes; }
-
-  // By all threads of the grid, when they have read this epoch's packets.
-  PROXYCCL_DEVICE void nextEpoch() {
-    if (epoch_ - cleared_[epoch_ & 1] >= kClearInterval) clear();
-    ++epoch_;
-  }
-
-  PROXYCCL_DEVICE void finish() {
-    if (!finishKernel(team_, 0, epoch_ - first_epoch_)) return;
-    team_->cleared[0] = cleared_[0];
-    team_->cleared[1] = cleared_[1];
+  PROXYCCL_DEVICE PayloadOf<T> finish(uint32_t ranks) const {
+    PayloadOf<T> result;
+    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums_[k], ranks));
+    return result;
   }
 
  private:
+  using A = typename Element<T>::Accumulator;
+  static constexpr uint32_t kCount = PayloadOf<T>::kCount;
+
+  A sums_[kCount] = {};
+};
+
+// One block's packets.
+class PacketLanes {
+ public:
+  PROXYCCL_DEVICE explicit PacketLanes(const ProxycclPacketTeam& team)
+      : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
+
+  // Calls body(first) for each epoch of the call: number `first` of the call's packets is the block's number 0 of this
+  // epoch. The end of the kernel's use of this object.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachEpoch(Body body) {
+    for (uint32_t e = 0; e < team_.call_epochs; ++e) {
+      body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
+      if ((epoch_ & (kClearInterval - 1)) < 2) clear();
+      ++epoch_;
+    }
+    __syncthreads();  // all threads have read the old value
+    if (threadIdx.x == 0) team_.epochs[blockIdx.x] = epoch_;
+  }
+
+  // Calls body(p) for the packets of an epoch that are this thread's, always the same ones.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachPacket(Body body) const {
+    forEach(team_.epoch_packets, threadIdx.x, blockDim.x, body);
+  }
+
+  PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
+    slotIn(team_.remote[peer], slot)[p].write(payload, flag());
+  }
+  // To every other rank, first to the next one, so that not all begin with the same.
+  PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
+    for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
+  }
+  // The same with payload(rank) for each. They are loaded several at once: stores between would hold back the next load.
+  template <class PayloadFor>
+  PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
+    for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
+      LL16Packet::Payload payloads[kAtOnce];
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        if (first + i < team_.world_size) payloads[i] = payload(peerAt(first + i));
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        if (first + i < team_.world_size) send(peerAt(first + i), slot, p, payloads[i]);
+    }
+  }
+
+  PROXYCCL_DEVICE LL16Packet::Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
+    return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
+  }
+  // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with what is in the slot
+  // first_slot + rank for every other. Their packets are looked at all at once, as looking takes longer than waiting.
+  template <class Use>
+  PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, LL16Packet::Payload own, Use&& use) const {
+    for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {
+      LL16Packet::Words words[kAtOnce];
+      WaitFor what = {PROXYCCL_WAIT_PACKET, first, 0, flag()};
+      waitUntil(team_.control, what, [&](uint64_t* seen) {
+        bool complete = true;
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+          if (isPeer(first + i)) words[i] = slotIn(team_.scratch, first_slot + first + i)[p].load();
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          if (!isPeer(first + i) || words[i].carries(flag())) continue;
+          complete = false;
+          what.peer = first + i;
+          *seen = words[i].low >> 32;
+        }
+        return complete;
+      });
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        if (first + i < team_.world_size) use(first + i, isPeer(first + i) ? words[i].payload() : own);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kAtOnce = 8;
+  // Flags are 32 bits, and a packet's place may stay unused for long. So before a flag can come round again, a block
+  // clears its packets of each parity, at the end of an epoch whose number is 0 or 1 modulo this.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
-  PROXYCCL_DEVICE LL16Packet* at(char* scratch, uint32_t slot) const {
-    return reinterpret_cast<LL16Packet*>(scratch + (epoch_ & 1) * team_->packet_bytes) + slot * capacity_;
+  // Epochs count from 0 without a gap; flag 0 is what fresh memory holds, so the flag is one more, and skips 0 when it
+  // wraps.
+  PROXYCCL_DEVICE uint32_t flag() const { return epoch_ == ~0u ? 1u << 31 : epoch_ + 1; }
+  PROXYCCL_DEVICE bool isPeer(uint32_t rank) const { return rank < team_.world_size && rank != team_.rank; }
+  PROXYCCL_DEVICE uint32_t peerAt(uint32_t distance) const {
+    const uint32_t peer = team_.rank + distance;
+    return peer < team_.world_size ? peer : peer - team_.world_size;
+  }
+  PROXYCCL_DEVICE LL16Packet* slotIn(char* scratch, uint32_t slot) const {
+    const uint32_t number = (2 * blockIdx.x + (epoch_ & 1)) * slots_ + slot;
+    return reinterpret_cast<LL16Packet*>(scratch) + static_cast<uint64_t>(number) * team_.slot_packets;
   }
 
-  PROXYCCL_DEVICE void clear() {
-    auto* grid = reinterpret_cast<DeviceSyncer*>(&team_->grid_arrived);
-    LL16Packet* packets = at(team_->scratch, 0);
-    grid->sync(gridDim.x, team_->control);
-    forEach(team_->packet_bytes / sizeof(LL16Packet), blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x,
-            [&](uint64_t p) { packets[p].write({0, 0}, 0); });
-    grid->sync(gridDim.x, team_->control);
-    cleared_[epoch_ & 1] = epoch_;
+  // All threads have read this epoch's packets, and no peer sends its next but one before it has this block's next.
+  PROXYCCL_DEVICE void clear() const {
+    __syncthreads();
+    LL16Packet* packets = slotIn(team_.scratch, 0);
+    forEach(slots_ * team_.slot_packets, threadIdx.x, blockDim.x, [&](uint64_t p) { packets[p].write({0, 0}, 0); });
+    fenceSystem();
+    __syncthreads();
   }
 
-  ProxycclTeam* team_;
-  uint64_t capacity_;
-  uint32_t first_epoch_, epoch_;
-  uint32_t cleared_[2];
+  const ProxycclPacketTeam& team_;
+  uint32_t slots_;
+  uint32_t epoch_;
 };
 
 }  // namespace proxyccl

@@ -9,8 +9,6 @@
 
 #include "proxyccl/handles.h"
 
-enum { PROXYCCL_TEAM_MAX_BLOCKS = 64 };
-
 typedef struct ProxycclLink {
   ProxycclSemaphore semaphore; /* where the peer is mapped */
   ProxycclProxyChannel proxy;  /* where it is reached through the proxy */
@@ -20,8 +18,6 @@ typedef struct ProxycclLink {
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank:
- *   2 × packet_bytes    packets, by parity of `epoch`
- *   1 × packet_bytes    accumulators of the packet algorithms
  *   2 × exchange_bytes  what peers sent, by parity of `round`
  *   2 × exchange_bytes  what the proxy is to send, likewise (from staging_offset; absent where all peers are mapped)
  */
@@ -31,16 +27,11 @@ typedef struct ProxycclTeam {
   ProxycclControl* control;
   ProxycclLink* links;
   char* scratch;
-  uint64_t packet_bytes;
   uint64_t exchange_bytes;
   uint64_t staging_offset;
   /* Advanced by the last block of each kernel, never by the host: a captured graph replays. */
   uint64_t round;
-  uint32_t epoch;
-  uint32_t cleared[2]; /* epoch at which the packets of each parity were last cleared */
   uint32_t blocks_done;
-  uint32_t grid_arrived; /* a DeviceSyncer's two words */
-  uint32_t grid_generation;
 } ProxycclTeam;
 
 #endif

@@ -21,7 +21,7 @@ def run(world_size: int, body: Callable[[Communicator], None], **options: Any) -
 
 # -- the shipped kernels ---
 
-ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot", "ring", "proxy")
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
 
 
 def all_reduce() -> None:

@@ -22,11 +22,23 @@ struct alignas(16) LL16Packet {
     storePacket128(reinterpret_cast<uint64_t*>(this), tag | payload.x, tag | payload.y);
   }
   PROXYCCL_DEVICE bool tryRead(uint32_t flag, Payload* payload, uint64_t* seen) const {
+    const Words words = load();
+    *payload = words.payload();
+    *seen = words.low >> 32;
+    return words.carries(flag);
+  }
+
+  // A look at a packet, apart from its judgement: a thread may look at several before it waits for the first.
+  struct Words {
     uint64_t low, high;
-    loadPacket128(reinterpret_cast<const uint64_t*>(this), &low, &high);
-    *payload = {static_cast<uint32_t>(low), static_cast<uint32_t>(high)};
-    *seen = low >> 32;
-    return low >> 32 == flag && high >> 32 == flag;
+
+    PROXYCCL_DEVICE bool carries(uint32_t flag) const { return low >> 32 == flag && high >> 32 == flag; }
+    PROXYCCL_DEVICE Payload payload() const { return {static_cast<uint32_t>(low), static_cast<uint32_t>(high)}; }
+  };
+  PROXYCCL_DEVICE Words load() const {
+    Words words;
+    loadPacket128(reinterpret_cast<const uint64_t*>(this), &words.low, &words.high);
+    return words;
   }
 };
 

@@ -1,0 +1,74 @@
+"""The scratch memory through which the packet algorithms work, and the shape of each call.
+
+Every peer's is mapped, so the kernels need no links and no semaphores: a packet is its own signal. What a kernel must
+know it gets as one parameter (packet_team.h).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.dtypes import DType
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+
+MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
+"""The most ranks whose addresses the kernels' parameter has room for."""
+SLOT_PACKETS = 2048
+"""Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer where SCRATCH_BYTES do not suffice."""
+SCRATCH_BYTES = 32 * 1024 * 1024
+
+_PACKET_BYTES = 16
+_PAYLOAD_BYTES = 8
+_ACCUMULATOR_BYTES = 4  # the least that a partial result takes (reduce.h)
+_WARP = 64  # lanes of a warp on the target that has most
+
+
+class PacketTeam:
+    """All ranks make it together; each must have mapped every other.
+
+    Attributes:
+        blocks: the most blocks of a packet kernel.
+        epochs: the blocks' counters of epochs, uint32 each, in device memory.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        runtime, ranks = communicator.runtime, communicator.world_size
+        defaults = runtime.launch_defaults
+        self.blocks, self._threads = defaults.packet_blocks, defaults.packet_threads
+        self._max_threads = defaults.threads
+        self._ranks = ranks
+        slots = 2 * self.blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
+        self._slot_packets = min(SLOT_PACKETS, SCRATCH_BYTES // (slots * _PACKET_BYTES))
+        self._scratch = communicator.empty((slots * self._slot_packets * _PACKET_BYTES,), "uint8")
+        self._memory = communicator.register(self._scratch)
+        self.epochs = runtime.allocate(self.blocks * ffi.sizeof("uint32_t"))
+
+        team = self._team = ffi.new("ProxycclPacketTeam *")
+        team.rank, team.world_size, team.slot_packets = communicator.rank, ranks, self._slot_packets
+        team.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
+        team.scratch = ffi.cast("char *", self._scratch.ptr)
+        for peer in range(ranks):
+            if peer != communicator.rank:
+                team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
+
+    def launch(self, algorithm: str, dtype: DType, count: int) -> tuple[int, int, bytes]:
+        """Blocks, threads and the kernels' first parameter for an all-reduce of `count` elements."""
+        packets = self._packets(algorithm, dtype, count)
+        blocks = max(1, min(self.blocks, -(-packets // self._threads)))
+        share = -(-packets // blocks)
+        epochs = -(-share // self._slot_packets)
+        team = ffi.new("ProxycclPacketTeam *", self._team[0])
+        team.packets, team.call_epochs, team.epoch_packets = packets, epochs, -(-share // epochs)
+        threads = min(self._max_threads, -(-team.epoch_packets // _WARP) * _WARP)
+        return blocks, threads, bytes(ffi.buffer(team))
+
+    def _packets(self, algorithm: str, dtype: DType, count: int) -> int:
+        """Packets that a rank exchanges with each peer, once or in each step."""
+        if algorithm == "recursive_doubling":
+            return -(-count * max(dtype.itemsize, _ACCUMULATOR_BYTES) // _PAYLOAD_BYTES)
+        packets = -(-count * dtype.itemsize // _PAYLOAD_BYTES)
+        return -(-packets // self._ranks) if algorithm == "two_shot_packets" else packets

@@ -1,0 +1,32 @@
+/* What the packet kernels need to know of the ranks and of one call: a kernel parameter, passed by value, so that a
+ * kernel begins with no load but that of its block's epoch.
+ *
+ * Plain C. Scratch memory, the same on each rank and mapped by every other:
+ *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
+ * There are two slots a rank; what they are for is the algorithm's.
+ */
+#ifndef PROXYCCL_PACKET_TEAM_H
+#define PROXYCCL_PACKET_TEAM_H
+
+#include "proxyccl/control.h"
+
+enum { PROXYCCL_MAX_PACKET_RANKS = 72, PROXYCCL_PACKET_SLOTS_PER_RANK = 2 };
+
+typedef struct ProxycclPacketTeam {
+  uint32_t rank;
+  uint32_t world_size;
+  uint32_t slot_packets;
+  /* The call's shape, worked out by the host, as division is slow on a device. Of `packets` that a rank exchanges with
+   * each peer, a block takes `epoch_packets` (at most slot_packets) in each of `call_epochs` epochs. That may be more
+   * than there are: the last ones are padding. */
+  uint32_t epoch_packets;
+  uint32_t call_epochs;
+  uint32_t reserved;
+  uint64_t packets;
+  ProxycclControl* control;
+  uint32_t* epochs; /* one a block, in device memory: advanced by the block, never by the host, so a graph can replay */
+  char* scratch;
+  char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch, mapped */
+} ProxycclPacketTeam;
+
+#endif
