@@ -7,6 +7,7 @@ stop. The service runs inside a rank, or in a daemon for many: it knows no ranks
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +95,17 @@ class Connection:
     def transport(self) -> str:
         """The transport's name."""
         return str(ffi.string(lib.proxyccl_connection_transport(self.pointer)).decode())
+
+
+def _leave_crowded_cores(workers: int) -> None:
+    """Lets the calling worker thread run on any core that the system grants.
+
+    Only where its process is bound to no more cores than it has workers, as some launchers bind each rank to one. The
+    program spins there while it waits for its GPU, and a worker that had to share the core would get it once a time
+    slice: each trigger would cost milliseconds.
+    """
+    if len(os.sched_getaffinity(0)) <= workers:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
 class ProxyService:
@@ -313,6 +325,7 @@ class ProxyService:
     def _run(self, worker: Any) -> None:
         info = ffi.new("ProxycclExitInfo *")
         self.runtime.activate(for_proxy=True)
+        _leave_crowded_cores(len(self._workers))
         while True:
             reason = lib.proxyccl_worker_run(worker, info)
             if reason in (lib.PROXYCCL_EXIT_STOPPED, lib.PROXYCCL_EXIT_ABORTED):
