@@ -232,7 +232,13 @@ class GpuRuntime:
         self.device_id = self.info.device_id
         self.in_flight = InFlight(self)
         self.launch_defaults = LaunchDefaults(
-            threads=512, blocks=64, copy_blocks=4, bytes_per_block=16 * 1024, packet_threads=128, packet_blocks=64
+            threads=512,
+            blocks=64,
+            copy_blocks=32,
+            bytes_per_block=16 * 1024,
+            exchange_bytes=8 * 1024 * 1024,
+            packet_threads=128,
+            packet_blocks=64,
         )
         self._context = driver.context(device)
         self._lock = threading.Lock()

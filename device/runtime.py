@@ -143,6 +143,7 @@ class LaunchDefaults:
         blocks: most blocks that a shipped collective uses.
         copy_blocks: most blocks that a proxied collective uses.
         bytes_per_block: a collective takes another block for each so many bytes that a rank contributes.
+        exchange_bytes: what a rank takes in from all others at a time, in each of the buffers of team.h.
         packet_threads: a packet kernel takes another block for each so many packets; beyond packet_blocks its blocks
             grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.
@@ -152,6 +153,7 @@ class LaunchDefaults:
     blocks: int
     copy_blocks: int
     bytes_per_block: int
+    exchange_bytes: int
     packet_threads: int
     packet_blocks: int
 

@@ -8,14 +8,16 @@ from proxyccl.channels.collectives import packet_team
 from proxyccl.channels.collectives.packet_team import PacketTeam
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
-from proxyccl.device._native import ffi
+from proxyccl.device._native import ffi, lib
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.channels.proxy_channel import ProxyChannel
 
-EXCHANGE_BYTES = 4 * 1024 * 1024
-"""What a rank takes in from all others in one round."""
+_SHORTEST_PIECE = 8 * 1024
+"""Bytes below which a piece is not worth its signal: a 16-byte access of each thread of a large block."""
+_SHORTEST_PROXIED_PIECE = 512 * 1024
+"""The same where the proxy sends it: what a copy engine moves while the next two calls into the driver are made."""
 
 
 class Team:
@@ -26,7 +28,7 @@ class Team:
         proxied: reach every peer through the proxy, even those that are mapped.
 
     Attributes:
-        blocks: the most blocks of a kernel of this team: each has links of its own.
+        blocks: the most blocks of a kernel of this team.
         packets: what the packet algorithms use; None where a peer is not mapped, or there are too many.
     """
 
@@ -35,38 +37,38 @@ class Team:
         accessible = communicator.topology.accessible
         via_proxy = [peer for peer in range(ranks) if peer != rank and (proxied or not accessible[peer])]
         mapped = [peer for peer in range(ranks) if peer != rank and peer not in via_proxy]
-        # All ranks of the team use one grid; a proxied link costs a channel id a block, and copy engines like large
-        # pieces.
+        # All ranks of the team use one grid, and lanes of one kind (team.h).
         flags = communicator.all_gather_bytes(b"0" if via_proxy else b"1", "the first collective")
         everyone_mapped = all(flag == b"1" for flag in flags)
-        self.blocks = runtime.launch_defaults.blocks if everyone_mapped else runtime.launch_defaults.copy_blocks
-        self._bytes_per_block = runtime.launch_defaults.bytes_per_block
-        self.threads = max(runtime.launch_defaults.threads, -(-ranks // 32) * 32)
+        defaults = runtime.launch_defaults
+        self.blocks = defaults.blocks if everyone_mapped else defaults.copy_blocks
+        self._bytes_per_block = defaults.bytes_per_block
+        self.threads = max(defaults.threads, -(-ranks // 32) * 32)
+        lanes = self.blocks if everyone_mapped else 1
 
-        staging_offset = 2 * EXCHANGE_BYTES
-        scratch_bytes = staging_offset + (0 if everyone_mapped else 2 * EXCHANGE_BYTES)
-        self._scratch = communicator.empty((scratch_bytes,), "uint8")
+        buffers = lib.PROXYCCL_EXCHANGE_BUFFERS * defaults.exchange_bytes
+        self._scratch = communicator.empty((buffers if everyone_mapped else 2 * buffers,), "uint8")
         memory = communicator.register(self._scratch)
-        self._semaphores = SmSemaphores(communicator, self.blocks)
+        self._semaphores = SmSemaphores(communicator, lanes)
         self.proxy_channels: dict[int, list[ProxyChannel]] = {}
         self._kept: list[object] = [memory]
         if not everyone_mapped:
-            self.proxy_channels, kept = connect_handles(communicator, memory, memory, via_proxy, self.blocks)
+            self.proxy_channels, kept = connect_handles(communicator, memory, memory, via_proxy, lanes)
             self._kept.append(kept)
 
-        links = ffi.new("ProxycclLink []", self.blocks * ranks)
-        for block in range(self.blocks):
+        links = ffi.new("ProxycclLink []", lanes * ranks)
+        for lane in range(lanes):
             for peer in range(ranks):
-                link = links[block * ranks + peer]
+                link = links[lane * ranks + peer]
                 link.peer = peer
                 if peer in mapped:
-                    self._semaphores.fill(link.semaphore, peer, block)
+                    self._semaphores.fill(link.semaphore, peer, lane)
                     link.remote = ffi.cast("char *", memory.peer_ptr(peer))
                 elif peer in via_proxy:
                     link.proxied = 1
                     ffi.memmove(
                         ffi.addressof(link, "proxy"),
-                        self.proxy_channels[peer][block].device_handle,
+                        self.proxy_channels[peer][lane].device_handle,
                         ffi.sizeof("ProxycclProxyChannel"),
                     )
 
@@ -77,7 +79,8 @@ class Team:
         team.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
         team.links = ffi.cast("ProxycclLink *", self._memory.ptr + team_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        team.exchange_bytes, team.staging_offset = EXCHANGE_BYTES, staging_offset
+        team.exchange_bytes, team.staging_offset, team.lanes = defaults.exchange_bytes, buffers, lanes
+        team.shortest_piece = _SHORTEST_PIECE if everyone_mapped else _SHORTEST_PROXIED_PIECE
         for offset, data in ((0, team), (team_bytes, links)):
             raw = bytes(ffi.buffer(data))
             runtime.copy(self._memory.ptr + offset, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))

@@ -150,7 +150,13 @@ class HostRuntime:
         self.device_id = f"host:{device}"
         self.in_flight = InFlight(self)
         self.launch_defaults = LaunchDefaults(
-            threads=64, blocks=2, copy_blocks=1, bytes_per_block=32 * 1024, packet_threads=64, packet_blocks=2
+            threads=64,
+            blocks=2,
+            copy_blocks=2,
+            bytes_per_block=32 * 1024,
+            exchange_bytes=1024 * 1024,
+            packet_threads=64,
+            packet_blocks=2,
         )
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)

@@ -20,51 +20,50 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
   using A = typename Element<T>::Accumulator;
   const uint32_t rank = team->rank, ranks = team->world_size, steps = ranks - 1;
   const uint32_t next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
-  const Lanes lanes(team, 2 * steps);
+  const Lane lane(team, 2 * steps);
   const uint64_t first_round = team->round;
-  const uint64_t piece = lanes.slotBytes() / sizeof(A);  // elements of one share that one block takes in one round
-  const uint64_t per_round = piece * ranks * gridDim.x;
+  const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements of one share that one lane takes in one round
+  const uint64_t per_round = piece * ranks * lane.count();
   uint64_t round = first_round;
 
   for (uint64_t start = 0; start < count; start += per_round, ++round) {
-    // This block's elements of this round, cut into one share a rank; `left` evens out a short last round.
+    // This lane's elements of this round, cut into one share a rank; `left` evens out a short last round.
     const uint64_t left = minimum(per_round, count - start);
-    const uint64_t per_block = (left + gridDim.x - 1) / gridDim.x;
-    const uint64_t block_begin = minimum(start + blockIdx.x * per_block, start + left);
-    const uint64_t block_size = minimum(per_block, start + left - block_begin);
-    const uint64_t share = (block_size + ranks - 1) / ranks;
-    auto begin = [&](uint32_t s) { return block_begin + minimum(s * share, block_size); };
-    auto size = [&](uint32_t s) { return minimum(share, block_begin + block_size - begin(s)); };
+    const uint64_t per_lane = (left + lane.count() - 1) / lane.count();
+    const uint64_t lane_begin = minimum(start + lane.number() * per_lane, start + left);
+    const uint64_t lane_size = minimum(per_lane, start + left - lane_begin);
+    const uint64_t share = (lane_size + ranks - 1) / ranks;
+    auto begin = [&](uint32_t s) { return lane_begin + minimum(s * share, lane_size); };
+    auto size = [&](uint32_t s) { return minimum(share, lane_begin + lane_size - begin(s)); };
 
+    const uint32_t buffer = round % PROXYCCL_ROUND_BUFFERS;
     // What step `slot` sends: `value(i)` for the share's elements. Then waits for the same step's data from the
     // previous rank.
     auto pass = [&](uint32_t slot, auto* to, uint64_t n, auto&& value) {
-      forEach(n, threadIdx.x, blockDim.x, [&](uint64_t i) { to[i] = value(i); });
-      syncThreadsSystem();
-      if (threadIdx.x == 0) {
-        lanes.post(round, next, slot, slot, n * sizeof(*to));
-        lanes.await(previous);
-      }
-      __syncthreads();
+      forEach(n, lane.thread(), lane.threads(), [&](uint64_t i) { to[i] = value(i); });
+      lane.meetBeforePost();
+      if (lane.talksTo(next)) lane.post(buffer, next, slot, slot, n * sizeof(*to));
+      if (lane.talksTo(previous)) lane.await(previous);
+      lane.meet();
     };
 
     for (uint32_t step = 0; step < steps; ++step) {
       const uint32_t s = (rank + ranks - step) % ranks;
-      A* to = reinterpret_cast<A*>(lanes.outbox(round, next, step, step));
+      A* to = reinterpret_cast<A*>(lane.outbox(buffer, next, step, step));
       const T* mine = in + begin(s);
       if (step == 0) {
         pass(step, to, size(s), [&](uint64_t i) { return Element<T>::widen(mine[i]); });
       } else {
-        const A* partial = reinterpret_cast<const A*>(lanes.inbox(round, step - 1));
+        const A* partial = reinterpret_cast<const A*>(lane.inbox(buffer, step - 1));
         pass(step, to, size(s), [&](uint64_t i) { return Op::combine(partial[i], Element<T>::widen(mine[i])); });
       }
     }
     for (uint32_t step = 0; step < steps; ++step) {
       const uint32_t slot = steps + step, s = (rank + 1 + ranks - step) % ranks;
-      T* to = reinterpret_cast<T*>(lanes.outbox(round, next, slot, slot));
+      T* to = reinterpret_cast<T*>(lane.outbox(buffer, next, slot, slot));
       T* result = out + begin(s);
       const T* mine = in + begin(s);
-      const char* received = lanes.inbox(round, slot - 1);
+      const char* received = lane.inbox(buffer, slot - 1);
       if (step == 0) {
         const A* partial = reinterpret_cast<const A*>(received);
         pass(slot, to, size(s), [&](uint64_t i) {
@@ -76,7 +75,7 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
       }
     }
     const uint32_t last = (rank + 2) % ranks;
-    copyBytes(out + begin(last), lanes.inbox(round, 2 * steps - 1), size(last) * sizeof(T), threadIdx.x, blockDim.x);
+    copyBytes(out + begin(last), lane.inbox(buffer, 2 * steps - 1), size(last) * sizeof(T), lane.thread(), lane.threads());
   }
   finishKernel(team, round - first_round);
 }

@@ -160,18 +160,18 @@ PROXYCCL_DEVICE void exchangeRows(ProxycclTeam* team, uint64_t row_bytes, uint64
   const uint32_t rank = team->rank, ranks = team->world_size;
   const uint64_t segment = minimum(row_bytes, exchange.slotBytes());
   const uint64_t per_row = (row_bytes + segment - 1) / segment;
-  const uint64_t share = (longest * per_row + gridDim.x - 1) / gridDim.x;
+  const uint64_t share = (longest * per_row + exchange.lane().count() - 1) / exchange.lane().count();
   // Calls body(offset in the slot, row, column, bytes, …) for those of segments [offset, offset + n) that a stream of
   // `rows` rows has. Returns the bytes of the slot that they take.
   auto forEachSegment = [&](uint64_t rows, uint64_t offset, uint64_t n, auto&& body) {
     const uint64_t begin = minimum(offset, rows * per_row), end = minimum(offset + n, rows * per_row);
-    forEachRow(end - begin, threadIdx.x, blockDim.x, [&](uint64_t i, uint32_t lane, uint32_t lanes) {
+    forEachRow(end - begin, exchange.lane().thread(), exchange.lane().threads(), [&](uint64_t i, uint32_t lane, uint32_t lanes) {
       const uint64_t row = (begin + i) / per_row, column = (begin + i) % per_row * segment;
       body(i * segment, row, column, minimum(segment, row_bytes - column), lane, lanes);
     });
     return (end - begin) * segment;
   };
-  forEachPiece(longest * per_row, minimum(share, exchange.slotBytes() / segment), [&](uint64_t offset, uint64_t n) {
+  exchange.forEachPiece(longest * per_row, minimum(share, exchange.slotBytes() / segment), [&](uint64_t offset, uint64_t n) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
       char* slot = exchange.outbox(peer);

@@ -1,6 +1,6 @@
 // all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
 //
-// Each block takes every gridDim.x-th piece of slotBytes(); `bytes` is what one rank contributes for one rank. Every
+// Lanes take pieces of slotBytes() in turn; `bytes` is what one rank contributes for one rank. Every
 // rank runs the same number of rounds. In-place calls are those of NCCL: all_gather with in = out + rank * bytes,
 // all_to_all and broadcast with in = out.
 #ifndef PROXYCCL_MOVES_H
@@ -20,16 +20,16 @@ extern "C" __global__ void all_to_all(ProxycclTeam* team, const char* in, char* 
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
-  forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+  exchange.forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
       exchange.send(peer, in + peer * bytes + offset, size);
     }
-    copyUnlessSame(out + rank * bytes + offset, in + rank * bytes + offset, size);
+    if (out != in) exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
     exchange.swap();
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
-      copyBytes(out + peer * bytes + offset, exchange.inbox(peer), size, threadIdx.x, blockDim.x);
+      exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
     }
   });
   exchange.finish();
@@ -39,13 +39,13 @@ extern "C" __global__ void broadcast(ProxycclTeam* team, const char* in, char* o
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
-  forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+  exchange.forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
     if (rank == root) {
       for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-      copyUnlessSame(out + offset, in + offset, size);
+      if (out != in) exchange.copy(out + offset, in + offset, size);
     }
     exchange.swap();
-    if (rank != root) copyBytes(out + offset, exchange.inbox(root), size, threadIdx.x, blockDim.x);
+    if (rank != root) exchange.copy(out + offset, exchange.inbox(root), size);
   });
   exchange.finish();
 }

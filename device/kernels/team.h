@@ -1,8 +1,9 @@
 /* What the shipped collectives need to know of the ranks: filled by the host, read (and its counters advanced) by
  * kernels.
  *
- * Plain C. Links are a table [blocks][world_size]: each block has its own way to each peer, so blocks never wait for
- * one another inside a collective.
+ * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and blocks
+ * never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on which all
+ * blocks work together: copy engines and the proxy's thread like few large pieces.
  */
 #ifndef PROXYCCL_TEAM_H
 #define PROXYCCL_TEAM_H
@@ -17,21 +18,29 @@ typedef struct ProxycclLink {
   uint32_t peer;
 } ProxycclLink;
 
-/* Scratch memory, the same on each rank:
- *   2 × exchange_bytes  what peers sent, by parity of `round`
- *   2 × exchange_bytes  what the proxy is to send, likewise (from staging_offset; absent where all peers are mapped)
+/* Scratch memory, the same on each rank, is this many buffers of exchange_bytes for what peers sent, and as many (from
+ * staging_offset; absent where all peers are mapped) for what the proxy is to send.
  */
+enum {
+  PROXYCCL_ROUND_BUFFERS = 2, /* of the exchange in rounds, by the parity of `round` */
+  PROXYCCL_PIPELINE_DEPTH = 3,
+  PROXYCCL_EXCHANGE_BUFFERS = PROXYCCL_ROUND_BUFFERS + 2 * PROXYCCL_PIPELINE_DEPTH /* the pipeline has two phases */
+};
+
 typedef struct ProxycclTeam {
   uint32_t rank;
   uint32_t world_size;
   ProxycclControl* control;
   ProxycclLink* links;
   char* scratch;
-  uint64_t exchange_bytes;
+  uint64_t exchange_bytes; /* what a rank takes in from all others at a time */
   uint64_t staging_offset;
+  uint64_t shortest_piece; /* bytes below which a pipeline's piece is not worth its signal */
+  uint32_t lanes;
   /* Advanced by the last block of each kernel, never by the host: a captured graph replays. */
-  uint64_t round;
   uint32_t blocks_done;
+  uint64_t round;
+  uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
 } ProxycclTeam;
 
 #endif

@@ -14,8 +14,19 @@ template <class Word>
 PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_t thread, uint32_t threads) {
   Word* to = reinterpret_cast<Word*>(dst);
   const Word* from = reinterpret_cast<const Word*>(src);
-  forEach(bytes / sizeof(Word), thread, threads, [&](size_t i) { to[i] = from[i]; });
-  const size_t done = bytes / sizeof(Word) * sizeof(Word);
+  const size_t words = bytes / sizeof(Word);
+  // A thread's loads go out together, or each would wait for the store before it, which may alias it.
+  constexpr uint32_t kInFlight = 8;
+  for (size_t first = thread; first < words; first += static_cast<size_t>(kInFlight) * threads) {
+    Word held[kInFlight];
+#pragma unroll
+    for (uint32_t k = 0; k < kInFlight; ++k)
+      if (first + k * threads < words) held[k] = from[first + k * threads];
+#pragma unroll
+    for (uint32_t k = 0; k < kInFlight; ++k)
+      if (first + k * threads < words) to[first + k * threads] = held[k];
+  }
+  const size_t done = words * sizeof(Word);
   forEach(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
