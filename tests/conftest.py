@@ -1,8 +1,9 @@
-"""What tests share: ranks as threads of this process, and ranks as MPI processes."""
+"""What tests share: ranks as threads of this process, ranks as MPI processes, and tests for one kind of runtime."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from devices import ON_HOST, RUNTIME
 
 from proxyccl import Communicator, ThreadBootstrap
 
@@ -18,6 +20,23 @@ T = TypeVar("T")
 TESTS = Path(__file__).parent
 TIMEOUT = 20.0
 """Bound of waits inside tests that are not about time-outs: long, since the machine may be busy."""
+
+HOST_ONLY_FILES = {
+    "test_emulator.py": "the host runtime's own",
+    "test_nvrtc.py": "a compiler alone",
+    "test_packet_epochs.py": "writes the kernels' counters, which only the host runtime's CPU can",
+    "test_sanitizer.py": "the host runtime's own",
+}
+# Open MPI wants to be told what MPICH does unasked: run as root, on more ranks than cores, bound to no core. Versions 4
+# and 5 have different names for it.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
 
 
 def run_ranks(
@@ -52,21 +71,19 @@ def run_ranks(
     return results
 
 
-def run_mpi(
-    world_size: int,
-    program: Path | str,
-    *arguments: str,
-    timeout: float = 120.0,
-    env: dict[str, str] | None = None,
-    survive: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    """Runs a Python program on `world_size` MPI processes.
+def find_mpiexec() -> str:
+    """The launcher beside this interpreter, else the one on PATH."""
+    directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    mpiexec = shutil.which("mpiexec", path=directories)
+    assert mpiexec is not None, "mpiexec is missing: pip install mpich"
+    return mpiexec
 
-    With `survive` a rank that dies leaves the others running.
-    """
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    command = [str(mpiexec), *(["-disable-auto-cleanup"] if survive else []), "-n", str(world_size)]
-    command += [sys.executable, "-m", "mpi4py", str(program), *arguments]
+
+def run_mpi(
+    world_size: int, program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program on `world_size` MPI processes of this machine, which have this process's environment."""
+    command = [find_mpiexec(), "-n", str(world_size), sys.executable, "-m", "mpi4py", str(program), *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **(env or {})}
     )
@@ -76,3 +93,27 @@ def run_mpi(
 def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compiled kernels of the test run stay out of the user's cache."""
     os.environ["PROXYCCL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.update({name: value for name, value in OPEN_MPI.items() if name not in os.environ})
+    config.addinivalue_line("markers", "host_only(reason): makes sense on the host runtime alone")
+    config.addinivalue_line("markers", "gpu_only: needs a GPU, or what stands in for one")
+
+
+def pytest_report_header() -> str:
+    return f"runtime: {RUNTIME}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects, and so counts, what does not make sense on this runtime."""
+
+    def belongs(item: pytest.Item) -> bool:
+        if ON_HOST:
+            return item.get_closest_marker("gpu_only") is None
+        return item.get_closest_marker("host_only") is None and item.path.name not in HOST_ONLY_FILES
+
+    deselected = [item for item in items if not belongs(item)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if belongs(item)]

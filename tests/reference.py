@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
+from device_arrays import on_device, on_host
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
@@ -88,17 +89,24 @@ class Call:
     def _input(self, rank: int, world_size: int) -> Values:
         return _inputs(self.values(), world_size)[rank]
 
-    def _base(self, comm: Communicator, count: int, extra_offset: int = 0) -> tuple[Values, Values]:
-        """Poisoned memory with a guard before and behind, and the view of `count` elements in it."""
+    def _base(
+        self, comm: Communicator, count: int, values: Values | None = None, at: int = 0, *, extra_offset: int = 0
+    ) -> tuple[Any, Any]:
+        """Poisoned memory with a guard before and behind, and the view of `count` elements in it.
+
+        The values, if any, begin at element `at` of the view.
+        """
         dtype = numpy_dtype(self.dtype)
         before = self.offset + extra_offset
-        total = before + count + _GUARD
-        base = poison(total, dtype)
-        if self.own_memory:
-            shared = np.asarray(comm.empty((total,), self.dtype)).view(dtype)
+        base = poison(before + count + _GUARD, dtype)
+        if values is not None:
+            base[before + at : before + at + len(values)] = values
+        if self.own_memory and comm.runtime.name == "host":
+            shared = np.asarray(comm.empty(base.shape, self.dtype)).view(dtype)
             shared[:] = base
             base = shared
-        return base, base[before : before + count]
+        placed = on_device(comm, base)
+        return placed, placed[before : before + count]
 
     def run(self, comm: Communicator, stream: Any = None) -> None:
         """Makes the call on this rank and checks this rank's result. Raises AssertionError."""
@@ -109,22 +117,21 @@ class Call:
         size_in, size_out = self._sizes(comm.world_size)
         values = self._input(comm.rank, comm.world_size)
         if self.in_place:
-            base, whole = self._base(comm, max(size_in, size_out))
-            share = whole[comm.rank * self.count : (comm.rank + 1) * self.count]
-            x = share if self.collective == "all_gather" else whole
-            out = share if self.collective == "reduce_scatter" else whole
-            x[:] = values
+            own = slice(comm.rank * self.count, (comm.rank + 1) * self.count)
+            at = own.start if self.collective == "all_gather" else 0
+            base, whole = self._base(comm, max(size_in, size_out), values, at)
+            x = whole[own] if self.collective == "all_gather" else whole
+            out = whole[own] if self.collective == "reduce_scatter" else whole
             bases = [base]
         else:
-            base, x = self._base(comm, size_in)
-            x[:] = values
+            base, x = self._base(comm, size_in, values)
             out_base, out = self._base(comm, size_out, extra_offset=1)
             bases = [base, out_base]
         result = self._issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         return Started(self, comm, x, out, bases, stream)
 
-    def _issue(self, comm: Communicator, x: Values, out: Values | None, stream: Any) -> Any:
+    def _issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
@@ -142,28 +149,29 @@ class Started:
 
     call: Call
     comm: Communicator
-    x: Values
-    out: Values
-    bases: list[Values]
+    x: Any
+    out: Any
+    bases: list[Any]
     stream: Any
 
     def finish(self) -> bytes:
         """Waits for the result, checks it, and returns its bytes."""
-        if self.stream is not None:
+        if self.stream is not None or self.comm.runtime.name != "host":
             self.comm.synchronize(self.stream)
         call, rank, world_size = self.call, self.comm.rank, self.comm.world_size
         message = f"rank {rank} of {world_size}: {call}"
         expected, bound = _expected(call.values(), world_size, rank)
-        _compare(self.out, expected, bound, message)
-        for i, base in enumerate(self.bases):
-            extra = i
-            size = len(base) - call.offset - extra - _GUARD
-            edges = np.concatenate([base[: call.offset + extra], base[call.offset + extra + size :]])
+        out = on_host(self.out)
+        _compare(out, expected, bound, message)
+        for extra, placed in enumerate(self.bases):
+            base = on_host(placed)
+            before = call.offset + extra
+            edges = np.concatenate([base[:before], base[len(base) - _GUARD :]])
             assert edges.tobytes() == poison(len(edges), base.dtype).tobytes(), f"{message}: wrote outside the array"
         if not call.in_place:
             untouched = call._input(rank, world_size)
-            assert self.x.tobytes() == untouched.tobytes(), f"{message}: changed its input"
-        return self.out.tobytes()
+            assert on_host(self.x).tobytes() == untouched.tobytes(), f"{message}: changed its input"
+        return out.tobytes()
 
 
 def _compare(out: Values, expected: Values, bound: Values | None, message: str) -> None:

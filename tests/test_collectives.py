@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import run_mpi
+from device_arrays import barrier, on_device, on_host
+from devices import processes, world_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -17,12 +19,12 @@ from reference import ALGORITHMS, DTYPES, OPS, Call
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 
-WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as many of them as there are devices for
 MOVES = ("all_gather", "all_to_all", "broadcast")
 PROGRAMS = Path(__file__).parent / "programs"
 
 
-@pytest.fixture(scope="module", params=WORLD_SIZES, ids=lambda n: f"{n}-ranks")
+@pytest.fixture(scope="module", params=world_sizes(*WORLD_SIZES), ids=lambda n: f"{n}-ranks")
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     with Ranks(request.param) as group:
         yield group
@@ -151,9 +153,9 @@ def test_barrier_waits_for_every_rank(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         for turn in range(20):
             arrived.append(turn)
-            comm.barrier()
+            barrier(comm)
             assert arrived.count(turn) == comm.world_size
-            comm.barrier()
+            barrier(comm)
 
     ranks.run(body)
 
@@ -162,11 +164,11 @@ def test_barrier_waits_for_every_rank(ranks: Ranks) -> None:
 def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         for dtype, op in itertools.product(("float32", "float64", "float16"), ("min", "max")):
-            x = np.arange(9, dtype=dtype)
+            values = np.arange(9, dtype=dtype)
             if comm.rank == comm.world_size - 1:
-                x[4] = np.nan
-            comm.all_reduce(x, op, algorithm=algorithm)
-            assert np.array_equal(np.isnan(x), np.arange(9) == 4)
+                values[4] = np.nan
+            reduced = on_host(comm.all_reduce(on_device(comm, values), op, algorithm=algorithm))
+            assert np.array_equal(np.isnan(reduced), np.arange(9) == 4)
 
     ranks.run(body)
 
@@ -174,26 +176,26 @@ def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str) -> None:
 def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         n = comm.world_size
-        x = np.full((2 * n, 3), comm.rank, np.int32)
+        x = on_device(comm, np.full((2 * n, 3), comm.rank, np.int32))
         assert comm.all_gather(x).shape == (2 * n * n, 3)
         assert comm.reduce_scatter(x).shape == (2, 3)
         assert comm.all_to_all(x).shape == (2 * n, 3)
-        assert np.array_equal(comm.all_to_all(x)[:, 0], np.repeat(np.arange(n), 2))
-        assert comm.all_gather(np.array(comm.rank, np.int64)).tolist() == list(range(n))
+        assert np.array_equal(on_host(comm.all_to_all(x))[:, 0], np.repeat(np.arange(n), 2))
+        assert on_host(comm.all_gather(on_device(comm, np.int64(comm.rank)))).tolist() == list(range(n))
         own = comm.empty((2 * n, 3), "int32").fill(comm.rank)
         assert np.array_equal(comm.reduce_scatter(own).numpy(), np.full((2, 3), n * (n - 1) // 2))
 
     ranks.run(body)
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", world_sizes(*WORLD_SIZES, processes=True))
 def test_ranks_as_processes(world_size: int) -> None:
     run_program(world_size)
 
 
 @pytest.mark.parametrize("local_world_size", [1, 2])
 def test_ranks_as_processes_on_rehearsed_nodes(local_world_size: int) -> None:
-    run_program(4, PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))
+    run_program(2 * (processes(4) // 2), PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))
 
 
 def run_program(world_size: int, **env: str) -> None:

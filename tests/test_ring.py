@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 
-import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import barrier
+from devices import ON_HOST, rank_runtime
 from ranks import Ranks
 
-from proxyccl import ArgumentError, Communicator, Trigger
+from proxyccl import ArgumentError, Communicator, Runtime, Trigger
 from proxyccl.device.host import HostRuntime
 
 PRODUCE = r"""
@@ -48,6 +49,11 @@ extern "C" __global__ void put_and_flush_each(DeviceHandle<ProxyChannel>* channe
   }
 }
 """
+
+
+def copying_runtime(rank: int) -> Runtime:
+    """A runtime whose copies for the proxy run beside the proxy's thread, as every GPU's do."""
+    return HostRuntime(async_copies=True) if ON_HOST else rank_runtime(rank)
 
 
 def assert_complete(seen: list[Trigger], producers: int, times: int) -> None:
@@ -101,10 +107,10 @@ def test_the_ring_survives_many_laps_of_transfers() -> None:
         nbytes, peers, times = 256, comm.world_size - 1, 300
         out = comm.empty(nbytes * (peers + 1), "uint8").fill(comm.rank + 1)
         channels = comm.proxy_channels(out)
-        comm.barrier()
+        barrier(comm)
         comm.compile(PRODUCE, "fill")(peers, 1, channels, peers, nbytes, times)
         comm.synchronize()
-        comm.barrier()
+        barrier(comm)
         for channel in channels:
             assert channel.counters.puts == times
             assert channel.counters.bytes == times * nbytes
@@ -114,7 +120,13 @@ def test_the_ring_survives_many_laps_of_transfers() -> None:
     run_ranks(3, body, fifo_size=2)
 
 
-@pytest.mark.parametrize("async_copies", [False, True], ids=["inline-copies", "asynchronous-copies"])
+@pytest.mark.parametrize(
+    "async_copies",
+    [
+        pytest.param(False, marks=pytest.mark.host_only(reason="copies of a GPU are asynchronous"), id="inline-copies"),
+        pytest.param(True, id="asynchronous-copies"),
+    ],
+)
 def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
     """The source is overwritten after each flush: every value must have left by then."""
 
@@ -122,15 +134,15 @@ def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
         array = comm.empty(32, "int32").fill(0)
         wrong = comm.empty(1, "int32").fill(0)
         channels = comm.proxy_channels(array)
-        comm.barrier()
+        barrier(comm)
         times = 200
         comm.compile(PRODUCE, "put_and_flush_each")(1, 1, channels, array, times, wrong)
         comm.synchronize()
-        comm.barrier()
+        barrier(comm)
         assert wrong.numpy()[0] == 0
-        assert np.asarray(array)[16] == times
+        assert array.numpy()[16] == times
 
-    with Ranks(2, make_runtime=lambda _: HostRuntime(async_copies=async_copies)) as ranks:
+    with Ranks(2, make_runtime=copying_runtime if async_copies else rank_runtime) as ranks:
         ranks.run(body)
 
 
@@ -141,14 +153,13 @@ def test_a_flush_does_not_wait_for_other_channels() -> None:
         array = comm.empty(1024, "uint8").fill(comm.rank)
         channels = comm.proxy_channels(array)
         kernel = comm.compile(PRODUCE, "put_then_flush")
-        comm.barrier()
+        barrier(comm)
         if comm.rank == 0:
             runtime = comm.runtime
             blocked, free, held = (runtime.create_stream() for _ in range(3))
-            event, gate = runtime.create_event(), comm.empty(1, "int32").fill(0)
+            gate = comm.empty(1, "int32").fill(0)
             comm.compile(PRODUCE, "hold")(1, 1, gate, stream=blocked)
-            event.record(blocked)
-            comm.connection(1).stream.wait_event(event)
+            runtime.order_streams(blocked.handle, comm.connection(1).stream.handle)
             try:
                 kernel(1, 1, channels, 0, 1, 64, stream=free)
                 free.synchronize()
@@ -159,11 +170,11 @@ def test_a_flush_does_not_wait_for_other_channels() -> None:
             finally:
                 gate.fill(1)
             held.synchronize()
-        comm.barrier()
+        barrier(comm)
         expected = 0 if comm.rank == 1 else comm.rank
-        assert (np.asarray(array)[:64] == expected).all()
+        assert (array.numpy()[:64] == expected).all()
 
-    with Ranks(3, make_runtime=lambda _: HostRuntime(async_copies=True)) as ranks:
+    with Ranks(3, make_runtime=copying_runtime) as ranks:
         ranks.run(body)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import on_device, on_host
 
 from proxyccl import Communicator
 
@@ -42,8 +43,8 @@ def test_a_kernel_moves_data_through_the_proxy() -> None:
 )
 def test_all_reduce_sums(algorithm: str) -> None:
     def body(comm: Communicator) -> None:
-        x = np.arange(1001, dtype=np.float32) + comm.rank
+        x = on_device(comm, np.arange(1001, dtype=np.float32) + comm.rank)
         comm.all_reduce(x, algorithm=algorithm)
-        assert np.array_equal(x, 3 * np.arange(1001, dtype=np.float32) + 3)
+        assert np.array_equal(on_host(x), 3 * np.arange(1001, dtype=np.float32) + 3)
 
     run_ranks(3, body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import on_device, on_host
 
 from proxyccl import ArgumentError, Communicator
 from proxyccl.channels.collectives.selection import ALGORITHMS, Selector
@@ -38,13 +39,13 @@ def test_measured_times_become_limits_between_the_sizes() -> None:
 
 def test_tuning_gives_all_ranks_the_same_table_and_right_results() -> None:
     def body(comm: Communicator) -> Selector:
-        x = np.ones(3000, np.float32)
+        x = on_device(comm, np.ones(3000, np.float32))
         comm.all_reduce(x)  # a plan from before the tuning must not survive it
         selector = comm.tune(sizes=(1024, 16384), iterations=1)
         for count in (10, 3000, 30000):
-            y = np.full(count, comm.rank + 1, np.float32)
+            y = on_device(comm, np.full(count, comm.rank + 1, np.float32))
             comm.all_reduce(y)
-            assert (y == 3).all()
+            assert (on_host(y) == 3).all()
         return selector
 
     tables = run_ranks(2, body)

@@ -1,0 +1,68 @@
+"""Arrays where a communicator's kernels reach them, and back: the host's are numpy's own, a GPU's are its memory's.
+
+On the host a test's numpy array goes in as it is, since any numpy array must do: views, odd offsets, memory that
+nobody allocated for it. On a GPU its values go into memory of the device, and the test holds a view of them that can be
+sliced in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Array, Communicator
+from proxyccl.device.arrays import ArrayView
+
+# A driver may free memory only when the device is idle, and a rank that waits for that holds up the others, whose
+# kernels share the device and wait for the rank's next call. So nothing is freed before the communicator goes.
+_kept: weakref.WeakKeyDictionary[Communicator, list[Array]] = weakref.WeakKeyDictionary()
+
+
+class DeviceView(ArrayView):
+    """A view of device memory, contiguous in C order, whose slices along the first dimension are views too."""
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice) -> DeviceView:
+        start, stop, step = index.indices(len(self))
+        if step != 1:
+            raise ValueError("a slice of a DeviceView has step 1")
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return dataclasses.replace(self, ptr=self.ptr + start * row, shape=(max(0, stop - start), *self.shape[1:]))
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy in host memory. Waits for the device."""
+        assert isinstance(self.owner, Array)
+        whole = self.owner.numpy().reshape(-1).view(np.uint8)
+        start = self.ptr - self.owner.ptr
+        return whole[start : start + self.nbytes].view(self.dtype.numpy()).reshape(self.shape)
+
+
+def on_device(comm: Communicator, values: Any) -> Any:
+    """The values where the communicator's kernels reach them: on the host the numpy array itself."""
+    host = np.asarray(values)
+    if comm.runtime.name == "host":
+        return host
+    array = comm.empty(host.shape, host.dtype).upload(host)
+    _kept.setdefault(comm, []).append(array)
+    view = array.view()
+    return DeviceView(view.ptr, view.shape, view.dtype, view.device, view.writable, array)
+
+
+def on_host(x: Any) -> NDArray[Any]:
+    """The values of an array of any kind; on a GPU it waits for the device."""
+    if isinstance(x, Array | DeviceView):
+        return x.numpy()
+    return np.asarray(x)
+
+
+def barrier(comm: Communicator) -> None:
+    """Returns when all ranks have come here and their work is done; on a GPU a barrier alone is only queued."""
+    comm.barrier()
+    comm.synchronize()

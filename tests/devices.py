@@ -1,0 +1,52 @@
+"""What the tests run on: the runtime that PROXYCCL_RUNTIME names (the host's if it names none), and its devices.
+
+On the host every rank has a device of its own. GPUs are few: rank r uses device r % device_count(). Ranks that are
+threads of one process may share one, since their kernels run side by side; processes on one GPU take turns, which
+makes every exchange between them slow.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+from proxyccl import ArgumentError, Runtime, open_runtime
+
+RUNTIME = os.environ.setdefault("PROXYCCL_RUNTIME", "host") or "host"
+ON_HOST = RUNTIME == "host"
+
+
+@functools.cache
+def device_count() -> int:
+    """Number of devices that the runtime offers; 1 on the host."""
+    if ON_HOST:
+        return 1
+    count = 0
+    try:
+        while True:
+            open_runtime(RUNTIME, count)
+            count += 1
+    except ArgumentError:  # there is no device of this number
+        return count
+
+
+def rank_runtime(rank: int) -> Runtime:
+    """A runtime of its own on the device that a rank of this number uses."""
+    return open_runtime(RUNTIME, rank % device_count())
+
+
+def most_ranks(*, processes: bool = False) -> int:
+    """The largest world size that is sensible here for ranks as threads, or as processes."""
+    if ON_HOST:
+        return 8
+    return max(2, device_count()) if processes else max(5, 2 * device_count())
+
+
+def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
+    """Those of the sizes that are sensible here."""
+    return [size for size in sizes if size <= most_ranks(processes=processes)]
+
+
+def processes(wanted: int) -> int:
+    """The wanted number of processes, or as many as are sensible here."""
+    return min(wanted, most_ranks(processes=True))
