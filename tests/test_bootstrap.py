@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 from conftest import run_mpi
+from device_arrays import on_device, on_host
+from devices import processes
 from processes import FileBootstrap
 
 from proxyccl import (
@@ -90,7 +92,7 @@ def test_the_number_of_threads_is_positive(world_size: Any) -> None:
 def test_a_communicator_needs_no_more_than_the_protocol(tmp_path: Path) -> None:
     def body(bootstrap: Bootstrap) -> float:
         with Communicator(bootstrap, timeout=20) as comm:
-            return float(comm.all_reduce(np.ones(3, np.float32))[0])
+            return float(on_host(comm.all_reduce(on_device(comm, np.ones(3, np.float32))))[0])
 
     assert together(make("files", 3, tmp_path), body) == [3.0] * 3
 
@@ -144,9 +146,10 @@ def test_ranks_that_set_up_different_things_are_told_so() -> None:
 
 
 def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
-    result = run_mpi(4, PROGRAMS / "bootstrap.py")
+    world_size = processes(4)
+    result = run_mpi(world_size, PROGRAMS / "bootstrap.py")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("correct") == 4
+    assert result.stdout.count("correct") == world_size
 
 
 # -- torch ---
@@ -191,7 +194,7 @@ def test_a_process_group_joins_ranks() -> None:
     def body(bootstrap: ThreadBootstrap) -> float:
         with Communicator.from_torch(Group(bootstrap), timeout=20) as comm:
             assert (comm.rank, comm.world_size) == (bootstrap.rank, 3)
-            return float(comm.all_reduce(np.ones(3, np.float32))[0])
+            return float(on_host(comm.all_reduce(on_device(comm, np.ones(3, np.float32))))[0])
 
     assert together(ThreadBootstrap.create(3), body) == [3.0] * 3
 

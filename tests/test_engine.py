@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import barrier, on_device, on_host
 
 from proxyccl import ArgumentError, ClosedError, Communicator, Operation, ProxyService, Trigger
 from proxyccl.proxy.service import IdlePolicy
@@ -102,13 +103,13 @@ def test_handlers_run_in_the_proxys_thread() -> None:
 def test_counters_say_what_a_channel_did() -> None:
     def body(comm: Communicator) -> None:
         channels = comm.proxy_channels(comm.empty(1024, "uint8"))
-        comm.barrier()
+        barrier(comm)
         comm.compile(KERNELS, "mixed")(1, 1, channels, 7, 5, 3)
         comm.synchronize()
         counters = channels[0].counters
         assert (counters.puts, counters.bytes, counters.signals, counters.flushes) == (7, 700, 5, 3)
         assert counters.triggers == 15
-        comm.barrier()
+        barrier(comm)
 
     run_ranks(2, body)
 
@@ -116,7 +117,7 @@ def test_counters_say_what_a_channel_did() -> None:
 def test_counters_only_grow_while_they_are_read() -> None:
     def body(comm: Communicator) -> None:
         channels = comm.proxy_channels(comm.empty(1024, "uint8"))
-        comm.barrier()
+        barrier(comm)
         stream = comm.runtime.create_stream()
         kernel = comm.compile(KERNELS, "mixed")
         kernel(1, 1, channels, 2000, 0, 1, stream=stream)
@@ -126,7 +127,7 @@ def test_counters_only_grow_while_they_are_read() -> None:
             assert last <= now <= 2000
             last = now
         assert channels[0].counters.puts == 2000
-        comm.barrier()
+        barrier(comm)
 
     run_ranks(2, body)
 
@@ -169,7 +170,7 @@ def test_rings_and_threads_must_be_sensible_numbers(fifos: int, proxy_threads: i
 def test_an_idle_proxy_costs_next_to_no_core() -> None:
     def body(comm: Communicator) -> None:
         assert "1 rings, 1 threads" in repr(comm.proxy)
-        comm.all_reduce(np.ones(4, np.float32), algorithm="proxy")
+        comm.all_reduce(on_device(comm, np.ones(4, np.float32)), algorithm="proxy")
         time.sleep(0.1)
         before = resource.getrusage(resource.RUSAGE_SELF)
         time.sleep(1)
@@ -184,8 +185,8 @@ def test_a_proxy_that_slept_wakes_up() -> None:
     def body(comm: Communicator) -> None:
         for _ in range(5):
             time.sleep(0.02)
-            x = np.ones(4, np.float32)
+            x = on_device(comm, np.ones(4, np.float32))
             comm.all_reduce(x, algorithm="proxy")
-            assert (x == 2).all()
+            assert (on_host(x) == 2).all()
 
     run_ranks(2, body, idle=IdlePolicy(spin_us=0, yield_us=0, max_sleep_us=5000))

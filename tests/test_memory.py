@@ -5,16 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from device_arrays import barrier
+from devices import rank_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
-from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError
+from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.memory import HandleCache
-from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtime import Memory
+
+
+def contents(runtime: Runtime, ptr: int, nbytes: int) -> np.ndarray:
+    """The bytes at an address that the runtime's device reaches."""
+    found = np.empty(nbytes, np.uint8)
+    runtime.copy(found.ctypes.data, ptr, nbytes)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +47,17 @@ def test_ranks_may_register_different_sizes(ranks: Ranks) -> None:
 def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(1000, "int32").fill(comm.rank)
-        part = np.asarray(array)[100:200]
+        part = replace(array.view(), ptr=array.ptr + 400, shape=(100,))
         memory = comm.register(part)
         assert memory.ptr == array.ptr + 400
-        peer = np.ctypeslib.as_array(  # what the peer's address holds, seen from here
-            (np.ctypeslib.ctypes.c_int32 * 100).from_address(memory.peer_ptr(1 - comm.rank))
-        )
-        assert (peer == 1 - comm.rank).all()
-        comm.barrier()
+        peer = contents(comm.runtime, memory.peer_ptr(1 - comm.rank), 400)  # what the address holds, seen from here
+        assert (peer.view(np.int32) == 1 - comm.rank).all()
+        barrier(comm)
 
     ranks.run(body)
 
 
+@pytest.mark.host_only(reason="a GPU's memory is shared whoever allocated it")
 def test_private_memory_is_refused_by_name_where_a_peer_wants_it(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         memory = comm.register(np.ones(16))
@@ -77,7 +86,7 @@ def test_closed_memory_is_refused(ranks: Ranks) -> None:
         memory = comm.register(comm.empty(16))
         first = memory.id
         memory.peer_id(1 - comm.rank)
-        comm.barrier()
+        barrier(comm)
         memory.close()
         memory.close()
         for use in (lambda: memory.id, lambda: memory.device_pointer, lambda: memory.peer_ptr(1 - comm.rank)):
@@ -125,80 +134,98 @@ def test_ids_that_are_free_but_not_consecutive_do_not_do(ranks: Ranks) -> None:
 
 # -- handles ---
 
-RUNTIME = HostRuntime()
-MEMORY = RUNTIME.allocate(8192)
-HANDLE = RUNTIME.export(MEMORY.ptr + 100, 200)
+
+@dataclass(frozen=True)
+class Exported:
+    """Memory of a runtime, and the handle of a part of it."""
+
+    runtime: Runtime
+    memory: Memory
+    handle: bytes
 
 
-def test_an_exported_range_is_opened_where_it_lies() -> None:
-    opened = RUNTIME.open(HANDLE)
+@pytest.fixture(scope="module")
+def exported() -> Exported:
+    runtime = rank_runtime(0)
+    runtime.activate()
+    memory = runtime.allocate(8192)
+    return Exported(runtime, memory, runtime.export(memory.ptr + 100, 200))
+
+
+def test_an_exported_range_is_opened_where_it_lies(exported: Exported) -> None:
+    opened = exported.runtime.open(exported.handle)
     assert opened.nbytes == 200
-    RUNTIME.fill(MEMORY.ptr + 100, 7, 200)
-    assert bytes((np.ctypeslib.ctypes.c_uint8 * 200).from_address(opened.ptr)) == b"\7" * 200
+    exported.runtime.fill(exported.memory.ptr + 100, 7, 200)
+    assert (contents(exported.runtime, opened.ptr, 200) == 7).all()
     opened.close()
     opened.close()
     assert opened.closed
-    assert not MEMORY.closed
+    assert not exported.memory.closed
 
 
 @given(st.binary(max_size=128))
-def test_foreign_bytes_are_no_handle(data: bytes) -> None:
+def test_foreign_bytes_are_no_handle(exported: Exported, data: bytes) -> None:
     with pytest.raises(ArgumentError, match="handle"):
-        RUNTIME.open(data)
+        exported.runtime.open(data)
 
 
-@given(st.integers(0, len(HANDLE) - 1))
-def test_a_truncated_handle_is_refused(length: int) -> None:
+@given(st.data())
+def test_a_truncated_handle_is_refused(exported: Exported, data: st.DataObject) -> None:
+    length = data.draw(st.integers(0, len(exported.handle) - 1))
     with pytest.raises(ArgumentError, match="handle"):
-        RUNTIME.open(HANDLE[:length])
+        exported.runtime.open(exported.handle[:length])
 
 
 @settings(deadline=None)
-@given(st.integers(0, len(HANDLE) - 1), st.integers(1, 255))
-def test_a_damaged_handle_is_refused_or_names_a_part_of_the_same_memory(position: int, change: int) -> None:
-    damaged = bytearray(HANDLE)
+@given(st.data())
+def test_a_damaged_handle_is_refused_or_names_a_part_of_the_same_memory(
+    exported: Exported, data: st.DataObject
+) -> None:
+    position, change = data.draw(st.integers(0, len(exported.handle) - 1)), data.draw(st.integers(1, 255))
+    damaged = bytearray(exported.handle)
     damaged[position] ^= change
     with contextlib.suppress(ArgumentError):
-        opened = RUNTIME.open(bytes(damaged))
+        opened = exported.runtime.open(bytes(damaged))
         assert 0 <= opened.nbytes <= 8192
         opened.close()
 
 
-def test_a_handle_of_memory_that_is_gone_is_refused() -> None:
-    memory = RUNTIME.allocate(4096)
-    handle = RUNTIME.export(memory.ptr, 4096)
+def test_a_handle_of_memory_that_is_gone_is_refused(exported: Exported) -> None:
+    memory = exported.runtime.allocate(4096)
+    handle = exported.runtime.export(memory.ptr, 4096)
     memory.close()
     with pytest.raises(ArgumentError, match="handle"):
-        RUNTIME.open(handle)
+        exported.runtime.open(handle)
 
 
-def test_a_descriptor_that_was_used_again_for_something_else_is_refused() -> None:
-    memory = RUNTIME.allocate(4096)
-    handle, descriptor = RUNTIME.export(memory.ptr, 4096), memory.descriptor
+@pytest.mark.host_only(reason="its handles name descriptors")
+def test_a_descriptor_that_was_used_again_for_something_else_is_refused(exported: Exported) -> None:
+    memory = exported.runtime.allocate(4096)
+    handle, descriptor = exported.runtime.export(memory.ptr, 4096), memory.descriptor
     memory.close()
     other = os.open("/dev/null", os.O_RDWR)
     os.dup2(other, descriptor)
     try:
         with pytest.raises(ArgumentError, match="closed the memory"):
-            RUNTIME.open(handle)
+            exported.runtime.open(handle)
     finally:
         os.close(descriptor)
         if other != descriptor:
             os.close(other)
 
 
-def test_memory_that_was_not_allocated_here_is_not_exported() -> None:
+def test_memory_that_was_not_allocated_here_is_not_exported(exported: Exported) -> None:
     array = np.ones(100)
     with pytest.raises(ArgumentError, match="private to its process"):
-        RUNTIME.export(array.ctypes.data, array.nbytes)
+        exported.runtime.export(array.ctypes.data, array.nbytes)
     with pytest.raises(ArgumentError, match="private to its process"):
-        RUNTIME.export(MEMORY.ptr + 8000, 400)
+        exported.runtime.export(exported.memory.ptr + 8000, 400)
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_an_allocation_has_a_positive_size(nbytes: int) -> None:
+def test_an_allocation_has_a_positive_size(exported: Exported, nbytes: int) -> None:
     with pytest.raises(ArgumentError, match="nbytes"):
-        RUNTIME.allocate(nbytes)
+        exported.runtime.allocate(nbytes)
 
 
 class Opened:

@@ -8,28 +8,36 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import barrier, on_device, on_host
+from devices import most_ranks, rank_runtime
 from ranks import Ranks
 from reference import ALGORITHMS, Call
 
-from proxyccl import ArgumentError, Communicator, ThreadBootstrap
+from proxyccl import ArgumentError, Array, Communicator, Runtime, ThreadBootstrap
 from proxyccl.channels.topology import RankInfo, Topology
-from proxyccl.device.host import HostRuntime
-
-RUNTIME = HostRuntime()
-OWN = RankInfo.own(RUNTIME)
 
 
-def test_ranks_of_one_host_are_a_node() -> None:
-    topology = Topology.find(1, [OWN] * 3, RUNTIME, None)
+@pytest.fixture(scope="module")
+def runtime() -> Runtime:
+    return rank_runtime(0)
+
+
+@pytest.fixture(scope="module")
+def own(runtime: Runtime) -> RankInfo:
+    return RankInfo.own(runtime)
+
+
+def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:
+    topology = Topology.find(1, [own] * 3, runtime, None)
     assert topology.nodes == (0, 0, 0)
     assert (topology.world_size, topology.node_count) == (3, 1)
     assert (topology.local_rank, topology.local_world_size) == (1, 3)
     assert topology.all_accessible()
 
 
-def test_hosts_are_nodes_in_the_order_of_their_first_ranks() -> None:
-    other = replace(OWN, host="elsewhere")
-    topology = Topology.find(3, [OWN, other, OWN, other], RUNTIME, None)
+def test_hosts_are_nodes_in_the_order_of_their_first_ranks(runtime: Runtime, own: RankInfo) -> None:
+    other = replace(own, host="elsewhere")
+    topology = Topology.find(3, [own, other, own, other], runtime, None)
     assert topology.nodes == (0, 1, 0, 1)
     assert topology.node_ranks == [1, 3]
     assert topology.local_rank == 1
@@ -38,8 +46,8 @@ def test_hosts_are_nodes_in_the_order_of_their_first_ranks() -> None:
     assert [topology.same_host(peer) for peer in range(4)] == [False, True, False, True]
 
 
-def test_a_local_world_size_makes_nodes_of_consecutive_ranks() -> None:
-    topology = Topology.find(2, [OWN] * 6, RUNTIME, 2)
+def test_a_local_world_size_makes_nodes_of_consecutive_ranks(runtime: Runtime, own: RankInfo) -> None:
+    topology = Topology.find(2, [own] * 6, runtime, 2)
     assert topology.nodes == (0, 0, 1, 1, 2, 2)
     assert (topology.node_ranks, topology.local_rank, topology.node_count) == ([2, 3], 0, 3)
     assert topology.accessible == (False, False, True, True, False, False)
@@ -47,30 +55,32 @@ def test_a_local_world_size_makes_nodes_of_consecutive_ranks() -> None:
 
 
 @pytest.mark.parametrize("local", [0, -1, 2, 4])
-def test_a_local_world_size_must_divide(local: int) -> None:
+def test_a_local_world_size_must_divide(runtime: Runtime, own: RankInfo, local: int) -> None:
     with pytest.raises(ArgumentError, match="local_world_size"):
-        Topology.find(0, [OWN] * 3, RUNTIME, local)
+        Topology.find(0, [own] * 3, runtime, local)
 
 
-def test_all_ranks_use_one_runtime() -> None:
-    with pytest.raises(ArgumentError, match=r"runtime: .* found cuda, host"):
-        Topology.find(0, [OWN, replace(OWN, runtime="cuda")], RUNTIME, None)
+def test_all_ranks_use_one_runtime(runtime: Runtime, own: RankInfo) -> None:
+    with pytest.raises(ArgumentError, match=r"runtime: .* found abacus, "):
+        Topology.find(0, [own, replace(own, runtime="abacus")], runtime, None)
 
 
-def test_devices_that_are_no_peers_are_not_accessible() -> None:
-    topology = Topology.find(0, [OWN, replace(OWN, device_id="cuda:1")], RUNTIME, None)
+def test_devices_that_are_no_peers_are_not_accessible(runtime: Runtime, own: RankInfo) -> None:
+    topology = Topology.find(0, [own, replace(own, device_id="abacus:1")], runtime, None)
     assert topology.accessible == (True, False)
 
 
-def test_what_a_rank_tells_survives_the_bootstrap() -> None:
-    assert RankInfo.decode(OWN.encode()) == OWN
+def test_what_a_rank_tells_survives_the_bootstrap(own: RankInfo) -> None:
+    assert RankInfo.decode(own.encode()) == own
 
 
 # -- rehearsed nodes ---
 
 
 @pytest.fixture(
-    scope="module", params=[(2, 1), (4, 1), (4, 2), (6, 2), (6, 3)], ids=lambda p: f"{p[0]}-ranks-{p[1]}-local"
+    scope="module",
+    params=[nodes for nodes in ((2, 1), (4, 1), (4, 2), (6, 2), (6, 3)) if nodes[0] <= most_ranks()],
+    ids=lambda p: f"{p[0]}-ranks-{p[1]}-local",
 )
 def nodes(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     world_size, local = request.param
@@ -100,7 +110,7 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
 def test_packets_need_mapped_memory(nodes: Ranks, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ArgumentError, match="use ring, two_shot or proxy"):
-            comm.all_reduce(np.ones(4, np.float32), algorithm=algorithm)
+            comm.all_reduce(on_device(comm, np.ones(4, np.float32)), algorithm=algorithm)
         comm.barrier()
 
     nodes.run(body)
@@ -160,8 +170,8 @@ def test_streams_of_the_caller_are_asynchronous_and_kept_in_order() -> None:
 def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
-        x = np.full(8, comm.rank + 1.0)
-        comm.barrier()
+        x = on_device(comm, np.full(8, comm.rank + 1.0))
+        barrier(comm)
         if comm.rank == 0:
             comm.all_reduce(x, stream=stream)  # returns, though rank 1 comes only after it hears of that
             comm.all_gather_bytes(b"issued")
@@ -169,20 +179,22 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
             comm.all_gather_bytes(b"")
             comm.all_reduce(x, stream=stream)
         comm.synchronize(stream)
-        assert (x == 3).all()
+        assert (on_host(x) == 3).all()
 
     run_ranks(2, body)
 
 
 def test_arrays_of_asynchronous_calls_are_kept_alive() -> None:
+    def fresh(comm: Communicator, value: int) -> np.ndarray | Array:
+        if comm.runtime.name == "host":
+            return np.full(50_000, value, np.int64)
+        return comm.empty(50_000, "int64").fill(value)
+
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
-        results = [
-            comm.all_reduce(np.full(50_000, 1, np.int64), out=np.empty(50_000, np.int64), stream=stream)
-            for _ in range(100)
-        ]
+        results = [comm.all_reduce(fresh(comm, 1), out=fresh(comm, 0), stream=stream) for _ in range(100)]
         comm.synchronize()
-        assert all((result == 2).all() for result in results)
+        assert all((on_host(result) == 2).all() for result in results)
 
     run_ranks(2, body)
 
@@ -196,9 +208,9 @@ def test_streams_of_other_libraries_are_taken_by_their_handles(form: str) -> Non
             foreign = type("Stream", (), {"__cuda_stream__": lambda _: (0, own.handle)})()
         elif form != "handle":
             foreign = type("Stream", (), {form: own.handle})()
-        x = np.ones(5, np.float32)
+        x = on_device(comm, np.ones(5, np.float32))
         comm.all_reduce(x, stream=foreign)
         comm.synchronize(foreign)
-        assert (x == 2).all()
+        assert (on_host(x) == 2).all()
 
     run_ranks(2, body)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+from device_arrays import on_device, on_host
 from mpi4py import MPI
 
 from proxyccl import Communicator
@@ -21,8 +25,8 @@ with (
     assert (mine.rank, mine.world_size) == (half.rank, half.size)
     assert backwards.rank == world.size - 1 - world.rank
     for comm, members in ((mine, half), (everyone, world), (backwards, reverse)):
-        x = np.full(100, world.rank, np.int64)
+        x = on_device(comm, np.full(100, world.rank, np.int64))
         comm.all_reduce(x)
-        assert (x == members.allreduce(world.rank)).all()
+        assert (on_host(x) == members.allreduce(world.rank)).all()
         assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
 sys.stdout.write(f"rank {world.rank}: correct\n")

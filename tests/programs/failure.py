@@ -15,6 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
+from device_arrays import on_device
 from processes import FileBootstrap
 
 from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError, Trigger
@@ -67,11 +68,16 @@ def report(action: Callable[[], object]) -> BaseException | None:
     return None
 
 
+def all_reduce(comm: Communicator, count: int = 10, algorithm: str | None = None) -> None:
+    """A whole call: on a GPU what goes wrong is heard of when it is waited for."""
+    comm.all_reduce(on_device(comm, np.ones(count, np.float32)), algorithm=algorithm)
+    comm.synchronize()
+
+
 def opened() -> Communicator:
     comm = Communicator(bootstrap, timeout=TIMEOUT)
-    x = np.ones(10, np.float32)
-    comm.all_reduce(x, algorithm="proxy")
-    comm.all_reduce(x)
+    all_reduce(comm, algorithm="proxy")
+    all_reduce(comm)
     return comm
 
 
@@ -80,8 +86,8 @@ def killed_in_a_collective(algorithm: str) -> None:
     meet()
     if rank == VICTIM:
         die()
-    report(lambda: comm.all_reduce(np.ones(100_000, np.float32), algorithm=algorithm))
-    report(lambda: comm.all_reduce(np.ones(10, np.float32)))  # and stays closed for use
+    report(lambda: all_reduce(comm, 100_000, algorithm))
+    report(lambda: all_reduce(comm))  # and stays closed for use
     comm.close()
 
 
@@ -127,7 +133,7 @@ def stopped() -> None:
     meet()
     if rank == VICTIM:
         os.kill(os.getpid(), signal.SIGSTOP)
-    report(lambda: comm.all_reduce(np.ones(10, np.float32)))
+    report(lambda: all_reduce(comm))
     comm.close()
     if rank == 0:
         os.kill(pids[VICTIM], signal.SIGCONT)
@@ -147,7 +153,7 @@ def raising_handler() -> None:
         error = report(comm.synchronize)
         say(f"cause {error.__cause__!r}" if error is not None else "no cause")
     else:
-        report(lambda: comm.all_reduce(np.ones(10, np.float32)))
+        report(lambda: all_reduce(comm))
     comm.close()
 
 
@@ -156,7 +162,7 @@ def exception_inside_with() -> None:
         with Communicator(bootstrap, timeout=TIMEOUT) as comm:
             if rank == VICTIM:
                 int("not a number")
-            report(lambda: comm.all_reduce(np.ones(10, np.float32)))
+            report(lambda: all_reduce(comm))
     except ValueError:
         say("ValueError")
 
@@ -172,7 +178,7 @@ def exit_of_one_rank() -> None:
     comm = Communicator(bootstrap, timeout=TIMEOUT)
     if rank == VICTIM:
         return
-    report(lambda: comm.all_reduce(np.ones(10, np.float32)))
+    report(lambda: all_reduce(comm))
     comm.close()
 
 
