@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import run_ranks
+from device_arrays import barrier, on_device, on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
@@ -15,9 +17,12 @@ from ranks import Ranks
 from proxyccl import ArgumentError, Communicator, CompileError, KernelError, RuntimeUnavailableError, open_runtime
 from proxyccl.channels.bootstrap import ThreadBootstrap, as_bootstrap
 from proxyccl.channels.collectives.selection import Selector
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.host import HostRuntime
 
 F32 = np.float32
+HOST_ARRAYS = pytest.mark.host_only(reason="GPUs' collectives refuse arrays of the host")
 
 
 @pytest.fixture(scope="module")
@@ -26,51 +31,69 @@ def ranks() -> Iterator[Ranks]:
         yield group
 
 
-def read_only() -> np.ndarray:
-    x = np.ones(4, F32)
+def device(comm: Communicator, values: Any, dtype: Any = F32) -> Any:
+    return on_device(comm, np.asarray(values, dtype))
+
+
+def ones(comm: Communicator, shape: int | tuple[int, ...] = 4, dtype: Any = F32) -> Any:
+    return on_device(comm, np.ones(shape, dtype))
+
+
+def read_only(comm: Communicator) -> Any:
+    x = ones(comm)
+    if isinstance(x, ArrayView):
+        return replace(x, writable=False)
     x.flags.writeable = False
     return x
 
 
-def misaligned() -> np.ndarray:
-    return np.zeros(17, np.uint8)[1:].view(F32)
+def misaligned(comm: Communicator) -> Any:
+    x = on_device(comm, np.zeros(17, np.uint8))
+    if isinstance(x, ArrayView):
+        return replace(x, ptr=x.ptr + 1, shape=(4,), dtype=as_dtype("float32"))
+    return x[1:].view(F32)
 
 
-COLLECTIVES: list[tuple[str, Callable[[Communicator], object], str]] = [
+COLLECTIVES: list[Any] = [
     ("x", lambda c: c.all_reduce([1, 2]), "list is no array"),
     ("x", lambda c: c.all_reduce(np.ones((4, 4), F32)[:, 1]), "not contiguous"),
-    ("x", lambda c: c.all_reduce(np.ones(4, np.uint8)), "can't be reduced; use one of float16"),
-    ("x", lambda c: c.all_reduce(np.ones(4, np.complex64)), "can't be reduced"),
-    ("x", lambda c: c.all_reduce(np.ones(4, bool)), "can't be reduced"),
+    ("x", lambda c: c.all_reduce(ones(c, 4, np.uint8)), "can't be reduced; use one of float16"),
+    ("x", lambda c: c.all_reduce(ones(c, 4, np.complex64)), "can't be reduced"),
+    ("x", lambda c: c.all_reduce(ones(c, 4, bool)), "can't be reduced"),
     ("x", lambda c: c.all_reduce(np.ones(4, ">f4")), "byte order"),
-    ("x", lambda c: c.all_reduce(read_only()), "read-only"),
-    ("x", lambda c: c.all_reduce(b"12345678"), "can't be reduced"),
-    ("x", lambda c: c.all_reduce(misaligned()), "not aligned"),
-    ("op", lambda c: c.all_reduce(np.ones(4, F32), "median"), "none of sum, prod, min, max, avg"),
-    ("op", lambda c: c.all_reduce(np.ones(4, F32), None), "none of sum"),
-    ("algorithm", lambda c: c.all_reduce(np.ones(4, F32), algorithm="quick"), "none of one_shot"),
-    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones(5, F32)), r"shape \(5,\), \(4,\) is wanted"),
-    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones((2, 2), F32)), "shape"),
-    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=np.ones(4)), "element type float64, x has float32"),
-    ("out", lambda c: c.all_reduce(np.ones(4, F32), out=read_only()), "read-only"),
-    ("out", lambda c: c.all_reduce((x := np.ones(8, F32))[:4], out=x[2:6]), "overlaps x in part"),
-    ("stream", lambda c: c.all_reduce(np.ones(4, F32), stream="default"), "str is no stream"),
-    ("stream", lambda c: c.all_reduce(np.ones(4, F32), stream=12345), "no stream of the host runtime"),
-    ("x", lambda c: c.reduce_scatter(np.ones(5, F32)), "does not divide by the world size 2"),
-    ("x", lambda c: c.reduce_scatter(np.float32(3).reshape(())), "does not divide"),
-    ("op", lambda c: c.reduce_scatter(np.ones(4, F32), "mean"), "none of"),
-    ("algorithm", lambda c: c.reduce_scatter(np.ones(4, F32), algorithm="ring"), "neither None nor 'proxy'"),
-    ("out", lambda c: c.reduce_scatter(np.ones(4, F32), out=np.ones(4, F32)), "shape"),
-    ("out", lambda c: c.reduce_scatter(x := np.ones(4, F32), out=x[1:3]), "overlaps"),
+    ("x", lambda c: c.all_reduce(read_only(c)), "read-only"),
+    pytest.param("x", lambda c: c.all_reduce(b"12345678"), "can't be reduced", marks=HOST_ARRAYS),
+    ("x", lambda c: c.all_reduce(misaligned(c)), "not aligned"),
+    ("op", lambda c: c.all_reduce(ones(c, 4), "median"), "none of sum, prod, min, max, avg"),
+    ("op", lambda c: c.all_reduce(ones(c, 4), None), "none of sum"),
+    ("algorithm", lambda c: c.all_reduce(ones(c, 4), algorithm="quick"), "none of one_shot"),
+    ("out", lambda c: c.all_reduce(ones(c, 4), out=ones(c, 5)), r"shape \(5,\), \(4,\) is wanted"),
+    ("out", lambda c: c.all_reduce(ones(c, 4), out=ones(c, (2, 2))), "shape"),
+    ("out", lambda c: c.all_reduce(ones(c, 4), out=ones(c, 4, np.float64)), "element type float64, x has float32"),
+    ("out", lambda c: c.all_reduce(ones(c, 4), out=read_only(c)), "read-only"),
+    ("out", lambda c: c.all_reduce((x := ones(c, 8))[:4], out=x[2:6]), "overlaps x in part"),
+    ("stream", lambda c: c.all_reduce(ones(c, 4), stream="default"), "str is no stream"),
+    pytest.param(
+        "stream",
+        lambda c: c.all_reduce(ones(c, 4), stream=12345),
+        "no stream of the host runtime",
+        marks=pytest.mark.host_only(reason="a driver does not tell whether a number is a stream"),
+    ),
+    ("x", lambda c: c.reduce_scatter(ones(c, 5)), "does not divide by the world size 2"),
+    ("x", lambda c: c.reduce_scatter(device(c, 3)), "does not divide"),
+    ("op", lambda c: c.reduce_scatter(ones(c, 4), "mean"), "none of"),
+    ("algorithm", lambda c: c.reduce_scatter(ones(c, 4), algorithm="ring"), "neither None nor 'proxy'"),
+    ("out", lambda c: c.reduce_scatter(ones(c, 4), out=ones(c, 4)), "shape"),
+    ("out", lambda c: c.reduce_scatter(x := ones(c, 4), out=x[1:3]), "overlaps"),
     ("x", lambda c: c.all_gather("text"), "no array"),
-    ("out", lambda c: c.all_gather(np.ones(4, F32), out=np.ones(4, F32)), r"\(8,\) is wanted"),
-    ("out", lambda c: c.all_gather((x := np.ones(8, F32))[1:5], out=x), "overlaps"),
-    ("algorithm", lambda c: c.all_gather(np.ones(4, F32), algorithm="two_shot"), "neither None nor 'proxy'"),
-    ("x", lambda c: c.all_to_all(np.ones(3, F32)), "does not divide"),
-    ("out", lambda c: c.all_to_all((x := np.ones(8, F32))[:4], out=x[1:5]), "overlaps"),
-    ("root", lambda c: c.broadcast(np.ones(4, F32), 2), "a rank from 0 to 1"),
-    ("root", lambda c: c.broadcast(np.ones(4, F32), -1), "a rank from 0 to 1"),
-    ("root", lambda c: c.broadcast(np.ones(4, F32), "0"), "a rank from 0 to 1"),
+    ("out", lambda c: c.all_gather(ones(c, 4), out=ones(c, 4)), r"\(8,\) is wanted"),
+    ("out", lambda c: c.all_gather((x := ones(c, 8))[1:5], out=x), "overlaps"),
+    ("algorithm", lambda c: c.all_gather(ones(c, 4), algorithm="two_shot"), "neither None nor 'proxy'"),
+    ("x", lambda c: c.all_to_all(ones(c, 3)), "does not divide"),
+    ("out", lambda c: c.all_to_all((x := ones(c, 8))[:4], out=x[1:5]), "overlaps"),
+    ("root", lambda c: c.broadcast(ones(c, 4), 2), "a rank from 0 to 1"),
+    ("root", lambda c: c.broadcast(ones(c, 4), -1), "a rank from 0 to 1"),
+    ("root", lambda c: c.broadcast(ones(c, 4), "0"), "a rank from 0 to 1"),
     ("stream", lambda c: c.barrier(stream=object()), "no stream"),
 ]
 
@@ -85,9 +108,7 @@ def test_a_wrong_argument_of_a_collective_is_named(
         assert caught.value.argument == argument
         assert str(caught.value).startswith(f"{argument}: ")
         assert isinstance(caught.value, ValueError)
-        x = np.ones(4, F32)
-        comm.all_reduce(x)
-        assert (x == 2).all()
+        assert (on_host(comm.all_reduce(ones(comm))) == 2).all()
 
     ranks.run(body)
 
@@ -98,11 +119,12 @@ def test_a_closed_stream_is_refused(ranks: Ranks) -> None:
         stream.close()
         stream.close()
         with pytest.raises(ArgumentError, match="stream: the stream is closed"):
-            comm.all_reduce(np.ones(4, F32), stream=stream)
+            comm.all_reduce(ones(comm), stream=stream)
 
     ranks.run(body)
 
 
+@HOST_ARRAYS
 def test_an_array_of_another_device_is_refused(ranks: Ranks) -> None:
     class OnGpu:
         def __init__(self) -> None:
@@ -315,6 +337,7 @@ def test_a_source_that_does_not_compile_shows_the_compilers_words(ranks: Ranks) 
     ranks.run(body)
 
 
+@pytest.mark.host_only(reason="GPUs' compilers are libraries")
 def test_without_a_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
@@ -343,13 +366,10 @@ def test_a_selector_chooses_by_size(nbytes: int) -> None:
 def test_the_selector_can_be_replaced(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         before = comm.collectives.selector
-        x = np.ones(1000, F32)
         for algorithm in ("ring", "proxy", "recursive_doubling"):
             comm.collectives.selector = Selector((), algorithm)
-            x[:] = 1
-            comm.all_reduce(x)
-            assert (x == 2).all()
+            assert (on_host(comm.all_reduce(ones(comm, 1000))) == 2).all()
         comm.collectives.selector = before
-        comm.barrier()
+        barrier(comm)
 
     ranks.run(body)
