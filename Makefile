@@ -3,19 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 4
+PYTEST ?= $(BIN)/pytest
+GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 
-.PHONY: demo test coverage bench lint clean
+.PHONY: demo test test-gpu coverage bench lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
-	$(BIN)/pytest tests
+	PROXYCCL_RUNTIME=host $(BIN)/pytest tests
 
 coverage: $(VENV)/.installed
 	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term
+
+# On a machine with GPUs. Where its own Python has the packages: make test-gpu PYTEST="python3 -m pytest"
+test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) $(PYTEST) tests
 
 bench: $(VENV)/.installed
 	$(BIN)/proxyccl bench ring

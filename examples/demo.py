@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -62,11 +63,12 @@ def train(training: Training, ranks: int) -> dict[str, Any]:
     Raises:
         DemoError: it failed, did not end in time, or gave no result.
     """
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    if not mpiexec.exists():
-        raise DemoError(f"{mpiexec} is missing; run `make demo`, which installs it")
+    directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    mpiexec = shutil.which("mpiexec", path=directories)
+    if mpiexec is None:
+        raise DemoError("mpiexec is missing; run `make demo`, which installs it")
     program = EXAMPLES / training.program
-    command = [str(mpiexec), "-n", str(ranks), sys.executable, "-m", "mpi4py", str(program), *training.options]
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "mpi4py", str(program), *training.options]
     # The matrices are small: threads of numpy's own would only take the cores from the ranks.
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     result: dict[str, Any] | None = None

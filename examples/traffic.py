@@ -23,7 +23,8 @@ class ProxyTraffic:
 
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
     """The sum over all channels of all ranks up to now. All ranks call this together."""
-    comm.barrier()  # no rank still waits for a trigger, so all of them are counted
+    comm.barrier()
+    comm.synchronize()  # no rank still waits for a trigger, so all of them are counted
     own = np.zeros(2, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:
