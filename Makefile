@@ -14,7 +14,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
-	PROXYCCL_RUNTIME=host $(BIN)/pytest tests
+	$(BIN)/pytest tests
 
 coverage: $(VENV)/.installed
 	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term

@@ -73,7 +73,7 @@ class Call:
     root: int = 0
     seed: int = 0
 
-    def _sizes(self, world_size: int) -> tuple[int, int]:
+    def sizes(self, world_size: int) -> tuple[int, int]:
         """Elements that go in and come out, on each rank."""
         many = self.count * world_size
         return {
@@ -86,7 +86,8 @@ class Call:
         """The call without what its result does not depend on."""
         return replace(self, algorithm=None, offset=0, in_place=True, own_memory=False)
 
-    def _input(self, rank: int, world_size: int) -> Values:
+    def input(self, rank: int, world_size: int) -> Values:
+        """What a rank puts in."""
         return _inputs(self.values(), world_size)[rank]
 
     def _base(
@@ -114,8 +115,8 @@ class Call:
 
     def start(self, comm: Communicator, stream: Any = None) -> Started:
         """Makes the call on this rank; with a stream its result is there after a synchronisation."""
-        size_in, size_out = self._sizes(comm.world_size)
-        values = self._input(comm.rank, comm.world_size)
+        size_in, size_out = self.sizes(comm.world_size)
+        values = self.input(comm.rank, comm.world_size)
         if self.in_place:
             own = slice(comm.rank * self.count, (comm.rank + 1) * self.count)
             at = own.start if self.collective == "all_gather" else 0
@@ -127,11 +128,17 @@ class Call:
             base, x = self._base(comm, size_in, values)
             out_base, out = self._base(comm, size_out, extra_offset=1)
             bases = [base, out_base]
-        result = self._issue(comm, x, None if out is x else out, stream)
+        result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
         return Started(self, comm, x, out, bases, stream)
 
-    def _issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
+    def check(self, out: Values, rank: int, world_size: int) -> None:
+        """Raises AssertionError unless `out` is what must come out on a rank."""
+        expected, bound = _expected(self.values(), world_size, rank)
+        _compare(out, expected, bound, f"rank {rank} of {world_size}: {self}")
+
+    def issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
+        """Makes the call on arrays of these sizes, with `out` None in place; what it returned."""
         call = getattr(comm, self.collective)
         options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
         if self.collective in ("all_gather", "all_to_all") and out is None:
@@ -160,16 +167,15 @@ class Started:
             self.comm.synchronize(self.stream)
         call, rank, world_size = self.call, self.comm.rank, self.comm.world_size
         message = f"rank {rank} of {world_size}: {call}"
-        expected, bound = _expected(call.values(), world_size, rank)
         out = on_host(self.out)
-        _compare(out, expected, bound, message)
+        call.check(out, rank, world_size)
         for extra, placed in enumerate(self.bases):
             base = on_host(placed)
             before = call.offset + extra
             edges = np.concatenate([base[:before], base[len(base) - _GUARD :]])
             assert edges.tobytes() == poison(len(edges), base.dtype).tobytes(), f"{message}: wrote outside the array"
         if not call.in_place:
-            untouched = call._input(rank, world_size)
+            untouched = call.input(rank, world_size)
             assert on_host(self.x).tobytes() == untouched.tobytes(), f"{message}: changed its input"
         return out.tobytes()
 
@@ -212,7 +218,7 @@ def _cached(function: Callable[P, T]) -> Callable[P, T]:
 @_cached
 def _inputs(call: Call, world_size: int) -> list[Values]:
     dtype = numpy_dtype(call.dtype)
-    size, _ = call._sizes(world_size)
+    size, _ = call.sizes(world_size)
     generators = [np.random.default_rng([call.seed, rank]) for rank in range(world_size)]
     if call.collective not in ("all_reduce", "reduce_scatter"):
         return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
