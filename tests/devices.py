@@ -7,32 +7,23 @@ makes every exchange between them slow.
 
 from __future__ import annotations
 
-import functools
 import os
 
-from proxyccl import ArgumentError, Runtime, open_runtime
+from proxyccl import Runtime, open_runtime
+from proxyccl.device import open_driver
 
 RUNTIME = os.environ.setdefault("PROXYCCL_RUNTIME", "host") or "host"
 ON_HOST = RUNTIME == "host"
 
 
-@functools.cache
 def device_count() -> int:
     """Number of devices that the runtime offers; 1 on the host."""
-    if ON_HOST:
-        return 1
-    count = 0
-    try:
-        while True:
-            open_runtime(RUNTIME, count)
-            count += 1
-    except ArgumentError:  # there is no device of this number
-        return count
+    return 1 if ON_HOST else open_driver(RUNTIME).device_count()
 
 
 def rank_runtime(rank: int) -> Runtime:
     """A runtime of its own on the device that a rank of this number uses."""
-    return open_runtime(RUNTIME, rank % device_count())
+    return open_runtime(RUNTIME, local_rank=rank)
 
 
 def most_ranks(*, processes: bool = False) -> int:

@@ -1,4 +1,4 @@
-"""Replays graphs of mixed collectives of random sizes in random order, on new values each time, and checks every result.
+"""Replays graphs of mixed collectives of random sizes in random order, on new values, and checks every result.
 
 Started with one process a GPU; Open MPI's mpirun may need --allow-run-as-root:
 
@@ -21,14 +21,13 @@ from reference import ALGORITHMS, DTYPES, OPS, Call
 
 from proxyccl import Communicator, Stream
 
+COLLECTIVES = ("all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 TOGETHER = 100  # replays between two looks at the clock
 
 
 def random_call(rng: np.random.Generator, world_size: int, algorithms: tuple[str, ...]) -> Call:
     """Any collective; sizes are spread evenly over their logarithms, up to 1 MiB or so."""
-    collective = str(
-        rng.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"])
-    )
+    collective = str(rng.choice(COLLECTIVES))
     reduces = collective in ("all_reduce", "reduce_scatter")
     choices = (*algorithms, None) if collective == "all_reduce" else ("proxy", None)
     count = int(2 ** rng.uniform(0, 18))

@@ -1,0 +1,543 @@
+"""What only a GPU has: arrays of its libraries, their streams, graphs, contexts that survive, and peers that are none."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import run_ranks
+from device_arrays import on_device, on_host
+from devices import RUNTIME, device_count, rank_runtime
+from graphs import Graph, Replayed
+from ranks import Ranks
+from reference import ALGORITHMS, DTYPES, Call
+
+from proxyccl import (
+    AbortedError,
+    ArgumentError,
+    Array,
+    Communicator,
+    DispatchCombine,
+    ProxyCCLError,
+    ResourceError,
+    Runtime,
+    RuntimeUnavailableError,
+    Stream,
+    ThreadBootstrap,
+    WaitTimeoutError,
+    open_runtime,
+)
+from proxyccl.device.dtypes import as_dtype
+
+pytestmark = pytest.mark.gpu_only
+CUDA_ONLY = pytest.mark.skipif(RUNTIME != "cuda", reason="of CUDA alone")
+TWO_DEVICES = pytest.mark.skipif(
+    RUNTIME not in ("cuda", "hip") or device_count() < 2, reason="needs two devices in one process"
+)
+MOVES = ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    """torch for the runtime's devices, or a skip that says why there is none."""
+    module = pytest.importorskip("torch")
+    built_for = "hip" if module.version.hip else "cuda"
+    if built_for != RUNTIME or not module.cuda.is_available():
+        pytest.skip(f"torch is built for {built_for} and sees {module.cuda.device_count()} devices")
+    return module
+
+
+def here(comm: Communicator) -> str:
+    """torch's name of the rank's device."""
+    return f"cuda:{comm.runtime.device}"
+
+
+def total(comm: Communicator) -> int:
+    """What ranks that put in their number plus one add up to."""
+    return comm.world_size * (comm.world_size + 1) // 2
+
+
+# -- arrays of other libraries ---
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_torch_tensors_are_reduced_in_place(ranks: Ranks, torch: ModuleType, dtype: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = torch.full((1001,), comm.rank + 1, dtype=getattr(torch, dtype), device=here(comm))
+        for view in (x[:1000], x[1:], x[3:4]):
+            view.fill_(comm.rank + 1)
+            assert comm.all_reduce(view) is view
+            assert (view == total(comm)).all()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "uint8", "int8", "complex64", "float8_e4m3fn", "float8_e5m2"])
+def test_torch_tensors_are_moved_into_new_ones(ranks: Ranks, torch: ModuleType, dtype: str) -> None:
+    def body(comm: Communicator) -> None:
+        n, element = comm.world_size, getattr(torch, dtype)
+        values = torch.randint(0, 100, (n, n * 6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        everyone = values.view(element)
+        x = everyone[comm.rank].to(here(comm))
+        gathered, exchanged = comm.all_gather(x), comm.all_to_all(x)
+        assert (gathered.dtype, gathered.device) == (x.dtype, x.device)
+        received = torch.cat([theirs[6 * comm.rank : 6 * comm.rank + 6] for theirs in everyone])
+        assert torch.equal(gathered.cpu().view(torch.uint8), everyone.flatten(0, 1).view(torch.uint8))
+        assert torch.equal(exchanged.cpu().view(torch.uint8), received.view(torch.uint8))
+        comm.broadcast(x, n - 1)
+        assert torch.equal(x.cpu().view(torch.uint8), everyone[n - 1].view(torch.uint8))
+
+    ranks.run(body)
+
+
+def test_a_tensor_that_requires_a_gradient_is_taken(ranks: Ranks, torch: ModuleType) -> None:
+    def body(comm: Communicator) -> None:
+        x = torch.full((8,), float(comm.rank + 1), device=here(comm), requires_grad=True)
+        out = torch.empty(8, device=here(comm))
+        comm.all_reduce(x, out=out)
+        assert (out == total(comm)).all()
+
+    ranks.run(body)
+
+
+def test_without_a_stream_a_call_is_queued_where_torch_works(ranks: Ranks, torch: ModuleType) -> None:
+    """The values are still being computed when the call is made, and the result is used without any wait."""
+
+    def body(comm: Communicator) -> None:
+        side = torch.cuda.Stream(here(comm))
+        for turn in range(10):
+            stream = side if turn % 2 else torch.cuda.current_stream(here(comm))
+            with torch.cuda.device(here(comm)), torch.cuda.stream(stream):
+                x = torch.zeros(100_000, device=here(comm))
+                torch.cuda._sleep(10_000_000)
+                x += comm.rank + turn + 1
+                comm.all_reduce(x)
+                doubled = 2 * x
+            stream.synchronize()
+            assert (doubled == 2 * (total(comm) + comm.world_size * turn)).all()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("form", ["stream", "handle"])
+def test_a_side_stream_is_taken_as_it_is_or_by_its_handle(ranks: Ranks, torch: ModuleType, form: str) -> None:
+    def body(comm: Communicator) -> None:
+        side = torch.cuda.Stream(here(comm))
+        with torch.cuda.device(here(comm)), torch.cuda.stream(side):
+            x = torch.zeros(50_000, dtype=torch.int64, device=here(comm))
+            torch.cuda._sleep(10_000_000)
+            x += comm.rank + 1
+        comm.all_reduce(x, stream=side if form == "stream" else side.cuda_stream)
+        side.synchronize()
+        assert (x == total(comm)).all()
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+def test_cupy_arrays_are_reduced_on_cupys_stream(ranks: Ranks) -> None:
+    cupy = pytest.importorskip("cupy")
+
+    def body(comm: Communicator) -> None:
+        with cupy.cuda.Device(comm.runtime.device), cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.full(1001, comm.rank + 1, cupy.float32)
+            assert comm.all_reduce(x) is x
+            doubled = 2 * x
+            stream.synchronize()
+            assert (doubled.get() == 2 * total(comm)).all()
+
+    ranks.run(body)
+
+
+class OnlyInterface:
+    """An exporter that has nothing but the CUDA array interface, which does not tell the device."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+class OnlyDLPack:
+    """An exporter that has nothing but DLPack."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("exporter", [OnlyInterface, OnlyDLPack])
+def test_every_kind_of_export_is_taken(ranks: Ranks, exporter: type[OnlyInterface | OnlyDLPack]) -> None:
+    def body(comm: Communicator) -> None:
+        x = exporter(comm.empty(1001, "float32").fill(comm.rank + 1))
+        assert comm.all_reduce(x) is x
+        assert (x.array.numpy() == total(comm)).all()
+        assert comm.register(x).ptr == x.array.ptr
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
+def test_the_same_arrays_are_used_again_and_again(ranks: Ranks, algorithm: str | None) -> None:
+    """From the second call on, a call that was made before is one call into C."""
+
+    def body(comm: Communicator) -> None:
+        x, out = comm.empty(3001, "int32"), comm.empty(3001, "int32")
+        for turn in range(200):
+            values = np.arange(3001, dtype=np.int32) * (turn + 1)
+            comm.all_reduce(x.upload(values + comm.rank), out=out, algorithm=algorithm)
+            comm.all_reduce(x, "max", algorithm=algorithm)
+            comm.synchronize()
+            assert np.array_equal(out.numpy(), comm.world_size * values + total(comm) - comm.world_size)
+            assert np.array_equal(x.numpy(), values + comm.world_size - 1)
+
+    ranks.run(body)
+
+
+# -- arrays that lie elsewhere ---
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", *MOVES])
+def test_arrays_of_the_host_are_refused_by_name(ranks: Ranks, collective: str) -> None:
+    def body(comm: Communicator) -> None:
+        message = f"x: the array lies on host:0, the communicator uses {RUNTIME}:{comm.runtime.device}"
+        for x in (np.ones(4, np.float32), bytearray(16)):
+            with pytest.raises(ArgumentError, match=message):
+                getattr(comm, collective)(x)
+        with pytest.raises(ArgumentError, match=message.replace("x:", "out:")):
+            comm.all_reduce(on_device(comm, np.ones(4)), out=np.ones(4))
+        with pytest.raises(ArgumentError, match="array: lies on host"):
+            comm.register(np.ones(4))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("export", [lambda x: x, OnlyInterface, OnlyDLPack], ids=["own", "interface", "dlpack"])
+@TWO_DEVICES
+def test_an_array_of_another_device_is_refused_by_name(export: Callable[[Array], object]) -> None:
+    def body(comm: Communicator) -> None:
+        elsewhere = rank_runtime(1)
+        array = Array(elsewhere, elsewhere.allocate(16), (4,), as_dtype("float32"))
+        with pytest.raises(ArgumentError, match=rf"x: the array lies on .*\b1, .*uses {RUNTIME}:0"):
+            comm.all_reduce(export(array))
+
+    run_ranks(1, body)
+
+
+@TWO_DEVICES
+def test_a_tensor_of_another_device_is_refused_by_name(torch: ModuleType) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=f"lies on {RUNTIME}:1, the communicator uses {RUNTIME}:0"):
+            comm.all_reduce(torch.ones(4, device="cuda:1"))
+
+    run_ranks(1, body)
+
+
+# -- graphs ---
+
+REPLAYS = 300
+
+
+def calls(dtype: str, count: int) -> list[Call]:
+    """Every collective by every algorithm, in place or not."""
+    reduced = [Call("all_reduce", dtype, "sum", algorithm, count) for algorithm in (*ALGORITHMS, None)]
+    moved = [
+        Call(collective, dtype, "sum", algorithm, count, in_place=False)
+        for collective, algorithm in itertools.product(MOVES, ("proxy", None))
+    ]
+    return reduced + moved
+
+
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 1), ("bfloat16", 4099), ("int64", 60_001)])
+@CUDA_ONLY
+def test_every_call_is_captured_through_the_driver_and_replayed(ranks: Ranks, dtype: str, count: int) -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        for call in calls(dtype, count):
+            replayed = Replayed(comm, call, stream)
+            replayed.issue()
+            comm.synchronize(stream)
+            graph = Graph(stream, replayed.issue)
+            for seed in range(REPLAYS // 10):
+                replayed.load(seed)
+                graph.launch()
+                comm.synchronize(stream)
+                replayed.check()
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+def test_a_graph_of_many_calls_is_replayed_without_a_wait_between(ranks: Ranks) -> None:
+    """Epochs and flags advance in the kernels: nothing that the CPU passes changes from replay to replay."""
+
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        arrays = [comm.empty(1009, "int64") for _ in ALGORITHMS]
+
+        def issue() -> None:
+            for x, algorithm in zip(arrays, ALGORITHMS, strict=True):
+                comm.all_reduce(x, "max", algorithm=algorithm, stream=stream)
+
+        issue()
+        comm.synchronize(stream)
+        graph = Graph(stream, issue)
+        for turn in range(1, 4):
+            for number, x in enumerate(arrays):
+                x.upload(np.arange(1009) + turn * 100 + number + comm.rank)
+            for _ in range(REPLAYS):
+                graph.launch()
+            comm.all_reduce(arrays[0], "max", stream=stream)  # and one that is no part of the graph
+            comm.synchronize(stream)
+            for number, x in enumerate(arrays):
+                assert np.array_equal(x.numpy(), np.arange(1009) + turn * 100 + number + comm.world_size - 1)
+
+    ranks.run(body)
+
+
+def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None:
+    one_at_a_time = threading.Lock()  # torch synchronises the whole device before and after a capture
+
+    def body(comm: Communicator) -> None:
+        device = here(comm)
+        with torch.cuda.device(device):
+            x = torch.zeros(5003, device=device)
+            gathered = torch.zeros(comm.world_size * 5003, device=device)
+
+            def step() -> Any:
+                comm.all_reduce(x)
+                comm.all_gather(x, out=gathered)
+                comm.all_reduce(x, algorithm="proxy")
+                return gathered * 2
+
+            side = torch.cuda.Stream(device)
+            with torch.cuda.stream(side):
+                step()
+            side.synchronize()
+            comm.all_gather_bytes(b"")  # nobody's kernel waits for a rank that is capturing
+            graph = torch.cuda.CUDAGraph()
+            with one_at_a_time, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+                doubled = step()
+            for turn in range(REPLAYS):
+                x.fill_(comm.rank + 1 + turn)
+                graph.replay()
+                reduced = total(comm) + comm.world_size * turn
+                torch.cuda.current_stream(device).synchronize()
+                assert (doubled == 2 * reduced).all()
+                assert (x == comm.world_size * reduced).all()
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algorithm: str | None) -> None:
+    """The routing is the CPU's and is prepared outside; what travels over it may change from replay to replay."""
+    tokens, hidden, topk = 33, 64, 2
+
+    def body(comm: Communicator) -> None:
+        stream, experts = comm.runtime.create_stream(), 2 * comm.world_size
+        moe = DispatchCombine(
+            comm, hidden=hidden, max_tokens=tokens, experts_per_rank=2, topk=topk, algorithm=algorithm
+        )
+        rng = np.random.default_rng(comm.rank)
+        x = comm.empty((tokens, hidden), "float32").fill(0)
+        ids = comm.empty((tokens, topk), "int32").upload(rng.integers(0, experts, (tokens, topk)))
+        received = moe.prepare(x, ids, stream=stream).sum()
+        rows, out = comm.empty((int(received), hidden), "float32"), comm.empty((tokens, hidden), "float32")
+
+        def issue() -> None:
+            moe.dispatch(x, out=rows, stream=stream)
+            moe.combine(rows, out=out, stream=stream)
+
+        issue()
+        comm.synchronize(stream)
+        graph = Graph(stream, issue)
+        for _ in range(REPLAYS):
+            values = rng.integers(-1000, 1000, (tokens, hidden)).astype(np.float32)
+            x.upload(values)
+            graph.launch()
+            comm.synchronize(stream)
+            assert np.array_equal(out.numpy(), topk * values)
+
+    ranks.run(body)
+
+
+# -- failures ---
+
+KERNELS = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void wait(DeviceHandle<ProxyChannel>* channels) {
+  if (threadIdx.x == 0) channels[0].wait();
+}
+extern "C" __global__ void put_often(DeviceHandle<ProxyChannel>* channels, unsigned long bytes, int times) {
+  for (int i = 0; i < times; ++i) channels[0].put(0, 0, bytes);
+  channels[0].flush();
+}
+"""
+TIMEOUT = 1.5
+
+
+def failure_of(call: Callable[[], object]) -> ProxyCCLError:
+    """What the call raises, which must come within the time-out, with room for a busy machine."""
+    began = time.monotonic()
+    with pytest.raises(ProxyCCLError) as caught:
+        call()
+    assert time.monotonic() - began < TIMEOUT + 5
+    return caught.value
+
+
+def assert_healthy() -> None:
+    """New communicators on the same devices, in the same contexts, work."""
+
+    def body(comm: Communicator) -> None:
+        for algorithm in ALGORITHMS:
+            Call("all_reduce", "float32", "sum", algorithm, 3001).run(comm)
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_kernel_that_runs_into_the_time_out_ends_and_the_context_survives(algorithm: str) -> None:
+    def body(comm: Communicator) -> ProxyCCLError | None:
+        x = on_device(comm, np.ones(30_000, np.float32))
+        on_host(comm.all_reduce(x, algorithm=algorithm))
+        comm.all_gather_bytes(b"")
+        if comm.rank == 1:
+            while not comm.control.aborted:
+                time.sleep(0.01)
+            return failure_of(comm.check)
+        return failure_of(lambda: (comm.all_reduce(x, algorithm=algorithm), comm.synchronize()))
+
+    for error in run_ranks(2, body, timeout=TIMEOUT):
+        assert isinstance(error, WaitTimeoutError)
+        assert (error.rank, error.peer) == (0, 1)
+    assert_healthy()
+
+
+def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
+    def body(comm: Communicator) -> ProxyCCLError:
+        kernel = comm.compile(KERNELS, "wait")
+        kernel(1, 32, comm.proxy_channels(comm.empty(16)))
+        return failure_of(comm.synchronize)
+
+    assert all(isinstance(error, WaitTimeoutError) for error in run_ranks(2, body, timeout=TIMEOUT))
+    assert_healthy()
+
+
+def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
+    nbytes = 256 << 20
+
+    def body(comm: Communicator) -> ProxyCCLError:
+        channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
+        kernel = comm.compile(KERNELS, "put_often")
+        comm.all_gather_bytes(b"")
+        kernel(1, 1, channels, nbytes, 2000)
+        if comm.rank == 0:
+            deadline = time.monotonic() + 10
+            while channels[0].counters.puts < 10 and time.monotonic() < deadline:
+                time.sleep(0.001)
+            comm.abort("enough")
+        return failure_of(comm.synchronize)
+
+    errors = run_ranks(2, body, timeout=20)
+    assert all(isinstance(error, AbortedError) and error.rank == 0 for error in errors), errors
+    assert_healthy()
+
+
+def test_device_memory_that_runs_out_is_a_resource_error() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
+            comm.empty(1 << 44, "uint8")
+        kept: list[Array] = []
+        with pytest.raises(ResourceError, match="can't allocate"):
+            for _ in range(1 << 12):
+                kept.append(comm.empty(16 << 30, "uint8"))
+        for array in kept:
+            array.free()
+        Call("all_reduce", "float32", "sum", None, 1001).run(comm)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("device", [-1, 1000, "0", 0.5])
+def test_a_device_that_does_not_exist_is_named(device: Any) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        open_runtime(RUNTIME, device)
+    assert caught.value.argument == "device"
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(ArgumentError) as caught:
+        Communicator(bootstrap, RUNTIME, device=device)
+    assert caught.value.argument == "device"
+
+
+@TWO_DEVICES
+def test_where_peer_access_is_refused_the_proxy_moves_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(runtime: Runtime, device_id: str) -> bool:
+        return runtime.device_id == device_id
+
+    monkeypatch.setattr(type(rank_runtime(0)), "can_access_peer", alone)
+
+    def body(comm: Communicator) -> None:
+        assert not comm.topology.all_accessible()
+        for algorithm, count in itertools.product(("two_shot", "ring", "proxy", None), (17, 100_003)):
+            Call("all_reduce", "float32", "sum", algorithm, count).run(comm)
+        for collective in MOVES:
+            Call(collective, "int32", count=1009).run(comm)
+        with pytest.raises(ArgumentError, match="use ring, two_shot or proxy"):
+            comm.all_reduce(comm.empty(4), algorithm="one_shot")
+        with pytest.raises(ArgumentError, match="use a ProxyChannel"):
+            comm.sm_channels(comm.empty(16))
+        proxy = comm.proxy_if_started
+        assert proxy is not None
+        assert sum(proxy.counters(channel).triggers for channel in range(16)) > 0
+
+    run_ranks(2, body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize(("version", "message"), [(11080, "12.0 or later"), (12000, "older than the compiler")])
+def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, version: int, message: str) -> None:
+    from proxyccl.device import cuda
+
+    monkeypatch.setattr(cuda.cu, "cuDriverGetVersion", lambda: (cuda.cu.CUresult.CUDA_SUCCESS, version))
+    monkeypatch.setattr(cuda.nvrtc, "nvrtcVersion", lambda: (cuda.nvrtc.nvrtcResult.NVRTC_SUCCESS, 13, 0))
+    cuda._initialise.cache_clear()
+    try:
+        with pytest.raises(RuntimeUnavailableError, match=message):
+            cuda.CudaDriver()
+    finally:
+        cuda._initialise.cache_clear()
+
+
+# -- streams ---
+
+
+def test_streams_of_the_runtime_are_asynchronous(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        streams: list[Stream] = [comm.runtime.create_stream() for _ in range(3)]
+        started = [
+            Call("all_reduce", "float32", "sum", algorithm, 200_003, seed=turn).start(comm, streams[turn % 3])
+            for turn, algorithm in enumerate(ALGORITHMS * 4)
+        ]
+        for call in started:
+            call.finish()
+
+    ranks.run(body)
