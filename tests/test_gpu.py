@@ -1,4 +1,4 @@
-"""What only a GPU has: arrays of its libraries, their streams, graphs, contexts that survive, and peers that are none."""
+"""What only a GPU has: arrays and streams of its libraries, graphs, contexts that survive, peers that are none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from proxyccl import (
     ResourceError,
     Runtime,
     RuntimeUnavailableError,
-    Stream,
     ThreadBootstrap,
     WaitTimeoutError,
     open_runtime,
@@ -51,11 +50,15 @@ def ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """torch for the runtime's devices, or a skip that says why there is none."""
+    """torch for the runtime's devices, or a skip that says why there is none.
+
+    Ranks that are threads need a device each here: torch works on one default stream a device, and two ranks' kernels
+    in one stream would wait for each other for ever.
+    """
     module = pytest.importorskip("torch")
     built_for = "hip" if module.version.hip else "cuda"
-    if built_for != RUNTIME or not module.cuda.is_available():
-        pytest.skip(f"torch is built for {built_for} and sees {module.cuda.device_count()} devices")
+    if built_for != RUNTIME or module.cuda.device_count() < 2:
+        pytest.skip(f"torch is built for {built_for} and sees {module.cuda.device_count()} devices; two are needed")
     return module
 
 
@@ -89,15 +92,14 @@ def test_torch_tensors_are_moved_into_new_ones(ranks: Ranks, torch: ModuleType, 
     def body(comm: Communicator) -> None:
         n, element = comm.world_size, getattr(torch, dtype)
         values = torch.randint(0, 100, (n, n * 6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-        everyone = values.view(element)
-        x = everyone[comm.rank].to(here(comm))
+        x = values[comm.rank].to(here(comm)).view(element)
         gathered, exchanged = comm.all_gather(x), comm.all_to_all(x)
         assert (gathered.dtype, gathered.device) == (x.dtype, x.device)
-        received = torch.cat([theirs[6 * comm.rank : 6 * comm.rank + 6] for theirs in everyone])
-        assert torch.equal(gathered.cpu().view(torch.uint8), everyone.flatten(0, 1).view(torch.uint8))
-        assert torch.equal(exchanged.cpu().view(torch.uint8), received.view(torch.uint8))
+        received = torch.cat([theirs[6 * comm.rank : 6 * comm.rank + 6] for theirs in values])
+        assert torch.equal(gathered.view(torch.uint8).cpu(), values.flatten(0, 1))
+        assert torch.equal(exchanged.view(torch.uint8).cpu(), received)
         comm.broadcast(x, n - 1)
-        assert torch.equal(x.cpu().view(torch.uint8), everyone[n - 1].view(torch.uint8))
+        assert torch.equal(x.view(torch.uint8).cpu(), values[n - 1])
 
     ranks.run(body)
 
@@ -274,7 +276,7 @@ def test_every_call_is_captured_through_the_driver_and_replayed(ranks: Ranks, dt
             replayed.issue()
             comm.synchronize(stream)
             graph = Graph(stream, replayed.issue)
-            for seed in range(REPLAYS // 10):
+            for seed in range(REPLAYS // 3):
                 replayed.load(seed)
                 graph.launch()
                 comm.synchronize(stream)
@@ -334,6 +336,7 @@ def test_torchs_graphs_hold_collectives(ranks: Ranks, torch: ModuleType) -> None
             graph = torch.cuda.CUDAGraph()
             with one_at_a_time, torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
                 doubled = step()
+            comm.all_gather_bytes(b"")
             for turn in range(REPLAYS):
                 x.fill_(comm.rank + 1 + turn)
                 graph.replay()
@@ -421,7 +424,8 @@ def test_a_kernel_that_runs_into_the_time_out_ends_and_the_context_survives(algo
         on_host(comm.all_reduce(x, algorithm=algorithm))
         comm.all_gather_bytes(b"")
         if comm.rank == 1:
-            while not comm.control.aborted:
+            deadline = time.monotonic() + TIMEOUT + 5
+            while not comm.control.aborted and time.monotonic() < deadline:
                 time.sleep(0.01)
             return failure_of(comm.check)
         return failure_of(lambda: (comm.all_reduce(x, algorithm=algorithm), comm.synchronize()))
@@ -466,12 +470,12 @@ def test_device_memory_that_runs_out_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         with pytest.raises(ResourceError, match=rf"can't allocate {1 << 44} bytes on {RUNTIME} device"):
             comm.empty(1 << 44, "uint8")
-        kept: list[Array] = []
-        with pytest.raises(ResourceError, match="can't allocate"):
-            for _ in range(1 << 12):
-                kept.append(comm.empty(16 << 30, "uint8"))
-        for array in kept:
-            array.free()
+        if RUNTIME == "cuda":  # what stands in for a GPU has the machine's memory, which is not to be filled
+            kept: list[Array] = []
+            with pytest.raises(ResourceError, match="can't allocate"):
+                kept.extend(iter(lambda: comm.empty(16 << 30, "uint8"), None))
+            for array in kept:
+                array.free()
         Call("all_reduce", "float32", "sum", None, 1001).run(comm)
 
     run_ranks(1, body)
@@ -525,19 +529,3 @@ def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, vers
             cuda.CudaDriver()
     finally:
         cuda._initialise.cache_clear()
-
-
-# -- streams ---
-
-
-def test_streams_of_the_runtime_are_asynchronous(ranks: Ranks) -> None:
-    def body(comm: Communicator) -> None:
-        streams: list[Stream] = [comm.runtime.create_stream() for _ in range(3)]
-        started = [
-            Call("all_reduce", "float32", "sum", algorithm, 200_003, seed=turn).start(comm, streams[turn % 3])
-            for turn, algorithm in enumerate(ALGORITHMS * 4)
-        ]
-        for call in started:
-            call.finish()
-
-    ranks.run(body)
