@@ -47,6 +47,7 @@ PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 PROXYCCL_DEVICE void* dynamicShared() {
   extern __shared__ __align__(16) char proxyccl_dynamic_shared[];
   return proxyccl_dynamic_shared;

@@ -11,15 +11,43 @@
 #define PROXYCCL_HIP_SCOPE_DEVICE __HIP_MEMORY_SCOPE_AGENT
 #define PROXYCCL_HIP_SCOPE_SYSTEM __HIP_MEMORY_SCOPE_SYSTEM
 #define PROXYCCL_LOAD(p, ORDER, SCOPE) __hip_atomic_load(p, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
-#define PROXYCCL_STORE(p, v, ORDER, SCOPE) __hip_atomic_store(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
+#define PROXYCCL_STORE(p, v, ORDER, SCOPE) \
+  (PROXYCCL_HIP_RELEASE_##ORDER(SCOPE), __hip_atomic_store(p, v, __ATOMIC_RELAXED, PROXYCCL_HIP_SCOPE_##SCOPE))
 #define PROXYCCL_FETCH_ADD(p, v, ORDER, SCOPE) \
-  __hip_atomic_fetch_add(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
-#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) __hip_atomic_exchange(p, v, __ATOMIC_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
-#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                   \
-  __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE, \
-                                       PROXYCCL_HIP_SCOPE_##SCOPE)
+  (PROXYCCL_HIP_RELEASE_##ORDER(SCOPE),        \
+   __hip_atomic_fetch_add(p, v, PROXYCCL_HIP_ACQUIRE_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE))
+#define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) \
+  __hip_atomic_exchange(p, v, PROXYCCL_HIP_ACQUIRE_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
+#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                                      \
+  (PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE), __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, \
+                                                                             __ATOMIC_ACQUIRE,                      \
+                                                                             PROXYCCL_HIP_SCOPE_##SCOPE))
+
+// An order's two halves: the release, a fence before a relaxed access, and what is left for the access itself.
+#define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
+#define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
+#define PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE) ::proxyccl::hip::release##SCOPE()
+#define PROXYCCL_HIP_ACQUIRE_RELAXED __ATOMIC_RELAXED
+#define PROXYCCL_HIP_ACQUIRE_ACQUIRE __ATOMIC_ACQUIRE
+#define PROXYCCL_HIP_ACQUIRE_ACQ_REL __ATOMIC_ACQUIRE
 
 namespace proxyccl {
+namespace hip {
+
+// Waits until what this wave has stored has arrived, a write-back of the cache included. The compiler ends a release
+// with this wait only where it knows of a store under way. It does not count the write-back as one, nor a store in
+// assembly (storePacket128); so each release here is a fence and this wait.
+PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
+PROXYCCL_DEVICE void releaseSYSTEM() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
+  drainStores();
+}
+PROXYCCL_DEVICE void releaseDEVICE() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "agent");
+  drainStores();
+}
+
+}  // namespace hip
 
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on every CDNA part.
@@ -32,10 +60,18 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 }
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
-PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
-// The compiler does not drain stores before s_barrier, so each thread fences its own before the block meets.
+PROXYCCL_DEVICE void fenceSystem() {
+  hip::releaseSYSTEM();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
+}
+// The compiler drains no stores before s_barrier, and the release of one wave waits for that wave's stores alone. So
+// every thread releases its own before the block meets.
 PROXYCCL_DEVICE void syncThreadsSystem() {
-  __threadfence_system();
+  hip::releaseSYSTEM();
+  __syncthreads();
+}
+PROXYCCL_DEVICE void syncThreadsDevice() {
+  hip::releaseDEVICE();
   __syncthreads();
 }
 PROXYCCL_DEVICE void* dynamicShared() {
@@ -45,13 +81,23 @@ PROXYCCL_DEVICE void* dynamicShared() {
 
 typedef uint64_t HipVector2 __attribute__((ext_vector_type(2)));
 typedef uint32_t HipVector4 __attribute__((ext_vector_type(4)));
-// `volatile` in the global address space is one dwordx4 with sc0 sc1. Without the address space it becomes flat_*,
+// `volatile` in the global address space is one dwordx4 at system scope. Without the address space it becomes flat_*,
 // and a poll with a non-temporal load is deleted altogether.
 typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 
+// gfx940 and later say the scope of a store; gfx90a leaves it to the page.
+#if defined(__gfx90a__)
+#define PROXYCCL_HIP_SYSTEM_SCOPE ""
+#else
+#define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
+#endif
+// In assembly, as behind a volatile store the compiler waits until it has arrived: packets to seven peers would take
+// seven trips in turn. s_nop: the hardware reads the second half of the data one instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
-  *(HipGlobalVector4*)p = __builtin_bit_cast(HipVector4, pair);
+  asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),
+               "v"(__builtin_bit_cast(HipVector4, pair))
+               : "memory");
 }
 PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* high) {
   const HipVector4 quad = *(HipGlobalVector4*)p;

@@ -163,8 +163,8 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 // The CUDA spellings, so that a kernel written for a GPU compiles unchanged.
 PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 namespace proxyccl {
-// A block barrier after which one thread's system-scope release covers what the whole block wrote.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
+PROXYCCL_DEVICE void syncThreadsDevice() { __syncthreads(); }
 }  // namespace proxyccl
 PROXYCCL_DEVICE void __threadfence() { ::proxyccl::fenceSystem(); }
 PROXYCCL_DEVICE void __threadfence_system() { ::proxyccl::fenceSystem(); }

@@ -14,7 +14,7 @@ struct DeviceSyncer {
   // Every thread of `blocks` blocks calls this. What any of them wrote before is visible to all of them after. Returns
   // false where the wait was given up. The number of blocks may change from one use to the next.
   PROXYCCL_DEVICE bool sync(int blocks, Control* control = nullptr) {
-    __syncthreads();
+    syncThreadsDevice();
     bool met = true;
     if (threadIdx.x == 0 && blocks > 1) {
       const uint32_t now = loadRelaxedDevice(&generation);
