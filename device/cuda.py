@@ -132,9 +132,9 @@ class CudaDriver:
         handle = _ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
         return int(_ok("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle)))
 
-    def current(self) -> int:
-        """The calling thread's context, or 0."""
-        return int(_ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
+    def current(self) -> int | None:
+        """The calling thread's context, or None."""
+        return int(_ok("cuCtxGetCurrent", cu.cuCtxGetCurrent())) or None
 
     def make_current(self, context: int) -> None:
         """Makes a context current."""

@@ -73,8 +73,8 @@ class Driver(Protocol):
         """The device's primary context, which the vendor's runtime and other libraries share."""
         ...
 
-    def current(self) -> int:
-        """The calling thread's current context, or 0."""
+    def current(self) -> int | None:
+        """The calling thread's current context, or None."""
         ...
 
     def make_current(self, context: int) -> None:

@@ -261,7 +261,7 @@ class GpuRuntime:
             yield
         finally:
             self.driver.relax_capture(mode)
-            if before not in (0, self._context):
+            if before not in (None, self._context):
                 self.driver.make_current(before)
 
     def in_context(self, call: Callable[..., Any], *args: Any) -> Any:

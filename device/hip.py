@@ -1,8 +1,8 @@
 """AMD's driver and run-time compiler as a `Driver`: hip-python over a machine's ROCm libraries.
 
-HIP's calls are CUDA's under other names, with two differences that show here. A context is a device: the calling thread's
-current device is what calls act on, so a context is known by its device's number plus one. And memory is by default
-coherent between devices only where one kernel ends and the next begins, so it is allocated uncached.
+HIP's calls are CUDA's under other names, with two differences that show here. A context is a device: calls act on the
+calling thread's current one, so a context is known by its device's number. And memory is by default coherent between
+devices only where one kernel ends and the next begins, so it is allocated uncached.
 
 hip-python wraps each call with its arguments and results as Python objects. What C calls, and the one call that it wraps
 wrongly, is taken from the very library that it has loaded.
@@ -33,8 +33,11 @@ _MALLOC_UNCACHED = 3  # hipDeviceMallocUncached, which hip-python does not name
 
 def _text(status: Any) -> str:
     """The name and the words for a status."""
-    words = hip.hipGetErrorString(hip.hipError_t(status))
-    return f"{hip.hipError_t(status).name}, {words.decode() if isinstance(words, bytes) else words}"
+    try:
+        error = hip.hipError_t(status)
+    except ValueError:
+        return "an error that hip-python does not know"
+    return f"{error.name}, {hip.hipGetErrorString(error)[1]}"
 
 
 def _status(name: str, *args: Any) -> tuple[int, tuple[Any, ...]]:
@@ -166,16 +169,16 @@ class HipDriver:
         )
 
     def context(self, ordinal: int) -> int:
-        """The device's number plus one."""
-        return ordinal + 1
+        """The device's number."""
+        return ordinal
 
-    def current(self) -> int:
-        """The thread's current device's number plus one; it always has one."""
-        return int(_call("hipGetDevice")) + 1
+    def current(self) -> int | None:
+        """The number of the thread's current device; it always has one."""
+        return int(_call("hipGetDevice"))
 
     def make_current(self, context: int) -> None:
         """Makes a device current."""
-        _call("hipSetDevice", context - 1)
+        _call("hipSetDevice", context)
 
     def synchronize(self) -> None:
         """Waits for the current device."""
@@ -187,7 +190,7 @@ class HipDriver:
 
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current device reach a peer's memory."""
-        status, _ = _status("hipDeviceEnablePeerAccess", peer_context - 1, 0)
+        status, _ = _status("hipDeviceEnablePeerAccess", peer_context, 0)
         if status not in (0, hip.hipError_t.hipErrorPeerAccessAlreadyEnabled):
             raise DriverError("hipDeviceEnablePeerAccess", status, _text(status))
 
@@ -222,7 +225,7 @@ class HipDriver:
     def export_memory(self, base: int) -> bytes:
         """A HIP IPC handle."""
         handle = _call("hipIpcGetMemHandle", base)
-        return ctypes.string_at(int(handle), hip.hipIpcMemHandle_st.c_sizeof())
+        return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
 
     def import_memory(self, handle: bytes) -> int:
         """Opens a HIP IPC handle."""
