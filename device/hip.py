@@ -120,8 +120,8 @@ def _version(number: int) -> str:
 
 
 def compile_options(architecture: str) -> tuple[str, ...]:
-    """What every source is compiled with, for "gfx942" and the like."""
-    return (f"--offload-arch={architecture}", "-std=c++17", "-O3")
+    """What every source is compiled with, for "gfx942" and the like. Before ROCm 7 __shfl_sync must be asked for."""
+    return (f"--offload-arch={architecture}", "-std=c++17", "-O3", "-DHIP_ENABLE_WARP_SYNC_BUILTINS")
 
 
 class HipDriver:
