@@ -8,13 +8,27 @@ GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 
-.PHONY: demo test test-gpu coverage bench lint clean
+# Libraries that forward HIP's calls to something that is here (tests/hip), in a directory for ROCM_PATH.
+ROCM_ON_HOST := build/rocm-on-host
+ROCM_ON_CUDA := build/rocm-on-cuda
+FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
+  -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
+HIP_TESTS := test_smoke test_channels test_ring test_engine test_topology test_memory test_failure
+PYTEST ?= $(BIN)/pytest
+FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
+
+.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
 	$(BIN)/pytest tests
+	$(MAKE) test-hip
+
+# The HIP runtime through hip-python, on the host runtime.
+test-hip: $(VENV)/.installed rocm-on-host
+	ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip $(BIN)/pytest $(HIP_TESTS:%=tests/%.py)
 
 coverage: $(VENV)/.installed
 	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term
@@ -30,6 +44,23 @@ bench: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p proxyccl
+
+# The same on an NVIDIA GPU. Where its own Python has the packages: make test-hip-on-cuda PYTEST="python3 -m pytest"
+test-hip-on-cuda: rocm-on-cuda
+	ROCM_PATH=$(CURDIR)/$(ROCM_ON_CUDA) PROXYCCL_RUNTIME=hip \
+	  PROXYCCL_NVRTC=$$($(patsubst %/pytest,%/python,$(firstword $(PYTEST))) -c '$(FIND_NVRTC)') $(PYTEST) tests
+
+rocm-on-host: $(ROCM_ON_HOST)/lib/libamdhip64.so $(ROCM_ON_HOST)/lib/libhiprtc.so
+rocm-on-cuda: $(ROCM_ON_CUDA)/lib/libamdhip64.so $(ROCM_ON_CUDA)/lib/libhiprtc.so
+
+$(ROCM_ON_HOST)/lib/libamdhip64.so: tests/hip/amdhip64_on_host.cpp tests/hip/hip_api.h $(wildcard device/host/*.cpp device/host/*.h)
+	$(FORWARD)
+$(ROCM_ON_HOST)/lib/libhiprtc.so: tests/hip/hiprtc_on_host.cpp tests/hip/hip_api.h
+	$(FORWARD)
+$(ROCM_ON_CUDA)/lib/libamdhip64.so: tests/hip/amdhip64_on_cuda.cpp tests/hip/hip_api.h
+	$(FORWARD)
+$(ROCM_ON_CUDA)/lib/libhiprtc.so: tests/hip/hiprtc_on_cuda.cpp tests/hip/hip_api.h
+	$(FORWARD)
 
 $(VENV)/.locked: requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
