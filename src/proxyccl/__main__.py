@@ -3,50 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from proxyccl.channels.collectives.operations import OPS
-from proxyccl.channels.tools import bench_collectives, bench_ring, info
+from proxyccl.channels.tools import bench_collectives, bench_ring, info, options
 from proxyccl.device.arrays import reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 512, 32K or 4M")
-    return int(match[1]) * _UNITS[match[2].upper()]
-
-
-def _whole(least: int, text: str) -> int:
-    if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    return _whole(1, text)
-
-
-def _count_or_none(text: str) -> int:
-    return _whole(0, text)
-
-
-def _factor(text: str) -> int:
-    return _whole(2, text)
-
-
-def _json_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
-    return path
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,10 +24,14 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
     ring = benchmarks.add_parser("ring", help="the trigger ring and the engine that drains it, in one process")
-    ring.add_argument("-n", "--triggers", type=_count, default=400_000, help="in each timed run (default %(default)s)")
-    ring.add_argument("-r", "--repeats", type=_count, default=9, help="of each timed run (default %(default)s)")
-    ring.add_argument("--fifo-size", type=_count, default=1024, help="slots, a power of two (default %(default)s)")
-    ring.add_argument("--json", type=_json_file, metavar="FILE", help="write the results there")
+    ring.add_argument(
+        "-n", "--triggers", type=options.count, default=400_000, help="in each timed run (default %(default)s)"
+    )
+    ring.add_argument("-r", "--repeats", type=options.count, default=9, help="of each timed run (default %(default)s)")
+    ring.add_argument(
+        "--fifo-size", type=options.count, default=1024, help="slots, a power of two (default %(default)s)"
+    )
+    ring.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
 
     for name in bench_collectives.COLLECTIVES:
         reduction = name in bench_collectives.REDUCTIONS
@@ -71,12 +39,14 @@ def _parser() -> argparse.ArgumentParser:
             name, help="start it under mpiexec: mpiexec -n 4 python -m mpi4py $(which proxyccl) …"
         )
         sub.add_argument(
-            "-b", "--min-bytes", type=_size, default=1 << 10, metavar="SIZE", help="first size (default 1K)"
+            "-b", "--min-bytes", type=options.size, default=1 << 10, metavar="SIZE", help="first size (default 1K)"
         )
         sub.add_argument(
-            "-e", "--max-bytes", type=_size, default=1 << 20, metavar="SIZE", help="last size (default 1M)"
+            "-e", "--max-bytes", type=options.size, default=1 << 20, metavar="SIZE", help="last size (default 1M)"
         )
-        sub.add_argument("-f", "--step-factor", type=_factor, default=4, help="between sizes (default %(default)s)")
+        sub.add_argument(
+            "-f", "--step-factor", type=options.factor, default=4, help="between sizes (default %(default)s)"
+        )
         dtypes = reduction_dtypes() if reduction else list(DTYPES)
         sub.add_argument("-d", "--dtype", choices=dtypes, default="float32", help="element type (default %(default)s)")
         if reduction:
@@ -84,37 +54,41 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "-a", "--algorithm", default="auto", help="a name, auto, or each for all (default %(default)s)"
         )
-        sub.add_argument("-n", "--iterations", type=_count, default=20, help="most timed calls (default %(default)s)")
-        sub.add_argument("-w", "--warm-up", type=_count_or_none, default=2, help="calls before (default %(default)s)")
-        sub.add_argument("-t", "--seconds", type=_count, default=8, help="to spend, about (default %(default)s)")
-        sub.add_argument("--json", type=_json_file, metavar="FILE", help="write the results there")
+        sub.add_argument(
+            "-n", "--iterations", type=options.count, default=20, help="most timed calls (default %(default)s)"
+        )
+        sub.add_argument(
+            "-w", "--warm-up", type=options.count_or_none, default=2, help="calls before (default %(default)s)"
+        )
+        sub.add_argument("-t", "--seconds", type=options.count, default=8, help="to spend, about (default %(default)s)")
+        sub.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        if options.command == "info":
-            return info.run(as_json=options.json)
-        if options.benchmark == "ring":
-            return bench_ring.run(options.triggers, options.repeats, options.fifo_size, options.json)
-        if options.min_bytes > options.max_bytes:
-            parser.error(f"--min-bytes {options.min_bytes} is larger than --max-bytes {options.max_bytes}")
+        if parsed.command == "info":
+            return info.run(as_json=parsed.json)
+        if parsed.benchmark == "ring":
+            return bench_ring.run(parsed.triggers, parsed.repeats, parsed.fifo_size, parsed.json)
+        if parsed.min_bytes > parsed.max_bytes:
+            parser.error(f"--min-bytes {parsed.min_bytes} is larger than --max-bytes {parsed.max_bytes}")
         return bench_collectives.run(
             bench_collectives.Options(
-                collective=options.benchmark,
-                min_bytes=options.min_bytes,
-                max_bytes=options.max_bytes,
-                step_factor=options.step_factor,
-                dtype=options.dtype,
-                op=getattr(options, "op", "sum"),
-                algorithm=options.algorithm,
-                iterations=options.iterations,
-                warm_up=options.warm_up,
-                seconds=options.seconds,
-                json=options.json,
+                collective=parsed.benchmark,
+                min_bytes=parsed.min_bytes,
+                max_bytes=parsed.max_bytes,
+                step_factor=parsed.step_factor,
+                dtype=parsed.dtype,
+                op=getattr(parsed, "op", "sum"),
+                algorithm=parsed.algorithm,
+                iterations=parsed.iterations,
+                warm_up=parsed.warm_up,
+                seconds=parsed.seconds,
+                json=parsed.json,
             )
         )
     except ArgumentError as error:

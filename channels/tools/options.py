@@ -1,0 +1,54 @@
+"""Types of command-line arguments that the tools and the benchmark programs share, for argparse's `type`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes: a whole number with K, M or G, such as 512, 32K or 4MiB."""
+    match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 512, 32K or 4M")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
+def show_size(nbytes: int) -> str:
+    """The inverse of `size`, in the largest unit that leaves a whole number: 4096 is "4 KiB"."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes and nbytes % factor == 0:
+            return f"{nbytes // factor} {unit}"
+    return f"{nbytes} B"
+
+
+def _whole(least: int, text: str) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """A whole number from 1."""
+    return _whole(1, text)
+
+
+def count_or_none(text: str) -> int:
+    """A whole number from 0."""
+    return _whole(0, text)
+
+
+def factor(text: str) -> int:
+    """A whole number from 2."""
+    return _whole(2, text)
+
+
+def json_file(text: str) -> Path:
+    """A file that can be written; its directory exists."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
+    return path
