@@ -13,7 +13,6 @@ from collections.abc import Callable
 import aims
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from side_by_side import (
     COLUMNS,
     DTYPES,
@@ -29,6 +28,7 @@ from side_by_side import (
     random_inputs,
     resolve,
     show,
+    symmetric_memory,
 )
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS
@@ -131,18 +131,6 @@ class Buffers:
             self.in_place("torch two-shot", given, lambda: torch.ops.symm_mem.two_shot_all_reduce_(given, "sum", group))
         )
         return found
-
-
-def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
-    """A tensor that all ranks reach, or None and why torch can't make one here. All ranks get the same answer."""
-    reason, tensor = "", None
-    try:
-        tensor = symm_mem.empty(count, dtype=dtype, device=job.device)
-        symm_mem.rendezvous(tensor, job.group_name)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-    reason = job.everywhere(reason)
-    return (None if reason else tensor), reason
 
 
 def compare(case: Case, timings: list[Timing], ranks: int) -> Report | None:

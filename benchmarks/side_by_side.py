@@ -32,6 +32,7 @@ os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NV
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from mpi4py import MPI
 
 from proxyccl import ArgumentError, Communicator
@@ -47,24 +48,28 @@ _REPLAY_US = 3000.0
 _POISON = 0xA5
 
 
-def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Sequence[int]) -> argparse.ArgumentParser:
-    """The options that all programs of this kind have."""
+def common_arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all programs have."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="to spend (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="measure less")
+    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+    return parser
+
+
+def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Sequence[int]) -> argparse.ArgumentParser:
+    """The options of programs that measure a collective by size."""
+    parser = common_arguments(description)
     parser.add_argument("-s", "--sizes", type=options.size, nargs="+", metavar="SIZE", help="bytes, such as 64K")
     parser.add_argument("-d", "--dtypes", nargs="+", choices=list(DTYPES), help="element types")
-    parser.add_argument(
-        "-a", "--algorithms", nargs="+", metavar="NAME", help="ours to measure; auto is the default one"
-    )
+    parser.add_argument("-a", "--algorithms", nargs="+", metavar="NAME", help="ours; auto is the library's choice")
     parser.add_argument("-r", "--repeats", type=options.count, help="of each timed replay")
-    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="to spend (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, one element type, fewer repeats")
-    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
     parser.set_defaults(default_sizes=tuple(default_sizes), quick_sizes=tuple(quick_sizes))
     return parser
 
 
 def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what was not given, by `--quick`."""
+    """Fills in what was not given to the options of `arguments`, by `--quick`."""
     parsed.sizes = parsed.sizes or (parsed.quick_sizes if parsed.quick else parsed.default_sizes)
     parsed.dtypes = parsed.dtypes or (["float32"] if parsed.quick else ["float32", "bfloat16"])
     parsed.repeats = parsed.repeats or (5 if parsed.quick else 15)
@@ -295,6 +300,18 @@ class Job:
             )
             for i, contender in enumerate(contenders)
         ]
+
+
+def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
+    """A tensor that all ranks reach, or None and why torch can't make one here. All ranks get the same answer."""
+    reason, tensor = "", None
+    try:
+        tensor = symm_mem.empty(count, dtype=dtype, device=job.device)
+        symm_mem.rendezvous(tensor, job.group_name)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    reason = job.everywhere(reason)
+    return (None if reason else tensor), reason
 
 
 def random_inputs(job: Job, count: int, dtype: torch.dtype, seed: int) -> Iterable[torch.Tensor]:

@@ -1,0 +1,104 @@
+"""CPU time to issue a prepared collective: mpiexec -n 2 python -m mpi4py launch_cost.py
+
+Beside it an elementwise add of torch, NCCL's all_reduce through torch, and torch symmetric memory's one-shot.
+
+Calls are issued in bursts that a stream's queue holds, so no call waits for the GPU; the stream is empty before each
+burst. A figure is the median over bursts of the wall-clock time of the issuing thread, divided by the calls of a
+burst, of the slowest rank. Contenders alternate.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import aims
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from side_by_side import Job, common_arguments, symmetric_memory
+
+from proxyccl.channels.tools.report import Column, Report, Table
+from proxyccl.device.arrays import current_stream, fingerprint
+
+_COUNT = 256  # elements: the kernels are as short as can be
+_BURST = 100
+_BURSTS = 60
+
+OURS_TORCH = "all_reduce, torch tensor"
+PEERS = ("torch.add, out given", "NCCL all_reduce", "torch symmetric memory one-shot")
+_COLUMNS = (
+    Column("call", "", 52, left=True),
+    Column("median", "(µs)", 8, ".2f"),
+    Column("best", "(µs)", 8, ".2f"),
+)
+
+
+def calls(job: Job) -> dict[str, Callable[[], object]]:
+    """What is issued, by name: ours, the peers, then pieces of ours."""
+    x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
+    array = job.comm.empty(_COUNT, "float32").fill(0)
+    comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
+    symmetric, reason = symmetric_memory(job, _COUNT, torch.float32)
+    if reason and job.first:
+        print(f"# torch symmetric memory: {reason}")
+    found = {
+        OURS_TORCH: lambda: comm.all_reduce(x),
+        "all_reduce, torch tensor, stream given": lambda: comm.all_reduce(x, stream=handle),
+        "all_reduce, Array, stream given": lambda: comm.all_reduce(array, stream=handle),
+        PEERS[0]: lambda: torch.add(x, y, out=out),
+        PEERS[1]: lambda: dist.all_reduce(y),
+        "of ours: a tensor's fingerprint": lambda: fingerprint(x),
+        "of ours: torch's current stream": lambda: current_stream(x),
+        "of ours: issue, without arrays (barrier)": lambda: comm.barrier(stream=handle),
+    }
+    if symmetric is not None:
+        symmetric.zero_()
+        found[PEERS[2]] = lambda: torch.ops.symm_mem.one_shot_all_reduce(symmetric, "sum", group)
+    return found
+
+
+def measure(job: Job, what: dict[str, Callable[[], object]], bursts: int) -> list[Report]:
+    """A row for each call; the same on all ranks."""
+    times = np.zeros((len(what), bursts))
+    with torch.cuda.stream(job.stream):
+        for burst in range(-2, bursts):  # the first two warm up
+            for i, call in enumerate(what.values()):
+                job.stream.synchronize()
+                job.world.Barrier()
+                start = time.perf_counter()
+                for _ in range(_BURST):
+                    call()
+                if burst >= 0:
+                    times[i, burst] = (time.perf_counter() - start) * 1e6 / _BURST
+        job.stream.synchronize()
+    slowest = np.empty_like(times)
+    job.world.Allreduce(times, slowest, MPI.MAX)
+    return [
+        {"name": name, "median_us": statistics.median(row.tolist()), "best_us": float(row.min())}
+        for name, row in zip(what, slowest, strict=True)
+    ]
+
+
+def main() -> int:
+    parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
+    with Job(parsed.seconds) as job:
+        job.heading("launch cost", f"float32 sum of {_COUNT} elements in place, bursts of {_BURST}; slowest rank")
+        rows = measure(job, calls(job), 10 if parsed.quick else _BURSTS)
+        if job.first:
+            table = Table(_COLUMNS)
+            table.header()
+            for row in rows:
+                table.row(*row.values())
+            ours = next(row["median_us"] for row in rows if row["name"] == OURS_TORCH)
+            add = next(row["median_us"] for row in rows if row["name"] == PEERS[0])
+            print(f"# ours {ours:.2f} µs beside torch.add {add:.2f} µs; aim {aims.ISSUE_US} µs beside 4.9 µs")
+            job.write(parsed.json, {"benchmark": "launch_cost", "results": rows, "aim_us": aims.ISSUE_US})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
