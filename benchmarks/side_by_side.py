@@ -14,7 +14,6 @@ import argparse
 import faulthandler
 import math
 import os
-import re
 import socket
 import statistics
 import time
@@ -34,10 +33,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from mpi4py import MPI
+from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import ArgumentError, Communicator
 from proxyccl.channels.tools import options
-from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.channels.tools.report import Column, Report, Table, write_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,15 +46,6 @@ _SLEEP_CYCLES = 600_000  # about 300 µs: longer than it takes to queue a barrie
 _MOST_CALLS = 50
 _REPLAY_US = 3000.0
 _POISON = 0xA5
-
-
-def common_arguments(description: str) -> argparse.ArgumentParser:
-    """The options that all programs have."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="to spend (default %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="measure less")
-    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
-    return parser
 
 
 def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Sequence[int]) -> argparse.ArgumentParser:
@@ -74,13 +65,6 @@ def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
     parsed.dtypes = parsed.dtypes or (["float32"] if parsed.quick else ["float32", "bfloat16"])
     parsed.repeats = parsed.repeats or (5 if parsed.quick else 15)
     return parsed
-
-
-def nvidia_driver() -> str:
-    """The version of NVIDIA's kernel driver, or "unknown"."""
-    path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
-    return found[1] if found else "unknown"
 
 
 @dataclass(frozen=True)
@@ -121,12 +105,12 @@ class Job:
     """The ranks: MPI started them, and torch.distributed's NCCL and a Communicator join them.
 
     Args:
-        seconds: to spend; `in_time` tells when they are over, and a job that hangs is ended after twice as many.
+        seconds: to spend; `in_time` tells when they are over, and a job that hangs is ended some time after.
         growth_limit: no more calls in a graph than leave world_size ** calls below 10 to this power.
     """
 
     def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
-        faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
+        end_if_it_hangs(seconds)
         self._start, self._seconds = time.monotonic(), seconds
         self.world = MPI.COMM_WORLD
         self.rank, self.ranks = self.world.Get_rank(), self.world.Get_size()
@@ -177,31 +161,18 @@ class Job:
     def describe(self) -> Report:
         """What a report says of the GPUs and the peers."""
         return {
-            "device": self.comm.runtime.describe(),
-            "gpu": torch.cuda.get_device_name(self.device),
-            "nvidia_driver": nvidia_driver(),
-            "runtime": self.comm.runtime.name,
-            "world_size": self.ranks,
+            **describe(self.comm),
             "peers": {
                 "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
                 "torch": torch.__version__,
                 "CUDA of torch": torch.version.cuda,
             },
-            "mpi": " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split()),
         }
 
     def heading(self, title: str, *notes: str) -> None:
         """Prints what is measured, and on what."""
-        if not self.first:
-            return
-        facts, about = machine(), self.describe()
-        print(f"# ProxyCCL {versions().get('proxyccl', '')} {title}: {self.ranks} ranks, one GPU each")
-        print(f"# {about['device']}, kernel driver {about['nvidia_driver']}")
-        print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
-        print(f"# peers: {', '.join(f'{name} {version}' for name, version in about['peers'].items())}; no multicast")
-        for note in notes:
-            print(f"# {note}")
-        print("#", flush=True)
+        peers = ", ".join(f"{name} {version}" for name, version in self.describe()["peers"].items())
+        heading(self.comm, title, f"peers: {peers}; no multicast", *notes)
 
     def write(self, path: Path | None, report: Report) -> None:
         """Writes the report, with what `describe` says, on the first rank."""

@@ -1,0 +1,59 @@
+"""What all benchmark programs share: options, a bound on their time, what they ran on. It needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import re
+from pathlib import Path
+
+from mpi4py import MPI
+
+from proxyccl import Communicator
+from proxyccl.channels.tools import options
+from proxyccl.channels.tools.report import Report, machine, versions
+
+
+def common_arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all programs have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="to spend (default %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="measure less")
+    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+    return parser
+
+
+def end_if_it_hangs(seconds: float) -> None:
+    """Ends the process, with a trace of all threads, if it still runs long after so many seconds."""
+    faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
+
+
+def nvidia_driver() -> str:
+    """The version of NVIDIA's kernel driver, or "unknown"."""
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module\D*?(\d+\.[\d.]+)", path.read_text()) if path.exists() else None
+    return found[1] if found else "unknown"
+
+
+def describe(comm: Communicator) -> Report:
+    """What a report says of the ranks and their devices."""
+    return {
+        "device": comm.runtime.describe(),
+        "nvidia_driver": nvidia_driver(),
+        "runtime": comm.runtime.name,
+        "world_size": comm.world_size,
+        "mpi": " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split()),
+    }
+
+
+def heading(comm: Communicator, title: str, *notes: str) -> None:
+    """Prints, on the first rank, what is measured and on what."""
+    if comm.rank:
+        return
+    facts = machine()
+    print(f"# ProxyCCL {versions().get('proxyccl', '')} {title}: {comm.world_size} ranks, {comm.runtime.name} runtime")
+    print(f"# {comm.runtime.describe()}; kernel driver {nvidia_driver()}")
+    print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
+    for note in notes:
+        print(f"# {note}")
+    print("#", flush=True)

@@ -1,0 +1,360 @@
+"""Puts and signals between two GPUs, by proxy and by the kernel itself: mpiexec -n 2 python -m mpi4py put_signal.py
+
+Latency is half of a ping-pong's round trip in one kernel on each rank, of one thread, timed in the kernel for each
+round: the median over rounds of rank 0, warm-up rounds left out. A round of a put writes nothing; that data lies in
+place when its signal arrives is checked by a run of the same kernel that does write and compare, which is not timed.
+Bandwidth of puts is that of many, from the first push to the return of the flush behind the last. Bandwidth of an
+SmChannel is that of a kernel of so many blocks, between two events.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import aims
+import numpy as np
+from program import common_arguments, describe, end_if_it_hangs, heading
+
+from proxyccl import Communicator
+from proxyccl.channels.tools.options import show_size
+from proxyccl.channels.tools.report import Column, Report, Table, write_json
+
+_TIMEOUT = 20.0  # seconds, of each wait
+
+_SOURCE = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+
+// One round is there and back. With `wrong` the first and the last word that is sent tell the round, and the receiver
+// counts those that do not.
+template <class Send, class Wait>
+PROXYCCL_DEVICE void pingPong(int first, int rounds, uint64_t* ns, Send send, Wait wait) {
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t start = nanoseconds();
+    if (first) send(round);
+    if (!wait(round)) return;
+    if (!first) send(round);
+    ns[round] = nanoseconds() - start;
+  }
+}
+
+extern "C" __global__ void proxy_ping_pong(DeviceHandle<ProxyChannel> channel, char* memory, uint64_t dst,
+                                           uint64_t bytes, int first, int rounds, uint64_t* ns, int* wrong) {
+  const uint64_t last = bytes - sizeof(int);
+  pingPong(
+      first, rounds, ns,
+      [&](int round) {
+        if (bytes == 0) return channel.signal();
+        if (wrong != nullptr) {
+          *reinterpret_cast<volatile int*>(memory) = round;
+          *reinterpret_cast<volatile int*>(memory + last) = round;
+        }
+        channel.putWithSignal(dst, 0, bytes);
+      },
+      [&](int round) {
+        if (!channel.wait()) return false;
+        if (wrong != nullptr)
+          *wrong += (*reinterpret_cast<volatile int*>(memory + dst) != round) +
+                    (*reinterpret_cast<volatile int*>(memory + dst + last) != round);
+        return true;
+      });
+}
+
+extern "C" __global__ void sm_ping_pong(DeviceHandle<SmChannel> channel, int relaxed, int first, int rounds,
+                                        uint64_t* ns) {
+  pingPong(
+      first, rounds, ns, [&](int) { return relaxed ? channel.relaxedSignal() : channel.signal(); },
+      [&](int) { return channel.wait(); });
+}
+
+extern "C" __global__ void proxy_puts(DeviceHandle<ProxyChannel> channel, uint64_t dst, uint64_t bytes, int puts,
+                                      uint64_t* ns) {
+  const uint64_t start = nanoseconds();
+  for (int i = 0; i < puts; ++i) channel.put(dst, 0, bytes);
+  if (channel.flush()) ns[0] = nanoseconds() - start;
+}
+
+extern "C" __global__ void sm_copy(DeviceHandle<SmChannel> channel, uint64_t dst, uint64_t bytes, int get, int times) {
+  const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
+  for (int i = 0; i < times; ++i) {
+    if (get)
+      channel.get(0, dst, bytes, thread, threads);
+    else
+      channel.put(dst, 0, bytes, thread, threads);
+  }
+}
+
+// The smallest step of the clock that times the kernels above.
+extern "C" __global__ void clock_step(uint64_t* ns) {
+  uint64_t least = ~0ull, before = nanoseconds();
+  for (int i = 0; i < 1 << 16; ++i) {
+    const uint64_t now = nanoseconds();
+    if (now != before && now - before < least) least = now - before;
+    before = now;
+  }
+  ns[0] = least;
+}
+"""
+
+
+class Bench:
+    """Both ranks' memory, channels and kernels.
+
+    The first half of the memory is what a rank sends, the second is where the peer's arrives.
+
+    Args:
+        comm: of two ranks.
+        largest: bytes of a half.
+        rounds: of a ping-pong.
+        threads: in a block of an SmChannel's copies.
+    """
+
+    def __init__(self, comm: Communicator, largest: int, rounds: int, threads: int) -> None:
+        self.comm = comm
+        self.largest, self.rounds, self.threads = largest, rounds, threads
+        self.peer = 1 - comm.rank
+        self.first = comm.rank == 0
+        self.memory = comm.empty(2 * largest, "uint8")
+        self._channel_sets = comm.proxy_channels(self.memory), comm.sm_channels(self.memory)  # they own the semaphores
+        self.proxied, self.mapped = (channels.to(self.peer) for channels in self._channel_sets)
+        self.kernels = comm.compile(_SOURCE)
+        self.stream = comm.runtime.create_stream()
+        self.ns = comm.empty(rounds, "int64")
+        self.wrong = 0
+        self.rng = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
+
+    def launch(self, name: str, blocks: int, threads: int, *args: Any, alone: bool = False) -> float:
+        """Runs a kernel on both ranks, or on the first alone, from a barrier on. Returns its milliseconds."""
+        start, end = self.comm.runtime.create_event(), self.comm.runtime.create_event()
+        self.comm.barrier(stream=self.stream)
+        start.record(self.stream)
+        if self.first or not alone:
+            self.kernels[name](blocks, threads, *args, stream=self.stream)
+        end.record(self.stream)
+        self.comm.synchronize(self.stream)
+        return end.elapsed(start)
+
+    def clock_step(self) -> int:
+        """Nanoseconds."""
+        self.launch("clock_step", 1, 1, self.ns)
+        return int(self.ns.numpy()[0])
+
+    def one_way(self, name: str, *args: Any, after: tuple[Any, ...] = ()) -> Report:
+        """Microseconds one way of a ping-pong kernel, of rank 0; other ranks get the same."""
+        times: list[float] = []
+        for _ in range(5):
+            self.launch(name, 1, 1, *args, int(self.first), self.rounds, self.ns, *after)
+            times += (self.ns.numpy()[self.rounds // 10 :] / 2e3).tolist()
+        mine = json.dumps([statistics.median(times), min(times), statistics.fmean(times)]).encode()
+        median, best, mean = json.loads(self.comm.all_gather_bytes(mine)[0])
+        return {"one_way_us": median, "best_us": best, "mean_us": mean}
+
+    def fresh(self, nbytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Fills the first half with random bytes and poisons the second. Returns own and the peer's random bytes."""
+        seed = self.rng.bytes(8)
+        own, theirs = (
+            np.random.default_rng(int.from_bytes(each, "little")).integers(0, 255, nbytes, np.uint8)
+            for each in (seed, self.comm.all_gather_bytes(seed)[self.peer])
+        )
+        content = np.full(2 * self.largest, 0xFF, np.uint8)
+        content[:nbytes] = own
+        self.memory.upload(content)
+        self.comm.all_gather_bytes(b"")  # nobody writes to a half that is not yet poisoned
+        return own, theirs
+
+    def count_wrong(self, nbytes: int, expected: np.ndarray) -> None:
+        """Adds the bytes of the second half that are not as they should be."""
+        self.comm.all_gather_bytes(b"")  # what the peer sends has arrived
+        arrived = self.memory.numpy()[self.largest : self.largest + nbytes]
+        self.wrong += int(np.count_nonzero(arrived != expected))
+
+    def latency(self, nbytes: int) -> Report:
+        """A put of so many bytes with its signal; 0 for the signal alone."""
+        args = (self.proxied, self.memory, self.largest, nbytes)
+        if nbytes:
+            wrong = self.comm.empty(1, "int32").fill(0)
+            own, theirs = self.fresh(nbytes)
+            self.launch("proxy_ping_pong", 1, 1, *args, int(self.first), self.rounds, self.ns, wrong)
+            self.wrong += int(wrong.numpy()[0])
+            for each in (own, theirs):  # as the kernel left them: the round in the first and the last word
+                each[:4] = each[-4:] = np.frombuffer(np.int32(self.rounds - 1).tobytes(), np.uint8)
+            self.count_wrong(nbytes, theirs)
+        limit, aim = aims.PUT_SIGNAL_US.get(nbytes, (None, None))
+        if nbytes == 0:
+            limit, aim = aims.SIGNAL_US["limit"], aims.SIGNAL_US["aim"]
+        timing = self.one_way("proxy_ping_pong", *args, after=(None,))
+        return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
+
+    def sm_latency(self, *, relaxed: bool) -> Report:
+        """A signal of an SmChannel."""
+        timing = self.one_way("sm_ping_pong", self.mapped, int(relaxed))
+        return {"signal": "relaxedSignal" if relaxed else "signal", **timing, "limit_us": aims.SM_SIGNAL_US}
+
+    def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Report:
+        """Puts that move about `total` bytes, one way or both ways at once."""
+        puts = max(4, min(400, total // nbytes))
+        _, theirs = self.fresh(nbytes)
+        times = []
+        for _ in range(5):
+            self.launch("proxy_puts", 1, 1, self.proxied, self.largest, nbytes, puts, self.ns, alone=not both)
+            times.append(float(self.ns.numpy()[0]))
+        if both or not self.first:
+            self.count_wrong(nbytes, theirs)
+        else:
+            self.comm.all_gather_bytes(b"")  # the peer's count_wrong
+        ns = statistics.median(self._slowest(times, both=both))
+        way = "both ways" if both else "one way"
+        return {
+            "bytes": nbytes,
+            "direction": way,
+            "puts": puts,
+            "gbs": nbytes * puts / ns,
+            "us_per_put": ns / puts / 1e3,
+            "limit_gbs": aims.COPY_ENGINE_GBS[way],
+        }
+
+    def _slowest(self, times: list[float], *, both: bool) -> list[float]:
+        """The slower rank's times, or the first's where it worked alone; the same on both."""
+        everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
+        return (np.maximum(*everyone) if both else everyone[0]).tolist()
+
+    def sm_bandwidth(self, blocks: int, *, get: bool) -> Report:
+        """Copies of the whole half by so many blocks of rank 0."""
+        own, theirs = self.fresh(self.largest)
+        args = (self.mapped, self.largest, self.largest, int(get))
+
+        def run(times: int) -> float:
+            took = self.launch("sm_copy", blocks, self.threads, *args, times, alone=True)
+            return self._slowest([took], both=False)[0]
+
+        run(1)
+        times = max(1, min(50, int(4.0 / run(1))))
+        took = statistics.median(run(times) for _ in range(5))
+        del own
+        if self.first == get:
+            self.count_wrong(self.largest, theirs)
+        else:
+            self.comm.all_gather_bytes(b"")  # the peer's count_wrong
+        return {
+            "blocks": blocks,
+            "operation": "get" if get else "put",
+            "bytes": self.largest,
+            "gbs": self.largest * times / took / 1e6,
+            "limit_gbs": None if get else aims.SM_PUT_GBS.get(blocks),
+        }
+
+
+def _latency_columns(name: str) -> tuple[Column, ...]:
+    return (
+        Column(name, "", 24, left=True),
+        Column("one way", "(µs)", 8, ".2f"),
+        Column("best", "(µs)", 8, ".2f"),
+        Column("mean", "(µs)", 8, ".2f"),
+        Column("limit", "(µs)", 8, ".2f"),
+        Column("aim", "(µs)", 8, ".2f"),
+    )
+
+
+_PUT_COLUMNS = (
+    Column("size", "", 12, left=True),
+    Column("direction", "", 10),
+    Column("puts", "", 6, "d"),
+    Column("busbw", "(GB/s)", 8, ".2f"),
+    Column("a put", "(µs)", 9, ".2f"),
+    Column("limit", "(GB/s)", 8, ".0f"),
+)
+_SM_COLUMNS = (
+    Column("blocks", "", 8, "d"),
+    Column("operation", "", 10),
+    Column("size", "", 10),
+    Column("busbw", "(GB/s)", 8, ".2f"),
+    Column("limit", "(GB/s)", 8, ".0f"),
+)
+
+
+def main() -> int:
+    parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
+    end_if_it_hangs(parsed.seconds)
+    started = time.monotonic()
+    with Communicator.from_mpi(timeout=_TIMEOUT) as comm:
+        if comm.world_size != 2:
+            raise SystemExit(f"put_signal.py needs 2 ranks, not {comm.world_size}: mpiexec -n 2 python -m mpi4py …")
+        gpu = comm.runtime.name != "host"
+        largest = 64 * aims.MIB if gpu else 256 * aims.KIB
+        bench = Bench(comm, largest, rounds=1000 if gpu else 50, threads=1024 if gpu else 64)
+        first = bench.first
+        step = bench.clock_step()
+        heading(comm, "put and signal", f"kernels' clock steps by {step} ns; medians; limits and aims: aims.py")
+        skipped: list[str] = []
+
+        def collect(name: str, columns: tuple[Column, ...], makers: list[Callable[[], Report]]) -> list[Report]:
+            """Measures and prints one table, as long as there is time."""
+            table = Table(columns)
+            if first:
+                print(f"\n{name}")
+                table.header()
+            rows = []
+            for make in makers:
+                over = comm.all_gather_bytes(b"1" if time.monotonic() - started > parsed.seconds else b"")[0]
+                if over:
+                    skipped.append(name)
+                    break
+                row = make()
+                if not gpu:  # the limits and aims are a GPU's
+                    row = {key: None if key.startswith(("limit", "aim")) else value for key, value in row.items()}
+                rows.append(row)
+                if first:
+                    shown = dict(row)
+                    if "bytes" in shown:
+                        shown["bytes"] = show_size(shown["bytes"]) if shown["bytes"] else "signal alone"
+                    table.row(*list(shown.values())[: len(columns)], *[None] * (len(columns) - len(shown)))
+            return rows
+
+        by_four = [8, *(nbytes for shift in range(6, 28, 2) if (nbytes := 1 << shift) <= largest)]
+        sizes = sorted({1 * aims.KIB, 64 * aims.KIB, min(largest, aims.MIB)}) if parsed.quick else by_four
+        latency_sizes = [0, *(nbytes for nbytes in sizes if nbytes <= 4 * aims.MIB)]
+        total = 512 * aims.MIB if gpu else aims.MIB
+        blocks = (1, 2, 4, 8, 16, 32, 64, 132) if gpu else (1, 4)
+        report = {
+            "benchmark": "put_signal",
+            "clock_step_ns": step,
+            "latency": collect(
+                "ProxyChannel: put with signal, one way",
+                _latency_columns("size"),
+                [lambda n=n: bench.latency(n) for n in latency_sizes],
+            ),
+            "sm_latency": collect(
+                "SmChannel: signal, one way",
+                _latency_columns("signal"),
+                [lambda r=r: bench.sm_latency(relaxed=r) for r in (False, True)],
+            ),
+            "bandwidth": collect(
+                "ProxyChannel: puts, then a flush",
+                _PUT_COLUMNS,
+                [lambda n=n, b=b: bench.put_bandwidth(n, total, both=b) for b in (False, True) for n in sizes],
+            ),
+            "sm_bandwidth": collect(
+                f"SmChannel: copies by blocks of {bench.threads} threads",
+                _SM_COLUMNS,
+                [lambda n=n, g=g: bench.sm_bandwidth(n, get=g) for g in (False, True) for n in blocks],
+            ),
+            "not_measured": skipped,
+        }
+        wrong = sum(int(data) for data in comm.all_gather_bytes(str(bench.wrong).encode()))
+        if first:
+            if skipped:
+                print(f"# cut short, as the {parsed.seconds} s were over: {', '.join(skipped)}")
+            print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+            if parsed.json is not None:
+                write_json(parsed.json, {**describe(comm), **report, "wrong": wrong})
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
