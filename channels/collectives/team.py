@@ -9,6 +9,7 @@ from proxyccl.channels.collectives.packet_team import PacketTeam
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.errors import ResourceError
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
@@ -23,6 +24,8 @@ _SHORTEST_PROXIED_PIECE = 512 * 1024
 class Team:
     """All ranks make it together.
 
+    Raises ResourceError for more ranks than a block of the shipped kernels has threads.
+
     Args:
         communicator: whose ranks.
         proxied: reach every peer through the proxy, even those that are mapped.
@@ -34,6 +37,8 @@ class Team:
 
     def __init__(self, communicator: Communicator, *, proxied: bool) -> None:
         runtime, rank, ranks = communicator.runtime, communicator.rank, communicator.world_size
+        if ranks > lib.PROXYCCL_MAX_BLOCK_THREADS:
+            raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
         accessible = communicator.topology.accessible
         via_proxy = [peer for peer in range(ranks) if peer != rank and (proxied or not accessible[peer])]
         mapped = [peer for peer in range(ranks) if peer != rank and peer not in via_proxy]

@@ -75,7 +75,8 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
       }
     }
     const uint32_t last = (rank + 2) % ranks;
-    copyBytes(out + begin(last), lane.inbox(buffer, 2 * steps - 1), size(last) * sizeof(T), lane.thread(), lane.threads());
+    copyBytes(out + begin(last), lane.inbox(buffer, 2 * steps - 1), size(last) * sizeof(T), lane.thread(),
+              lane.threads());
   }
   finishKernel(team, round - first_round);
 }

@@ -9,16 +9,17 @@
 //   1. scatters piece k + 1: to each peer what that is to reduce;
 //   2. waits for what the peers scattered of piece k, reduces it, and hands the result round;
 //   3. waits for the peers' results of piece k - 1, and stores them.
-// Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them but
-// this. A rank that is about to
-//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced it,
+// Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
+// but this. A rank that is about to
+//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced
+//   it,
 //     and its buffer is free;
 //   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
 //     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
 // What the proxy is to send is staged in buffers that are taken likewise: data that has arrived has been read.
-// From one kernel to the next, whatever the grid of each: a rank that starts one has seen all results of the one before, so
-// all peers have reduced all their data; and it hands no results round before it has every peer's first data of this
-// kernel, which those send when they have ended the one before.
+// From one kernel to the next, whatever the grid of each: a rank that starts one has seen all results of the one
+// before, so all peers have reduced all their data; and it hands no results round before it has every peer's first data
+// of this kernel, which those send when they have ended the one before.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 
@@ -92,7 +93,9 @@ PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, 
     return end - begin(k, owner);
   };
   auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
-  auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) { return lane.outbox(buffer(kind, k), peer, rank, peer); };
+  auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
+    return lane.outbox(buffer(kind, k), peer, rank, peer);
+  };
   auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) { return lane.inbox(buffer(kind, k), peer); };
 
   auto scatter = [&](uint64_t k) {
@@ -108,7 +111,8 @@ PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, 
         ranks, size(k, rank), isAligned16(mine, result), lane.thread(), lane.threads(),
         [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(kData, k, source)); },
         [&](uint64_t i, const auto& sum) {
-          for (uint32_t peer = rank + 1; peer < ranks; ++peer) sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
+          for (uint32_t peer = rank + 1; peer < ranks; ++peer)
+            sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
           for (uint32_t peer = 0; peer < rank; ++peer) sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
           sum.store(result + i);
         });
@@ -116,7 +120,8 @@ PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, 
   auto gather = [&](uint64_t k) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
-      copyBytes(out + begin(k, peer), inbox(kResult, k, peer), size(k, peer) * sizeof(T), lane.thread(), lane.threads());
+      copyBytes(out + begin(k, peer), inbox(kResult, k, peer), size(k, peer) * sizeof(T), lane.thread(),
+                lane.threads());
     }
   };
 

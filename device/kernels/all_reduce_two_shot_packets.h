@@ -17,15 +17,14 @@ PROXYCCL_DEVICE void all_reduce_two_shot_packets(const ProxycclPacketTeam& team,
   PacketLanes lanes(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   lanes.forEachEpoch([&](uint64_t first) {
-    // Padding would lie past the share's end, where the next rank's begins, which is another thread's to load and store.
+    // Padding would lie past the share's end, where the next rank's begins, which is another thread's to load and
+    // store.
     auto inShare = [&](uint64_t p) { return first + p < team.packets; };
     auto number = [&](uint32_t owner, uint64_t p) { return owner * team.packets + first + p; };
     auto load = [&](uint32_t owner, uint64_t p) {
       return inShare(p) ? loadPayload(in, count, number(owner, p)).pack() : LL16Packet::Payload{};
     };
-    lanes.forEachPacket([&](uint64_t p) {
-      lanes.sendToEach(rank, p, [&](uint32_t peer) { return load(peer, p); });
-    });
+    lanes.forEachPacket([&](uint64_t p) { lanes.sendToEach(rank, p, [&](uint32_t peer) { return load(peer, p); }); });
     lanes.forEachPacket([&](uint64_t p) {
       PacketReduction<T, Op> reduction;
       lanes.receiveFromAll(0, p, load(rank, p), reduction);

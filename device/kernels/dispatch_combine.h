@@ -8,7 +8,7 @@
 #define PROXYCCL_DISPATCH_COMBINE_H
 
 #include "exchange.h"
-#include "proxyccl/kernel.h"
+#include "instance.h"
 #include "routing.h"
 
 namespace proxyccl {
@@ -165,31 +165,33 @@ PROXYCCL_DEVICE void exchangeRows(ProxycclTeam* team, uint64_t row_bytes, uint64
   // `rows` rows has. Returns the bytes of the slot that they take.
   auto forEachSegment = [&](uint64_t rows, uint64_t offset, uint64_t n, auto&& body) {
     const uint64_t begin = minimum(offset, rows * per_row), end = minimum(offset + n, rows * per_row);
-    forEachRow(end - begin, exchange.lane().thread(), exchange.lane().threads(), [&](uint64_t i, uint32_t lane, uint32_t lanes) {
-      const uint64_t row = (begin + i) / per_row, column = (begin + i) % per_row * segment;
-      body(i * segment, row, column, minimum(segment, row_bytes - column), lane, lanes);
-    });
+    forEachRow(end - begin, exchange.lane().thread(), exchange.lane().threads(),
+               [&](uint64_t i, uint32_t lane, uint32_t lanes) {
+                 const uint64_t row = (begin + i) / per_row, column = (begin + i) % per_row * segment;
+                 body(i * segment, row, column, minimum(segment, row_bytes - column), lane, lanes);
+               });
     return (end - begin) * segment;
   };
-  exchange.forEachPiece(longest * per_row, minimum(share, exchange.slotBytes() / segment), [&](uint64_t offset, uint64_t n) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      char* slot = exchange.outbox(peer);
-      auto fill = [&](uint64_t at, uint64_t row, uint64_t column, uint64_t bytes, uint32_t lane, uint32_t lanes) {
-        put(slot + at, peer, row, column, bytes, lane, lanes);
-      };
-      exchange.announce(peer, forEachSegment(rows_to(peer), offset, n, fill));
-    }
-    exchange.swap();
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      const char* slot = exchange.inbox(peer);
-      auto empty = [&](uint64_t at, uint64_t row, uint64_t column, uint64_t bytes, uint32_t lane, uint32_t lanes) {
-        take(slot + at, peer, row, column, bytes, lane, lanes);
-      };
-      forEachSegment(rows_from(peer), offset, n, empty);
-    }
-  });
+  exchange.forEachPiece(
+      longest * per_row, minimum(share, exchange.slotBytes() / segment), [&](uint64_t offset, uint64_t n) {
+        for (uint32_t i = 1; i < ranks; ++i) {
+          const uint32_t peer = (rank + i) % ranks;
+          char* slot = exchange.outbox(peer);
+          auto fill = [&](uint64_t at, uint64_t row, uint64_t column, uint64_t bytes, uint32_t lane, uint32_t lanes) {
+            put(slot + at, peer, row, column, bytes, lane, lanes);
+          };
+          exchange.announce(peer, forEachSegment(rows_to(peer), offset, n, fill));
+        }
+        exchange.swap();
+        for (uint32_t i = 1; i < ranks; ++i) {
+          const uint32_t peer = (rank + i) % ranks;
+          const char* slot = exchange.inbox(peer);
+          auto empty = [&](uint64_t at, uint64_t row, uint64_t column, uint64_t bytes, uint32_t lane, uint32_t lanes) {
+            take(slot + at, peer, row, column, bytes, lane, lanes);
+          };
+          forEachSegment(rows_from(peer), offset, n, empty);
+        }
+      });
   exchange.finish();
 }
 
@@ -252,8 +254,8 @@ PROXYCCL_DEVICE void combineRows(const ProxycclRouting* routing, const T* slots,
 }  // namespace proxyccl
 
 // By one block. expert_ids[slots]: the expert of each slot; an id equal to the number of experts drops it.
-extern "C" __global__ void expert_route(ProxycclTeam* team, ProxycclRouting* routing, const int32_t* expert_ids,
-                                        uint32_t slots) {
+PROXYCCL_TEAM_KERNEL expert_route(ProxycclTeam* team, ProxycclRouting* routing, const int32_t* expert_ids,
+                                  uint32_t slots) {
   using namespace proxyccl;
   __shared__ bool lost;
   Exchange exchange(team);
@@ -269,8 +271,8 @@ extern "C" __global__ void expert_route(ProxycclTeam* team, ProxycclRouting* rou
 }
 
 // slots[tokens * topk][row_bytes] = what became of each slot's row; those of dropped slots are left alone.
-extern "C" __global__ void expert_collect(ProxycclTeam* team, const ProxycclRouting* routing, const char* rows,
-                                          char* slots, uint64_t row_bytes) {
+PROXYCCL_TEAM_KERNEL expert_collect(ProxycclTeam* team, const ProxycclRouting* routing, const char* rows, char* slots,
+                                    uint64_t row_bytes) {
   using namespace proxyccl;
   const Routes routes(team, routing);
   const uint32_t rank = team->rank;
@@ -292,16 +294,16 @@ extern "C" __global__ void expert_collect(ProxycclTeam* team, const ProxycclRout
 PROXYCCL_EXPORT_KERNEL(expert_route)
 PROXYCCL_EXPORT_KERNEL(expert_collect)
 
-#define PROXYCCL_EXPERT_KERNELS(T, type)                                                                              \
-  extern "C" __global__ void expert_dispatch_##type(ProxycclTeam* team, const ProxycclRouting* routing,               \
-                                                    const T* tokens, const float* weights, T* out, uint64_t hidden) { \
-    ::proxyccl::dispatchRows<T>(team, routing, tokens, weights, out, hidden);                                         \
-  }                                                                                                                   \
-  extern "C" __global__ void expert_combine_##type(const ProxycclRouting* routing, const T* slots,                    \
-                                                   const float* weights, T* out, uint64_t tokens, uint64_t hidden) {  \
-    ::proxyccl::combineRows<T>(routing, slots, weights, out, tokens, hidden);                                         \
-  }                                                                                                                   \
-  PROXYCCL_EXPORT_KERNEL(expert_dispatch_##type)                                                                      \
+#define PROXYCCL_EXPERT_KERNELS(T, type)                                                                           \
+  PROXYCCL_TEAM_KERNEL expert_dispatch_##type(ProxycclTeam* team, const ProxycclRouting* routing, const T* tokens, \
+                                              const float* weights, T* out, uint64_t hidden) {                     \
+    ::proxyccl::dispatchRows<T>(team, routing, tokens, weights, out, hidden);                                      \
+  }                                                                                                                \
+  PROXYCCL_TEAM_KERNEL expert_combine_##type(const ProxycclRouting* routing, const T* slots, const float* weights, \
+                                             T* out, uint64_t tokens, uint64_t hidden) {                           \
+    ::proxyccl::combineRows<T>(routing, slots, weights, out, tokens, hidden);                                      \
+  }                                                                                                                \
+  PROXYCCL_EXPORT_KERNEL(expert_dispatch_##type)                                                                   \
   PROXYCCL_EXPORT_KERNEL(expert_combine_##type)
 
 PROXYCCL_EXPERT_KERNELS(float, float32)

@@ -3,8 +3,8 @@
 // In a round a lane sends into a slot that it owns in each peer's scratch, signals every peer, waits for every
 // peer's signal, and reads its own slots. Slots are double-buffered by the parity of the round, and nothing else
 // guards them: a rank starts round r + 2 only after it has seen every peer's signal of round r + 1, which each peer
-// sends only after it has read what came in round r. The same holds for the proxied source in the staging area, and from
-// one kernel to the next whatever the grid of each: a peer that has started a kernel has ended the one before.
+// sends only after it has read what came in round r. The same holds for the proxied source in the staging area, and
+// from one kernel to the next whatever the grid of each: a peer that has started a kernel has ended the one before.
 #ifndef PROXYCCL_EXCHANGE_H
 #define PROXYCCL_EXCHANGE_H
 
@@ -12,6 +12,8 @@
 #include "team.h"
 
 namespace proxyccl {
+
+#define PROXYCCL_OUT_OF_LINE static __device__ __attribute__((noinline))
 
 PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
@@ -24,8 +26,19 @@ PROXYCCL_DEVICE void finishKernel(ProxycclTeam* team, uint64_t rounds) {
   storeRelaxedDevice<uint64_t>(&team->round, team->round + rounds);
 }
 
+// Kept out of line: one thread seldom does it, and what it needs of registers would be taken from all.
+PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
+                                           uint64_t bytes) {
+  const ProxyChannelDeviceHandle channel{*handle};
+  if (bytes == 0) return channel.signal();
+  channel.putWithSignal(dst_offset, src_offset, bytes);
+}
+PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) {
+  ProxyChannelDeviceHandle{*handle}.wait();
+}
+
 // This block's lane: its links, its share of each buffer, cut into `slots` slots, and the threads that work on it.
-// Thread p of the lane's first block talks to rank p, so a block needs at least world_size threads.
+// Thread p of the lane's first block talks to rank p.
 class Lane {
  public:
   PROXYCCL_DEVICE Lane(ProxycclTeam* team, uint32_t slots)
@@ -70,7 +83,8 @@ class Lane {
     return team_->scratch + slotOffset(buffer, slot);
   }
 
-  // Where to write what `peer` shall find in its slot `remote_slot`; `local_slot` is unique to it among the lane's sends.
+  // Where to write what `peer` shall find in its slot `remote_slot`; `local_slot` is unique to it among the lane's
+  // sends.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
     return outboxes().base[peer] + buffer * team_->exchange_bytes + slot * slot_bytes_;
@@ -81,16 +95,15 @@ class Lane {
                             uint64_t bytes) const {
     const ProxycclLink& link = linkTo(peer);
     if (!outboxes().proxied[peer]) return Semaphore{link.semaphore}.signal();
-    const ProxyChannelDeviceHandle channel{link.proxy};
-    if (bytes == 0) return channel.signal();
-    channel.putWithSignal(slotOffset(buffer, remote_slot), team_->staging_offset + slotOffset(buffer, local_slot), bytes);
+    postThroughProxy(&link.proxy, slotOffset(buffer, remote_slot),
+                     team_->staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
   // By the thread that talks to `peer`: waits for its next post.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
-      ProxyChannelDeviceHandle{link.proxy}.wait();
+      awaitThroughProxy(&link.proxy);
     } else {
       Semaphore{link.semaphore}.wait(team_->control, PROXYCCL_WAIT_SM_SIGNAL, peer, 0);
     }
@@ -98,8 +111,8 @@ class Lane {
 
  private:
   struct Outboxes {
-    char* base[1024];  // the most threads in a block of any target
-    bool proxied[1024];
+    char* base[PROXYCCL_MAX_BLOCK_THREADS];
+    bool proxied[PROXYCCL_MAX_BLOCK_THREADS];
   };
   static PROXYCCL_DEVICE Outboxes& outboxes() {
     __shared__ Outboxes outboxes;

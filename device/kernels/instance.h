@@ -1,9 +1,13 @@
+// PROXYCCL_TEAM_KERNEL name(…): a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS. Unless the compiler is told
+// so it may take more registers than such a block can have, and a launch is refused.
+//
 // PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
 // operation.
 #ifndef PROXYCCL_INSTANCE_H
 #define PROXYCCL_INSTANCE_H
 
 #include "proxyccl/kernel.h"
+#include "team.h"
 
 namespace proxyccl {
 
@@ -24,11 +28,13 @@ using TeamOf = typename TeamParameter<Template>::Type;
 
 }  // namespace proxyccl
 
-#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                                                       \
-  extern "C" __global__ void name(const ::proxyccl::TeamOf<decltype(&::proxyccl::kernel<T, ::proxyccl::Op>)> team,    \
-                                  const T* in, T* out, uint64_t count) {                                              \
-    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                                      \
-  }                                                                                                                   \
+#define PROXYCCL_TEAM_KERNEL extern "C" __global__ void __launch_bounds__(PROXYCCL_MAX_BLOCK_THREADS, 1)
+
+#define PROXYCCL_REDUCTION(kernel, name, T, Op)                                                              \
+  PROXYCCL_TEAM_KERNEL name(const ::proxyccl::TeamOf<decltype(&::proxyccl::kernel<T, ::proxyccl::Op>)> team, \
+                            const T* in, T* out, uint64_t count) {                                           \
+    ::proxyccl::kernel<T, ::proxyccl::Op>(team, in, out, count);                                             \
+  }                                                                                                          \
   PROXYCCL_EXPORT_KERNEL(name)
 
 #endif

@@ -7,16 +7,16 @@
 #define PROXYCCL_MOVES_H
 
 #include "exchange.h"
-#include "proxyccl/kernel.h"
+#include "instance.h"
 
-extern "C" __global__ void all_gather(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
+PROXYCCL_TEAM_KERNEL all_gather(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);
   gatherBytes(exchange, team, in, out, bytes);
   exchange.finish();
 }
 
-extern "C" __global__ void all_to_all(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
+PROXYCCL_TEAM_KERNEL all_to_all(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
@@ -35,7 +35,7 @@ extern "C" __global__ void all_to_all(ProxycclTeam* team, const char* in, char* 
   exchange.finish();
 }
 
-extern "C" __global__ void broadcast(ProxycclTeam* team, const char* in, char* out, uint64_t bytes, uint32_t root) {
+PROXYCCL_TEAM_KERNEL broadcast(ProxycclTeam* team, const char* in, char* out, uint64_t bytes, uint32_t root) {
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
@@ -50,7 +50,7 @@ extern "C" __global__ void broadcast(ProxycclTeam* team, const char* in, char* o
   exchange.finish();
 }
 
-extern "C" __global__ void barrier(ProxycclTeam* team) {
+PROXYCCL_TEAM_KERNEL barrier(ProxycclTeam* team) {
   proxyccl::Exchange exchange(team);
   exchange.swap();
   exchange.finish();

@@ -115,7 +115,8 @@ class PacketLanes {
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // The same with payload(rank) for each. They are loaded several at once: stores between would hold back the next load.
+  // The same with payload(rank) for each. They are loaded several at once: stores between would hold back the next
+  // load.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {

@@ -26,8 +26,9 @@ struct alignas(kCount * sizeof(T)) Pack {
 template <class T, class Op, uint32_t kCount, class Source>
 PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint64_t i, Source source) {
   using A = typename Element<T>::Accumulator;
-  constexpr uint32_t kAtOnce = 8;  // ranks whose values are loaded together
+  constexpr uint32_t kAtOnce = 4;  // ranks whose values are loaded together
   A sums[kCount] = {};
+#pragma unroll 1
   for (uint32_t first = 0; first < ranks; first += kAtOnce) {
     Pack<T, kCount> packs[kAtOnce];
 #pragma unroll
@@ -54,10 +55,10 @@ PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint64_t n, bool aligned, uint3
                                  Source source, Store store) {
   constexpr uint32_t kWide = 16 / sizeof(T);
   const uint64_t wide = aligned ? n / kWide : 0;
-  forEach(wide, thread, threads, [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, i * kWide, source)); });
-  forEach(n - wide * kWide, thread, threads, [&](uint64_t i) {
-    store(wide * kWide + i, reducePack<T, Op, 1>(ranks, wide * kWide + i, source));
-  });
+  forEach(wide, thread, threads,
+          [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, i * kWide, source)); });
+  forEach(n - wide * kWide, thread, threads,
+          [&](uint64_t i) { store(wide * kWide + i, reducePack<T, Op, 1>(ranks, wide * kWide + i, source)); });
 }
 
 }  // namespace proxyccl

@@ -1,14 +1,18 @@
 /* What the shipped collectives need to know of the ranks: filled by the host, read (and its counters advanced) by
  * kernels.
  *
- * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and blocks
- * never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on which all
- * blocks work together: copy engines and the proxy's thread like few large pieces.
+ * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and
+ * blocks never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on
+ * which all blocks work together: copy engines and the proxy's thread like few large pieces.
  */
 #ifndef PROXYCCL_TEAM_H
 #define PROXYCCL_TEAM_H
 
 #include "proxyccl/handles.h"
+
+/* Thread p of a block talks to rank p, so there are no more ranks than a block of these kernels may have threads. That
+ * many leave each 128 registers on a GPU. */
+enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
   ProxycclSemaphore semaphore; /* where the peer is mapped */

@@ -16,7 +16,8 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   const Word* from = reinterpret_cast<const Word*>(src);
   const size_t words = bytes / sizeof(Word);
   // A thread's loads go out together, or each would wait for the store before it, which may alias it.
-  constexpr uint32_t kInFlight = 8;
+  constexpr uint32_t kInFlight = 4;
+#pragma unroll 1
   for (size_t first = thread; first < words; first += static_cast<size_t>(kInFlight) * threads) {
     Word held[kInFlight];
 #pragma unroll
