@@ -14,7 +14,6 @@ ROCM_ON_CUDA := build/rocm-on-cuda
 FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
   -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
 HIP_TESTS := test_smoke test_channels test_ring test_engine test_topology test_memory test_failure
-PYTEST ?= $(BIN)/pytest
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 
 .PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench lint clean

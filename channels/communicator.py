@@ -590,7 +590,7 @@ class Communicator:
         if self._state != "open":
             self.require_usable()
         with self._lock:
-            handle = self._next_stream(stream)
+            handle = stream if type(stream) is int and stream == self._last_stream else self._next_stream(stream)
             status = self._call_log.issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
                 with self.runtime.current():
@@ -599,7 +599,8 @@ class Communicator:
                 if status > 0:
                     launch.check(status)
                 self._check_issue(status, call)
-        self._launched(stream, handle, owners)
+        if owners or stream is None:
+            self._launched(stream, handle, owners)
 
     def _next_stream(self, stream: StreamLike) -> int:
         if stream is None and self.runtime.name == "host":

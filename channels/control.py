@@ -7,10 +7,12 @@ other's. A watcher thread sees a peer's process end, and passes an abort on.
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,14 +180,12 @@ class CallLog:
         self._callers.control = engine.cast("ProxycclControl *", own.host_pointer)
         self._callers.own = engine.cast("ProxycclCallEntry *", own.calls_host)
         self._callers.peers, self._callers.peer_count = self._logs, len(logs)
+        self.issue: Callable[[Any, Any, int], int] = functools.partial(engine_lib.proxyccl_calls_issue, self._callers)
+        """issue(call, launch, stream): `agree`, then a prepared launch; the launch's status."""
 
     def agree(self, call: Any) -> int:
         """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""
         return int(engine_lib.proxyccl_calls_agree(self._callers, call))
-
-    def issue(self, call: Any, launch: Any, stream: int) -> int:
-        """The same, then a prepared launch: its status."""
-        return int(engine_lib.proxyccl_calls_issue(self._callers, call, launch, stream))
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
         """After CALL_DIFFERS: the rank that made another call, and the fields of that."""

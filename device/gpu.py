@@ -366,6 +366,8 @@ class GpuRuntime:
 
         A device that this process does not see is taken for one that they can: drivers map its memory all the same.
         """
+        if not device_id.startswith(f"{self.name}:"):
+            return False
         if device_id == self.device_id:
             return True
         for peer in range(self.driver.device_count()):

@@ -1,6 +1,6 @@
 """`proxyccl info`: what this machine offers, and for what is missing, why and what to install.
 
-It looks and starts nothing: no GPU is initialised and no MPI job is begun.
+It looks and begins no MPI job. A GPU's driver is asked for its devices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from proxyccl.channels.tools.report import Report, installed_version, machine, versions
-from proxyccl.device import RUNTIMES, open_runtime
+from proxyccl.device import RUNTIMES, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir
 from proxyccl.device.errors import CompileError, RuntimeUnavailableError
 from proxyccl.device.host import compiler_version, find_compiler
@@ -101,20 +101,19 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
 
 def _devices() -> list[Finding]:
     """Devices of the runtimes that can be opened, and which of them kernels of each can touch."""
-    opened = []
-    for name in RUNTIMES:
+    findings = [Finding("Devices", "host:0", True, "every rank is a peer: device memory is shared memory")]
+    for name in ("cuda", "hip"):
         try:
-            opened.append(open_runtime(name))
+            driver = open_driver(name)
+            count = driver.device_count()
         except RuntimeUnavailableError:
             continue
-    findings = []
-    for runtime in opened:
-        peers = [peer.device_id for peer in opened if peer is not runtime and runtime.can_access_peer(peer.device_id)]
-        if runtime.name == "host":
-            reach = "every rank of this machine is a peer: device memory is shared memory"
-        else:
+        for device in range(count):
+            peers = [str(peer) for peer in range(count) if peer != device and driver.can_access_peer(device, peer)]
+            info = driver.device(device)
             reach = f"peers: {', '.join(peers) or 'none; those pairs go through the proxy'}"
-        findings.append(Finding("Devices", runtime.device_id, True, reach))
+            detail = f"{info.name}, {info.memory_bytes / 2**30:.0f} GiB, {info.device_id.partition(':')[2]}; {reach}"
+            findings.append(Finding("Devices", f"{name}:{device}", True, detail))
     return findings
 
 

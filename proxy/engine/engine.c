@@ -283,7 +283,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
 static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
-    for (int i = 0; i < 16; ++i) cpu_relax();
+    cpu_relax();
   } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
     sched_yield();
   } else {
