@@ -96,7 +96,9 @@ def test_bench_ring_measures_the_engine_beside_the_bare_loop(tmp_path: Path) -> 
     assert rows[bench_ring.BARE]["over_bare"] == 1.0
     assert {"put of 0 bytes", "signal", "flush", "put of 8 bytes"} <= set(rows)
     assert all(row["median_per_s"] > 0 for row in (*report["drain"], *report["kernels"]))
+    assert all(row["bare"]["median_per_s"] > 0 for row in report["kernels"])
     assert report["round_trip"]["best_ns"] > 0
+    assert report["round_trip"]["bare"]["best_ns"] > 0
     assert report["idle"]["policy"]["max_sleep_us"] > 0
     for name in rows:
         assert name in result.stdout
@@ -108,7 +110,7 @@ def test_bench_ring_without_a_compiler_still_measures_the_engine(
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     path = tmp_path / "ring.json"
-    assert bench_ring.run(triggers=1000, repeats=1, fifo_size=64, json=path) == 0
+    assert bench_ring.run(seconds=1, repeats=1, fifo_size=64, json=path, triggers=1000) == 0
     report = json.loads(path.read_text())
     assert report["kernels"] is None
     assert "compiler" in report["kernels_missing"]

@@ -24,10 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
     ring = benchmarks.add_parser("ring", help="the trigger ring and the engine that drains it, in one process")
-    ring.add_argument(
-        "-n", "--triggers", type=options.count, default=400_000, help="in each timed run (default %(default)s)"
-    )
-    ring.add_argument("-r", "--repeats", type=options.count, default=9, help="of each timed run (default %(default)s)")
+    ring.add_argument("-t", "--seconds", type=options.count, default=20, help="to spend, about (default %(default)s)")
+    ring.add_argument("-n", "--triggers", type=options.count, help="in each timed run (default: what the time allows)")
+    ring.add_argument("-r", "--repeats", type=options.count, default=7, help="of each timed run (default %(default)s)")
     ring.add_argument(
         "--fifo-size", type=options.count, default=1024, help="slots, a power of two (default %(default)s)"
     )
@@ -73,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.command == "info":
             return info.run(as_json=parsed.json)
         if parsed.benchmark == "ring":
-            return bench_ring.run(parsed.triggers, parsed.repeats, parsed.fifo_size, parsed.json)
+            return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
         if parsed.min_bytes > parsed.max_bytes:
             parser.error(f"--min-bytes {parsed.min_bytes} is larger than --max-bytes {parsed.max_bytes}")
         return bench_collectives.run(
