@@ -16,7 +16,7 @@ FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -f
 HIP_TESTS := test_smoke test_channels test_ring test_engine test_topology test_memory test_failure
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 
-.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench lint clean
+.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -39,6 +39,9 @@ test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
 bench: $(VENV)/.installed
 	$(BIN)/proxyccl bench ring
 	$(RUN) $(BIN)/proxyccl bench all_reduce
+
+bench-page: $(VENV)/.installed
+	$(BIN)/python benchmarks/report.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -47,6 +47,7 @@ def calls(job: Job) -> dict[str, Callable[[], object]]:
         print(f"# torch symmetric memory: {reason}")
     found = {
         OURS_TORCH: lambda: comm.all_reduce(x),
+        "all_reduce, Array": lambda: comm.all_reduce(array),
         "all_reduce, torch tensor, stream given": lambda: comm.all_reduce(x, stream=handle),
         "all_reduce, Array, stream given": lambda: comm.all_reduce(array, stream=handle),
         PEERS[0]: lambda: torch.add(x, y, out=out),
@@ -67,14 +68,14 @@ def measure(job: Job, what: dict[str, Callable[[], object]], bursts: int) -> lis
     with torch.cuda.stream(job.stream):
         for burst in range(-2, bursts):  # the first two warm up
             for i, call in enumerate(what.values()):
-                job.stream.synchronize()
+                torch.cuda.synchronize()
                 job.world.Barrier()
                 start = time.perf_counter()
                 for _ in range(_BURST):
                     call()
                 if burst >= 0:
                     times[i, burst] = (time.perf_counter() - start) * 1e6 / _BURST
-        job.stream.synchronize()
+        torch.cuda.synchronize()
     slowest = np.empty_like(times)
     job.world.Allreduce(times, slowest, MPI.MAX)
     return [

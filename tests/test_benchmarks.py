@@ -1,0 +1,122 @@
+"""The benchmark programs: what needs no GPU runs, kernels compile for one, and the page shows what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TESTS, run_mpi
+from test_nvrtc import CUBIN, Nvrtc
+
+from proxyccl.channels.tools import bench_ring
+from proxyccl.channels.tools.options import show_size, size
+
+BENCHMARKS = TESTS.parent / "benchmarks"
+
+
+def make_page(directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "report.py"), str(directory)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def result(benchmark: str, date: str = "2000-01-01T00:00:00+00:00", **fields: Any) -> dict[str, Any]:
+    """A made-up result, with what every program writes."""
+    machine = {"system": "Linux 1", "cpu": "a CPU", "cores": 2}
+    return {"benchmark": benchmark, "date": date, "machine": machine, "versions": {"proxyccl": "1"}, **fields}
+
+
+def all_reduce_result(ranks: int, time_us: float, **fields: Any) -> dict[str, Any]:
+    rows = [
+        {"size": 1024, "count": 256, "type": "float32", "redop": "sum", "name": name, "ours": ours, "time_us": us}
+        | {"best_us": us, "algbw_gbs": 1.0, "busbw_gbs": 1.5, "calls": 50, "wrong": 0, "reason": reason}
+        for name, ours, us, reason in (
+            ("one_shot", True, time_us, ""),
+            ("NCCL", False, 15.25, ""),
+            ("torch one-shot", False, None, "no symmetric memory"),
+        )
+    ]
+    compared = {"size": 1024, "type": "float32", "auto_us": None, "ours_us": time_us, "ours": "one_shot"}
+    compared |= {"peer_us": 15.25, "peer": "NCCL", "peer_over_auto": None, "peer_over_ours": 15.25 / time_us}
+    return result(
+        "all_reduce",
+        **{"world_size": ranks, "peers": {"NCCL": "2.99"}, "device": "a GPU", "results": rows}
+        | {"comparison": [{**compared, "aim_us": 3.56}], "geometric_means": {"float32": {"peer_over_ours": 2.0}}},
+        **fields,
+    )
+
+
+def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "put_signal.json"
+    done = run_mpi(2, BENCHMARKS / "put_signal.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# out of bounds values: 0 OK" in done.stdout
+    report = json.loads(path.read_text())
+    assert report["wrong"] == 0
+    assert [row["bytes"] for row in report["latency"]][:2] == [0, 1024]
+    assert all(row["one_way_us"] > 0 for row in (*report["latency"], *report["sm_latency"]))
+    assert all(row["gbs"] > 0 for row in (*report["bandwidth"], *report["sm_bandwidth"]))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "signal alone" in page
+    assert "both ways" in page
+
+
+def test_put_and_signal_refuse_another_number_of_ranks() -> None:
+    done = run_mpi(1, BENCHMARKS / "put_signal.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode != 0
+    assert "needs 2 ranks, not 1" in done.stderr
+
+
+@pytest.mark.parametrize("path", [BENCHMARKS / "put_signal.py", Path(bench_ring.__file__)], ids=lambda path: path.stem)
+def test_the_kernels_compile_for_nvidia(path: Path) -> None:
+    source = re.search(r'_SOURCE = r"""(.*?)"""', path.read_text(), re.DOTALL)
+    assert source is not None
+    assert Nvrtc().compile(source[1], CUBIN)
+
+
+def test_the_page_shows_tables_with_origin_peers_and_aims(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(all_reduce_result(4, 4.75)))
+    (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(2, 3.25)))
+    done = make_page(tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "README.md").read_text()
+    for text in ("all_reduce on 4 GPUs", "all_reduce on 2 GPUs", "a GPU; a CPU, 2 cores", "NCCL 2.99", "2000-01-01"):
+        assert text in page
+    assert "| 1 KiB | **4.75** | 15.25 | - | 1.5 |" in page
+    assert "- torch one-shot: no symmetric memory" in page
+    assert "Wrong elements in all checks: 0." in page
+
+
+def test_the_page_shows_the_latest_result(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(all_reduce_result(4, 1.5, date="2000-01-02T00:00:00+00:00")))
+    (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(4, 9.5)))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "**1.50**" in page
+    assert "9.50" not in page
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "odd.json").write_text(text)
+    done = make_page(tmp_path)
+    assert done.returncode == 1
+    assert "odd.json: not a result of a benchmark program" in done.stderr
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_a_page_of_nothing_is_refused(tmp_path: Path) -> None:
+    done = make_page(tmp_path)
+    assert done.returncode == 2
+    assert "no results (*.json)" in done.stderr
+
+
+@pytest.mark.parametrize(("text", "nbytes"), [("512 B", 512), ("4 KiB", 4096), ("1 MiB", 1 << 20), ("1000 B", 1000)])
+def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
+    assert show_size(nbytes) == text
+    assert size(text.replace(" ", "")) == nbytes
