@@ -316,6 +316,29 @@ def test_device_arrays_and_streams() -> None:
     run_ranks(3, body)
 
 
+def test_a_layer_may_be_dropped_while_its_work_is_queued() -> None:
+    """Nothing waits in between: with no tokens on a rank not even the result does."""
+    case = Case((0, 40, 16), hidden=256, topk=4)
+
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        arrays = (case.inputs(comm.rank), case.expert_ids(comm.rank), case.weights(comm.rank))
+        tokens, ids, weights = (on_device(comm, values) for values in arrays)
+        outputs = []
+        for _ in range(10):
+            moe = case.layer(comm)
+            moe.prepare(tokens, ids, weights, stream=stream)
+            rows, _ = moe.dispatch(stream=stream)
+            outputs.append(moe.combine(rows, stream=stream))
+            del moe, rows
+        comm.synchronize(stream)
+        kept = np.where(arrays[1] < case.experts, arrays[2], 0).sum(axis=1, keepdims=True)
+        for output in outputs:
+            assert np.allclose(on_host(output), arrays[0] * kept, rtol=1e-4, atol=1e-4)
+
+    run_ranks(3, body)
+
+
 def test_a_layer_is_prepared_again_and_again_among_other_collectives() -> None:
     case = Case((30, 7, 0, 16), hidden=32)
 

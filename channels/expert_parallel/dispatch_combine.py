@@ -267,7 +267,7 @@ class DispatchCombine:
             target.ptr,
             self.hidden,
         )
-        comm.launch(launch, stream, (source.owner, prepared, target.owner))
+        comm.launch(launch, stream, (self, source.owner, prepared, target.owner))
         return result, prepared.per_expert.copy()
 
     def combine(
@@ -323,7 +323,7 @@ class DispatchCombine:
             collect(handle)
             combine(handle)
 
-        comm.launch(plan, stream, (source.owner, prepared, target.owner, returned.owner))
+        comm.launch(plan, stream, (self, source.owner, prepared, target.owner, returned.owner))
         return result
 
     # -- arguments ---
