@@ -347,7 +347,8 @@ class Communicator:
             op: "sum", "prod", "min", "max" or "avg". 16-bit floats are accumulated in float32; the integer average
                 truncates.
             out: where the result goes; None for in place.
-            algorithm: "one_shot", "recursive_doubling", "two_shot", "ring" or "proxy"; None chooses by size.
+            algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; None
+                chooses by size.
             stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
                 None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
                 that owns `x` (torch, CuPy), else on the calling thread's default stream.

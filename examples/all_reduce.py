@@ -40,9 +40,10 @@ def main() -> None:
 
         if comm.rank == 0:
             print(f"{comm.world_size} ranks on the {comm.runtime.name} runtime, {x.nbytes} bytes of float32")
-        # Packets are stores into a peer's memory, so these two need all of it mapped.
-        packet_algorithms = ("one_shot", "recursive_doubling") if comm.topology.all_accessible() else ()
-        for algorithm in (*packet_algorithms, "two_shot", "ring", "proxy"):
+        algorithms = ["two_shot", "ring", "proxy"]
+        if comm.topology.all_accessible():  # packets are stores into a peer's memory
+            algorithms += ["one_shot", "recursive_doubling", "two_shot_packets"]
+        for algorithm in algorithms:
             comm.all_reduce(x.upload(own), algorithm=algorithm)
             assert np.array_equal(x.numpy(), expected), algorithm
             x.upload(0)
