@@ -13,6 +13,7 @@ import os
 import struct
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,13 +38,19 @@ _PROCESS = os.urandom(16)
 
 
 class GpuMemory:
-    """Device memory, allocated here or another's mapped here; freed with the last reference at the latest."""
+    """Device memory, allocated here or another's mapped here.
 
-    def __init__(self, ptr: int, nbytes: int, release: Callable[[], None]) -> None:
+    A driver that frees waits for the device's kernels. So memory without a reference left is freed when its runtime
+    next waits for its device or needs room, and not where the garbage is collected: that may be the thread of a rank
+    for which those kernels wait.
+    """
+
+    def __init__(self, ptr: int, nbytes: int, unused: deque[Callable[[], None]], release: Callable[[], None]) -> None:
         self.ptr = ptr
         self.nbytes = nbytes
+        self._release = release
         # Not at exit: the driver takes everything with it, and communicators are closed later than that.
-        self._finalizer = weakref.finalize(self, release)
+        self._finalizer = weakref.finalize(self, unused.append, release)
         self._finalizer.atexit = False
 
     @property
@@ -53,14 +60,17 @@ class GpuMemory:
 
     def close(self) -> None:
         """Frees or unmaps it. Waits for the work that may use it."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            self._release()
 
 
 class GpuPinnedMemory(GpuMemory):
     """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
 
-    def __init__(self, ptr: int, shared: SharedMemory, release: Callable[[], None]) -> None:
-        super().__init__(ptr, shared.nbytes, release)
+    def __init__(
+        self, ptr: int, shared: SharedMemory, unused: deque[Callable[[], None]], release: Callable[[], None]
+    ) -> None:
+        super().__init__(ptr, shared.nbytes, unused, release)
         self.shared = shared
 
     @property
@@ -217,6 +227,8 @@ class GpuRuntime:
 
     _pinned: ClassVar[_Shared] = _Shared()
     _imported: ClassVar[_Shared] = _Shared()
+    # By runtime and device: a runtime object may be gone before its memory is.
+    _unused_on: ClassVar[dict[tuple[str, int], deque[Callable[[], None]]]] = {}
 
     def __init__(self, driver: Driver, device: int = 0) -> None:
         count = driver.device_count()
@@ -241,6 +253,7 @@ class GpuRuntime:
             packet_blocks=64,
         )
         self._context = driver.context(device)
+        self._unused = self._unused_on.setdefault((self.name, device), deque())
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._kernels: dict[tuple[str, ...], Kernel] = {}
@@ -298,12 +311,27 @@ class GpuRuntime:
             if nbytes > self.info.memory_bytes:
                 raise full
             try:
-                ptr = self.driver.allocate(nbytes)
+                ptr = self._allocate(nbytes)
             except DriverError as error:
                 raise full if error.status == self.driver.out_of_memory else error from None
-            memory = GpuMemory(ptr, nbytes, functools.partial(self.in_context, self.driver.free, ptr))
+            release = functools.partial(self.in_context, self.driver.free, ptr)
+            memory = GpuMemory(ptr, nbytes, self._unused, release)
         self.fill(ptr, 0, nbytes)
         return memory
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return self.driver.allocate(nbytes)
+        except DriverError as error:
+            if error.status != self.driver.out_of_memory or not self._unused:
+                raise
+            self._free_unused()
+            return self.driver.allocate(nbytes)
+
+    def _free_unused(self) -> None:
+        with contextlib.suppress(IndexError):  # several threads may be at it
+            while True:
+                self._unused.popleft()()
 
     def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
         """Zeroed shared memory of the host, pinned."""
@@ -322,7 +350,7 @@ class GpuRuntime:
             self._pinned.acquire(key, pin)
             ptr = self.driver.host_device_pointer(start) + shared.ptr - start
         release = functools.partial(self.in_context, self._pinned.release, key, self.driver.unregister_host)
-        return GpuPinnedMemory(ptr, shared, release)
+        return GpuPinnedMemory(ptr, shared, self._unused, release)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to device memory, whoever allocated it."""
@@ -348,14 +376,14 @@ class GpuRuntime:
             if own:
                 if device != self.device:
                     self.driver.enable_peer_access(self.driver.context(device))
-                return GpuMemory(base + offset, nbytes, lambda: None)
+                return GpuMemory(base + offset, nbytes, self._unused, lambda: None)
             key = (self._context, handle[: -len(raw)], raw)
             try:
                 mapped = self._imported.acquire(key, lambda: self.driver.import_memory(raw))
             except DriverError as error:
                 raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
         release = functools.partial(self.in_context, self._imported.release, key, self.driver.release_memory)
-        return GpuMemory(mapped + offset, nbytes, release)
+        return GpuMemory(mapped + offset, nbytes, self._unused, release)
 
     def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
         """Maps another process's pinned memory and pins it here."""
@@ -441,6 +469,7 @@ class GpuRuntime:
         with self.current():
             self.driver.synchronize()
         del done
+        self._free_unused()
 
     # -- kernels ---
 
