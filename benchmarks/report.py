@@ -329,6 +329,7 @@ def _plot_put_signal(result: Result, directory: Path) -> list[str]:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
     _by_size(axes, [row["bytes"] for row in rows])
+    axes.set_yscale("log")
     axes.legend()
     figure.savefig(directory / "put_latency.svg")
     figure, axes = _axes("SmChannel: copies to and from one peer", "blocks", "GB/s")
@@ -337,7 +338,10 @@ def _plot_put_signal(result: Result, directory: Path) -> list[str]:
         if points:
             axes.plot(*zip(*points, strict=True), "-o", label=operation)
     axes.plot(list(aims.SM_PUT_GBS), list(aims.SM_PUT_GBS.values()), "kx", label="limit of put")
+    blocks = sorted({row["blocks"] for row in result["sm_bandwidth"]} | set(aims.SM_PUT_GBS))
     axes.set_xscale("log", base=2)
+    axes.set_xticks(blocks, [str(each) for each in blocks])
+    axes.set_ylim(bottom=0)
     axes.legend()
     figure.savefig(directory / "sm_bandwidth.svg")
     return ["put_latency.svg", "sm_bandwidth.svg"]

@@ -183,18 +183,16 @@ class Job:
         """The first rank's reason that is not empty."""
         return next((each for each in self.world.allgather(reason) if each), "")
 
-    def _ours_or_peers(self, contender: Contender) -> type[Exception]:
-        # Only what a contender says of the arguments before it starts: anything else ends the run.
-        return ArgumentError if contender.ours else RuntimeError
-
     def _first_call(self, contender: Contender) -> tuple[int, str]:
         """Wrong elements of the first call, or why it can't be made."""
         reason, wrong = "", 0
+        # Only what is said of the arguments before anything starts; any other error ends the run.
+        refusal = ArgumentError if contender.ours else RuntimeError
         try:
             contender.refill()
             contender.call()
             self.stream.synchronize()
-        except self._ours_or_peers(contender) as error:
+        except refusal as error:
             reason = str(error).splitlines()[0]
         reason = self.everywhere(reason)
         if not reason:
@@ -238,6 +236,7 @@ class Job:
         """Checks and times the contenders in turns. All ranks call this together, and all get the same."""
         wrong, reasons, graphs = [0] * len(contenders), [""] * len(contenders), {}
         times = np.full((len(contenders), repeats), np.nan)
+        torch.cuda.synchronize()  # the inputs were made on another stream
         with torch.cuda.stream(self.stream):
             for i, contender in enumerate(contenders):
                 wrong[i], reasons[i] = self._first_call(contender)
