@@ -133,7 +133,8 @@ def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None
     ranks = processes(3)
     rows = bench(tmp_path, ranks, "all_reduce", "--algorithm", "each")["results"]
     assert {row["algorithm"] for row in rows} == {"auto", *bench_collectives.ALGORITHMS}
-    assert [row["size"] for row in rows[::6]] == [size - size % (4 * ranks) for size in (100, 2000, 40000)]
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    assert sizes == [size - size % (4 * ranks) for size in (100, 2000, 40000)]
     for row in rows:
         assert row["mpi_time_us"] > 0
         assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 2 * (ranks - 1) / ranks)
