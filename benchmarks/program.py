@@ -52,7 +52,8 @@ def heading(comm: Communicator, title: str, *notes: str) -> None:
         return
     facts = machine()
     print(f"# ProxyCCL {versions().get('proxyccl', '')} {title}: {comm.world_size} ranks, {comm.runtime.name} runtime")
-    print(f"# {comm.runtime.describe()}; kernel driver {nvidia_driver()}")
+    if comm.runtime.name != "host":
+        print(f"# {comm.runtime.describe()}; kernel driver {nvidia_driver()}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     for note in notes:
         print(f"# {note}")

@@ -208,6 +208,7 @@ def _engine_rate(proxy: Loopback, trigger: Any, count: int) -> float:
 
 def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers: int | None, most: int) -> list[float]:
     """rate(count) `repeats` times, in about so many seconds together, if no count is given."""
+    rate(_CALIBRATION)  # a kernel's first launch also loads it
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
     return [rate(count) for _ in range(repeats)]
 
