@@ -118,7 +118,7 @@ class Communicator:
         local_world_size: int | None = None,
         fifos: int = 1,
         proxy_threads: int = 1,
-        fifo_size: int = 1024,
+        fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
     ) -> None:
         self._state = "opening"
@@ -607,7 +607,7 @@ class Communicator:
         if stream is None and self.runtime.name == "host":
             handle = self.default_stream.handle
         else:
-            handle = stream if type(stream) is int else self.runtime.stream_handle(stream)
+            handle = self.runtime.stream_handle(stream)
         if handle != self._last_stream:
             if self._last_stream is not None:
                 self.runtime.order_streams(self._last_stream, handle)

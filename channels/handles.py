@@ -15,6 +15,11 @@ class Channel:
     def __init__(self, peer: int, handle: Any) -> None:
         self.peer = peer
         self._handle = handle
+        self._kept: tuple[object, ...] = ()
+
+    def keep(self, kept: tuple[object, ...]) -> None:
+        """Keeps alive what the handle points to: a channel may outlive the set that it was made with."""
+        self._kept = kept
 
     @property
     def device_handle(self) -> bytes:
@@ -37,7 +42,8 @@ class ChannelSet(Sequence[C], Generic[C]):
     def __init__(self, runtime: Runtime, channels: list[C], kept: tuple[object, ...]) -> None:
         self._channels = channels
         self._by_peer = {channel.peer: channel for channel in channels}
-        self._kept = kept
+        for channel in channels:
+            channel.keep(kept)
         self._memory: Memory | None = None
         handles = b"".join(channel.device_handle for channel in channels)
         if handles:

@@ -178,14 +178,14 @@ class _Handle:
         return cls._LAYOUT.pack(cls._MAGIC, _PROCESS, device, base, allocation, offset, nbytes, raw)
 
     @classmethod
-    def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, bytes]:
-        """(whether it is this process's, device, base, offset, nbytes, the driver's handle)."""
+    def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, int, bytes]:
+        """(whether it is this process's, device, base, allocation, offset, nbytes, the driver's handle)."""
         if len(handle) != cls.SIZE:
             raise ArgumentError("handle", f"{len(handle)} bytes, where a handle of device memory has {cls.SIZE}")
-        magic, process, device, base, _, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
+        magic, process, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
             raise ArgumentError("handle", "these bytes are no handle of device memory")
-        return process == _PROCESS, device, base, offset, nbytes, raw
+        return process == _PROCESS, device, base, allocation, offset, nbytes, raw
 
 
 class _Shared:
@@ -229,6 +229,7 @@ class GpuRuntime:
     _imported: ClassVar[_Shared] = _Shared()
     # By runtime and device: a runtime object may be gone before its memory is.
     _unused_on: ClassVar[dict[tuple[str, int], deque[Callable[[], None]]]] = {}
+    _users_of: ClassVar[dict[tuple[str, int], weakref.WeakSet[GpuRuntime]]] = {}
 
     def __init__(self, driver: Driver, device: int = 0) -> None:
         count = driver.device_count()
@@ -254,6 +255,10 @@ class GpuRuntime:
         )
         self._context = driver.context(device)
         self._unused = self._unused_on.setdefault((self.name, device), deque())
+        self._users = self._users_of.setdefault((self.name, device), weakref.WeakSet())
+        self._users.add(self)
+        self._streams: weakref.WeakSet[GpuStream] = weakref.WeakSet()
+        self._foreign_streams: set[int] = set()
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._kernels: dict[tuple[str, ...], Kernel] = {}
@@ -371,7 +376,9 @@ class GpuRuntime:
 
     def open(self, handle: bytes) -> GpuMemory:
         """Maps what a process of this machine exported, or reaches what another thread of this one did."""
-        own, device, base, offset, nbytes, raw = _Handle.unpack(handle)
+        own, device, base, allocation, offset, nbytes, raw = _Handle.unpack(handle)
+        if own:
+            self._check_own(device, base, allocation, offset + nbytes)
         with self.current():
             if own:
                 if device != self.device:
@@ -384,6 +391,24 @@ class GpuRuntime:
                 raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
         release = functools.partial(self.in_context, self._imported.release, key, self.driver.release_memory)
         return GpuMemory(mapped + offset, nbytes, self._unused, release)
+
+    def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
+        """Refuses a handle of this process's own memory that is damaged, or whose memory is gone."""
+        if not 0 <= device < self.driver.device_count():
+            raise ArgumentError("handle", f"it names device {device}, and there is none of that number")
+        before = self.driver.current()
+        self.driver.make_current(self.driver.context(device))
+        try:
+            start, size = self.driver.address_range(base)
+            found = self.driver.allocation_id(base)
+        except DriverError:
+            raise ArgumentError("handle", "this process has freed the memory that it names") from None
+        finally:
+            self.driver.make_current(before or self._context)
+        if (start, found) != (base, allocation):
+            raise ArgumentError("handle", "this process has freed the memory that it names")
+        if end > size:
+            raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
 
     def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
         """Maps another process's pinned memory and pins it here."""
@@ -425,7 +450,9 @@ class GpuRuntime:
 
     def create_stream(self, *, for_proxy: bool = False) -> GpuStream:
         """A stream."""
-        return GpuStream(self)
+        stream = GpuStream(self)
+        self._streams.add(stream)
+        return stream
 
     def create_event(self) -> GpuEvent:
         """An event."""
@@ -442,7 +469,9 @@ class GpuRuntime:
         if isinstance(stream, GpuStream):
             stream._require_open()
             return stream.handle
-        return foreign_stream_handle(stream)
+        handle = foreign_stream_handle(stream)
+        self._foreign_streams.add(handle)
+        return handle
 
     def is_capturing(self, stream: int) -> bool:
         """Whether what is queued on the stream goes into a graph."""
@@ -464,12 +493,22 @@ class GpuRuntime:
             self.driver.stream_wait_event(then, event.handle)
 
     def synchronize(self) -> None:
-        """Waits for all work of the device's context, other libraries' in this process included."""
+        """Waits for all work of the device's context, other libraries' in this process included.
+
+        Where ranks that are threads share the device, it waits for what was queued through this object, by this
+        thread or on streams: another rank's kernel may be waiting for a call that this thread is yet to make.
+        """
         done = self.in_flight.take()
         with self.current():
-            self.driver.synchronize()
+            if len(self._users) == 1:
+                self.driver.synchronize()
+                self._foreign_streams.clear()
+                self._free_unused()
+            else:
+                own = [stream.handle for stream in self._streams if not stream.closed]
+                for handle in (self.driver.thread_stream, *own, *self._foreign_streams):
+                    self.driver.stream_synchronize(handle)
         del done
-        self._free_unused()
 
     # -- kernels ---
 

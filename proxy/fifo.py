@@ -20,7 +20,7 @@ class Fifo:
         size: slots, a power of two from 2 to 2**20. It may be smaller than the number of producers.
     """
 
-    def __init__(self, runtime: Runtime, size: int = 1024) -> None:
+    def __init__(self, runtime: Runtime, size: int = 8192) -> None:
         if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
             raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
         self.size = size

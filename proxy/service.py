@@ -135,7 +135,7 @@ class ProxyService:
         shared_offset: int = 0,
         fifos: int = 1,
         threads: int = 1,
-        fifo_size: int = 1024,
+        fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
         on_failure: Callable[[ProxyFailure], None] | None = None,
         name: str = "proxyccl",

@@ -12,6 +12,7 @@
 enum {
   RELEASE_BATCH = 64,  /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
   POLL_INTERVAL = 256, /* triggers between two polls of the connections under load: each asks the driver */
+  LOOKS_PER_CLOCK = 16, /* looks at the rings between two at the clock, which takes as long as several looks */
   SLEEP_PART = 32      /* an idle worker sleeps for this part of the time that it has been idle */
 };
 
@@ -283,7 +284,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
 static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
-    cpu_relax();
+    return;
   } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
     sched_yield();
   } else {
@@ -296,6 +297,7 @@ static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since) {
 
 ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info) {
   uint64_t idle_since = 0;
+  uint32_t looks = 0;
   memset(info, 0, sizeof *info);
   for (;;) {
     const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
@@ -318,7 +320,7 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
     }
     if (!outstanding && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
     if (idle_since == 0) idle_since = now_ns();
-    back_off(&worker->idle, idle_since);
+    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&worker->idle, idle_since);
   }
 }
 
