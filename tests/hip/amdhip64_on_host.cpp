@@ -98,6 +98,7 @@ static_assert(sizeof(IpcHandle) <= sizeof(hipIpcMemHandle_t));
 struct Stream {
   void* host = nullptr;
   int device;
+  bool destroyed = false;  // while its last work is under way
 
   explicit Stream(int device_) : device(device_) { proxyccl_host_stream_create(&host, 0); }
   ~Stream() { proxyccl_host_stream_destroy(host); }
@@ -111,13 +112,17 @@ Stream* createStream() {
   return streams.emplace(stream.get(), stream).first->first;
 }
 
-// What was queued goes on, and the stream goes with it.
+// What was queued goes on, and the device's synchronisation waits for it still.
 hipError_t destroyStream(Stream* stream) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = streams.find(stream);
-  if (found == streams.end()) return hipErrorInvalidHandle;
-  std::thread([last = std::move(found->second)]() mutable { last.reset(); }).detach();
-  streams.erase(found);
+  if (found == streams.end() || found->second->destroyed) return hipErrorInvalidHandle;
+  found->second->destroyed = true;
+  std::thread([stream = found->second] {
+    proxyccl_host_stream_synchronize(stream->host);
+    std::lock_guard<std::mutex> erasing(mutex);
+    streams.erase(stream.get());
+  }).detach();
   return hipSuccess;
 }
 
