@@ -244,14 +244,15 @@ class GpuRuntime:
         self.info = driver.device(device)
         self.device_id = self.info.device_id
         self.in_flight = InFlight(self)
+        processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
         self.launch_defaults = LaunchDefaults(
             threads=512,
-            blocks=64,
-            copy_blocks=32,
+            blocks=min(64, processors),
+            copy_blocks=min(32, processors),
             bytes_per_block=16 * 1024,
             exchange_bytes=8 * 1024 * 1024,
             packet_threads=128,
-            packet_blocks=64,
+            packet_blocks=min(64, processors),
         )
         self._context = driver.context(device)
         self._unused = self._unused_on.setdefault((self.name, device), deque())
