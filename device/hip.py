@@ -4,8 +4,8 @@ HIP's calls are CUDA's under other names, with two differences that show here. A
 calling thread's current one, so a context is known by its device's number. And memory is by default coherent between
 devices only where one kernel ends and the next begins, so it is allocated uncached.
 
-hip-python wraps each call with its arguments and results as Python objects. What C calls, and the one call that it wraps
-wrongly, is taken from the very library that it has loaded.
+hip-python wraps each call, with its arguments and results as Python objects. What C calls, and the one call that it
+wraps wrongly, is taken from the very library that it has loaded.
 """
 
 from __future__ import annotations
@@ -280,7 +280,7 @@ class HipDriver:
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream is being captured."""
-        return _call("hipStreamIsCapturing", stream) != hip.hipStreamCaptureStatus.hipStreamCaptureStatusNone
+        return bool(_call("hipStreamIsCapturing", stream) != hip.hipStreamCaptureStatus.hipStreamCaptureStatusNone)
 
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""

@@ -1,7 +1,7 @@
 """Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, no root and no system package touched.
 
-PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's is built against a newer C
-library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
+PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's is built against a newer
+C library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
 250 MB unpacked). apt runs with directories of its own; the mirror is the one that the machine's own apt uses.
 
     python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why it can't be had here
@@ -9,7 +9,6 @@ library than most machines have, so it comes with that and with the loader to st
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -97,7 +96,7 @@ def fetch(directory: Path) -> None:
     for folder in ("etc", "state", "cache"):
         shutil.rmtree(directory / folder)
     # The bindings look for the unversioned name that only a development package has.
-    (directory / "lib/libhiprtc.so").symlink_to(os.path.relpath(directory / LIBRARIES / "libhiprtc.so.6", directory / "lib"))
+    (directory / "lib/libhiprtc.so").symlink_to(".." / LIBRARIES / "libhiprtc.so.6")
     for file in (LOADER, Path("lib/libhiprtc.so")):
         if not (directory / file).exists():
             raise UnavailableError(f"Debian's packages have no {file.name} any more")
