@@ -65,11 +65,14 @@ class Topology:
         """Works the topology out from what all ranks told.
 
         Raises:
-            ArgumentError: ranks use different runtimes, or local_world_size does not divide their number.
+            ArgumentError: ranks use different runtimes, ranks of one process the same GPU, or local_world_size does
+                not divide the number of ranks.
         """
         kinds = {info.runtime for info in ranks}
         if len(kinds) > 1:
             raise ArgumentError("runtime", f"all ranks must use the same runtime; found {', '.join(sorted(kinds))}")
+        if runtime.name != "host":
+            _refuse_shared_context(ranks)
         if local_world_size is None:
             hosts = list(dict.fromkeys(info.host for info in ranks))
             nodes = tuple(hosts.index(info.host) for info in ranks)
@@ -120,6 +123,20 @@ class Topology:
     def all_accessible(self) -> bool:
         """Whether every rank's memory can be touched from here."""
         return all(self.accessible)
+
+
+def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
+    # A driver lets some calls, loading a kernel for one, wait for all that runs in a context; with another rank's
+    # kernel in it, which waits for this one's, they never return.
+    first: dict[tuple[str, int, str], int] = {}
+    for rank, info in enumerate(ranks):
+        other = first.setdefault((info.host, info.pid, info.device_id), rank)
+        if other != rank:
+            raise ArgumentError(
+                "device",
+                f"ranks {other} and {rank} are threads of one process on the same GPU; give each a device of its own, "
+                "or make them processes",
+            )
 
 
 def local_world_size_from_environment() -> int | None:

@@ -229,7 +229,6 @@ class GpuRuntime:
     _imported: ClassVar[_Shared] = _Shared()
     # By runtime and device: a runtime object may be gone before its memory is.
     _unused_on: ClassVar[dict[tuple[str, int], deque[Callable[[], None]]]] = {}
-    _users_of: ClassVar[dict[tuple[str, int], weakref.WeakSet[GpuRuntime]]] = {}
 
     def __init__(self, driver: Driver, device: int = 0) -> None:
         count = driver.device_count()
@@ -256,10 +255,6 @@ class GpuRuntime:
         )
         self._context = driver.context(device)
         self._unused = self._unused_on.setdefault((self.name, device), deque())
-        self._users = self._users_of.setdefault((self.name, device), weakref.WeakSet())
-        self._users.add(self)
-        self._streams: weakref.WeakSet[GpuStream] = weakref.WeakSet()
-        self._foreign_streams: set[int] = set()
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
         self._kernels: dict[tuple[str, ...], Kernel] = {}
@@ -451,9 +446,7 @@ class GpuRuntime:
 
     def create_stream(self, *, for_proxy: bool = False) -> GpuStream:
         """A stream."""
-        stream = GpuStream(self)
-        self._streams.add(stream)
-        return stream
+        return GpuStream(self)
 
     def create_event(self) -> GpuEvent:
         """An event."""
@@ -470,9 +463,7 @@ class GpuRuntime:
         if isinstance(stream, GpuStream):
             stream._require_open()
             return stream.handle
-        handle = foreign_stream_handle(stream)
-        self._foreign_streams.add(handle)
-        return handle
+        return foreign_stream_handle(stream)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether what is queued on the stream goes into a graph."""
@@ -494,22 +485,12 @@ class GpuRuntime:
             self.driver.stream_wait_event(then, event.handle)
 
     def synchronize(self) -> None:
-        """Waits for all work of the device's context, other libraries' in this process included.
-
-        Where ranks that are threads share the device, it waits for what was queued through this object, by this
-        thread or on streams: another rank's kernel may be waiting for a call that this thread is yet to make.
-        """
+        """Waits for all work of the device's context, other libraries' in this process included."""
         done = self.in_flight.take()
         with self.current():
-            if len(self._users) == 1:
-                self.driver.synchronize()
-                self._foreign_streams.clear()
-                self._free_unused()
-            else:
-                own = [stream.handle for stream in self._streams if not stream.closed]
-                for handle in (self.driver.thread_stream, *own, *self._foreign_streams):
-                    self.driver.stream_synchronize(handle)
+            self.driver.synchronize()
         del done
+        self._free_unused()
 
     # -- kernels ---
 

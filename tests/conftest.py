@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from devices import ON_HOST, RUNTIME
+from devices import ON_HOST, RUNTIME, require_devices
 
 from proxyccl import Communicator, ThreadBootstrap
 
@@ -46,6 +46,7 @@ def run_ranks(
 
     Returns the results by rank, or raises the first rank's exception.
     """
+    require_devices(world_size)
     results: list[Any] = [None] * world_size
     errors: list[BaseException | None] = [None] * world_size
     bootstraps = ThreadBootstrap.create(world_size)

@@ -1,13 +1,14 @@
 """What the tests run on: the runtime that PROXYCCL_RUNTIME names (the host's if it names none), and its devices.
 
-On the host every rank has a device of its own. GPUs are few: rank r uses device r % device_count(). Ranks that are
-threads of one process may share one, since their kernels run side by side; processes on one GPU take turns, which
-makes every exchange between them slow.
+On the host every rank has a device of its own. GPUs are few. Ranks that are threads of one process need one each;
+processes may share one, but take turns, which makes every exchange between them slow.
 """
 
 from __future__ import annotations
 
 import os
+
+import pytest
 
 from proxyccl import Runtime, open_runtime
 from proxyccl.device import open_driver
@@ -30,7 +31,13 @@ def most_ranks(*, processes: bool = False) -> int:
     """The largest world size that is sensible here for ranks as threads, or as processes."""
     if ON_HOST:
         return 8
-    return max(2, device_count()) if processes else max(5, 2 * device_count())
+    return max(2, device_count()) if processes else device_count()
+
+
+def require_devices(ranks: int) -> None:
+    """Skips the test where so many ranks that are threads can't have a device each."""
+    if ranks > most_ranks():
+        pytest.skip(f"needs {ranks} devices, and there are {device_count()}")
 
 
 def world_sizes(*sizes: int, processes: bool = False) -> list[int]:

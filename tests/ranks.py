@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from conftest import TIMEOUT
+from devices import require_devices
 
 from proxyccl import AbortedError, Communicator, Runtime, ThreadBootstrap
 
@@ -31,6 +32,7 @@ class Ranks:
     def __init__(
         self, world_size: int, *, make_runtime: Callable[[int], Runtime] | None = None, **options: Any
     ) -> None:
+        require_devices(world_size)
         self.world_size = world_size
         self._make_runtime = make_runtime or (lambda _: None)
         self._options = {"timeout": TIMEOUT, **options}

@@ -206,7 +206,10 @@ ACCESSES = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
 extern "C" {
-__global__ void store_trigger(uint64_t* slot, uint64_t a, uint64_t b) { storeTrigger(slot, a, b); }
+__global__ void store_trigger(uint64_t* slot, uint64_t a, uint64_t b) {
+  orderBeforeTrigger();
+  storeTrigger(slot, a, b);
+}
 __global__ void write_ll16(LL16Packet* packet, uint32_t a, uint32_t b) { packet->write({a, b}, 1); }
 __global__ void read_ll16(const LL16Packet* packet, uint64_t* out) {
   LL16Packet::Payload payload;
@@ -231,8 +234,8 @@ __global__ void sync_grid(DeviceSyncer* syncer) { syncer->sync(gridDim.x); }
 # The accesses of each kernel above that carry an order or are volatile; plain ones (to a counter that one thread owns,
 # to the result) are left out.
 STRAIGHT = {
-    # One 16-byte store that nobody sees in part, and a release: engine/ring.h acquires its second word.
-    "store_trigger": ["st.release.sys.global.b128"],
+    # A fence, then one 16-byte store that nobody sees in part: a release, whose second word engine/ring.h acquires.
+    "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
     # 16 bytes in one access, at system scope: PTX gives volatile the meaning of relaxed.sys.
     "write_ll16": ["st.volatile.global.v2.u64"],
     "read_ll16": ["ld.volatile.global.v2.u64"],
@@ -253,7 +256,8 @@ LOOPS = {
         "st.release.gpu.b64",  # … into the cache …
         "st.release.gpu.b32",  # … and the lock again
         "ld.relaxed.gpu.b64",  # the value that a time-out reports
-        "st.release.sys.global.b128",
+        "fence.acq_rel.sys",  # the trigger's release …
+        "st.relaxed.sys.global.b128",  # … and its store
     },
     "sync_ring": {"ld.acquire.sys.b64"},
     "sync_grid": {
@@ -270,7 +274,7 @@ def ordered_accesses(ptx: str, kernel: str) -> list[str]:
     """The opcodes of a kernel's accesses that carry an order or are volatile."""
     body = re.search(rf"\.entry {kernel}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
     assert body is not None, kernel
-    opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red)\.\S+)", body[0], re.MULTILINE)
+    opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", body[0], re.MULTILINE)
     orders = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
     return [opcode for opcode in opcodes if orders & set(opcode.split("."))]
 

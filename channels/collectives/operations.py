@@ -87,7 +87,7 @@ class Collectives:
         self._teams: dict[bool, Team] = {}
         self._plans: dict[Key, Plan] = {}
         self._prepared: dict[Key, tuple[Any, Launch]] = {}
-        self._selector = Selector.for_world_size(communicator.world_size)
+        self._selector = Selector.for_ranks(communicator.world_size, communicator.runtime.name)
 
     def team(self, *, proxied: bool = False) -> Team:
         """The team whose links are all proxied, or the one that maps what it can.

@@ -26,9 +26,22 @@ class Selector:
                 raise ArgumentError("algorithm", f"{name!r} is none of {', '.join(ALGORITHMS)}")
 
     @classmethod
-    def for_world_size(cls, ranks: int) -> Selector:
-        """Defaults: what a one-shot sends grows with the number of ranks, and so its limit shrinks."""
-        return cls(((256 * 1024 // ranks, "one_shot"), (512 * 1024, "two_shot_packets")), "two_shot")
+    def for_ranks(cls, ranks: int, runtime: str) -> Selector:
+        """Defaults for a number of ranks on a runtime ("host", "cuda" or "hip").
+
+        For GPUs they are from what was measured on 2 and 4 H200 (benchmarks/results). What a one-shot sends grows with
+        the number of ranks, and so its limit shrinks. Recursive doubling has no detour where that is a power of two.
+        """
+        limits: tuple[tuple[int, str], ...]
+        if runtime == "host":
+            limits = ((32 * 1024, "one_shot"),)
+        elif ranks == 2:
+            limits = ((1536 * 1024, "recursive_doubling"), (32 * 1024 * 1024, "ring"))
+        elif ranks & (ranks - 1) == 0:
+            limits = ((512 * 1024 // ranks, "one_shot"), (768 * 1024, "recursive_doubling"))
+        else:
+            limits = ((512 * 1024 // ranks, "one_shot"), (768 * 1024, "two_shot_packets"))
+        return cls(limits, "two_shot")
 
     def choose(self, nbytes: int) -> str:
         """The algorithm for a message of `nbytes` bytes."""

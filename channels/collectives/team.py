@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.channels.proxy_channel import ProxyChannel
 
-_SHORTEST_PIECE = 8 * 1024
-"""Bytes below which a piece is not worth its signal: a 16-byte access of each thread of a large block."""
+_SHORTEST_PIECE = 16 * 1024
+"""Bytes below which a piece is not worth its signal: two 16-byte accesses of each thread of a large block."""
 _SHORTEST_PROXIED_PIECE = 512 * 1024
 """The same where the proxy sends it: what a copy engine moves while the next two calls into the driver are made."""
 

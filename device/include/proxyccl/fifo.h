@@ -24,10 +24,11 @@ struct Fifo : ProxycclFifo {
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
     // No look at the abort word: it would cost every push a trip to the host. A ring that nobody drains any more fills
     // up, and the wait for room ends.
-    // The cached tail is asked for along with the ticket, not after it. Relaxed will do: the store below depends on it
-    // and is a release.
+    // The cached tail is asked for along with the ticket, not after it. Relaxed will do: the trigger's store depends on
+    // it and releases.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
+    orderBeforeTrigger();
     const uint64_t size = 1ull << size_log2;
     if (ticket >= known_tail + size && !waitForRoom(ticket, control)) return kNoTicket;
     const uint64_t parity = ~(ticket >> size_log2) & 1;

@@ -53,12 +53,19 @@ PROXYCCL_DEVICE void* dynamicShared() {
   return proxyccl_dynamic_shared;
 }
 
+// The release of storeTrigger() comes in two where it can: a fence takes as long as the trip for the ticket, and before
+// the ticket is used the two overlap.
+PROXYCCL_DEVICE void orderBeforeTrigger() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#endif
+}
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{\n\t.reg .b128 trigger;\n\t"
       "mov.b128 trigger, {%1, %2};\n\t"
-      "st.release.sys.global.b128 [%0], trigger;\n\t}" ::"l"(slot),
+      "st.relaxed.sys.global.b128 [%0], trigger;\n\t}" ::"l"(slot),
       "l"(word0), "l"(word1)
       : "memory");
 #else

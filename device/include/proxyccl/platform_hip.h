@@ -105,6 +105,8 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
+// storeTrigger() is a release by itself.
+PROXYCCL_DEVICE void orderBeforeTrigger() {}
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   PROXYCCL_STORE(slot, word0, RELAXED, SYSTEM);
   PROXYCCL_STORE(slot + 1, word1, RELEASE, SYSTEM);

@@ -118,6 +118,8 @@ PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
 // The second word carries the parity bit: released behind the first, it publishes both.
+// storeTrigger() is a release by itself.
+PROXYCCL_DEVICE void orderBeforeTrigger() {}
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);
