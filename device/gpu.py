@@ -37,6 +37,36 @@ _PROCESS = os.urandom(16)
 """Tells this process's handles from others': process numbers are used again."""
 
 
+class DeviceContext:
+    """A device's context, made current for calls.
+
+    What frees a thing holds this and not the runtime object, which would never go otherwise.
+    """
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self._driver = driver
+        self._context = context
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the device current within a block, in which a graph capture of another library forbids nothing."""
+        before = self._driver.current()
+        if before != self._context:
+            self._driver.make_current(self._context)
+        mode = self._driver.relax_capture()
+        try:
+            yield
+        finally:
+            self._driver.relax_capture(mode)
+            if before not in (None, self._context):
+                self._driver.make_current(before)
+
+    def call(self, call: Callable[..., Any], *args: Any) -> Any:
+        """call(*args) with the device current."""
+        with self.current():
+            return call(*args)
+
+
 class GpuMemory:
     """Device memory, allocated here or another's mapped here.
 
@@ -83,11 +113,6 @@ class GpuPinnedMemory(GpuMemory):
         """By which other processes map it with `GpuRuntime.open_pinned`."""
         return self.shared.handle
 
-    def close(self) -> None:
-        """Unpins and unmaps it."""
-        super().close()
-        self.shared.close()
-
 
 class GpuStream:
     """A queue of device work that is independent of the legacy default stream."""
@@ -96,7 +121,7 @@ class GpuStream:
         self._runtime, self._driver = runtime, runtime.driver
         with runtime.current():
             self.handle = self._driver.create_stream()
-        self._finalizer = weakref.finalize(self, runtime.in_context, self._driver.destroy_stream, self.handle)
+        self._finalizer = weakref.finalize(self, runtime.context.call, self._driver.destroy_stream, self.handle)
         self._finalizer.atexit = False
 
     def synchronize(self) -> None:
@@ -138,7 +163,7 @@ class GpuEvent:
         self._runtime, self._driver = runtime, runtime.driver
         with runtime.current():
             self.handle = self._driver.create_event()
-        self._finalizer = weakref.finalize(self, runtime.in_context, self._driver.destroy_event, self.handle)
+        self._finalizer = weakref.finalize(self, runtime.context.call, self._driver.destroy_event, self.handle)
         self._finalizer.atexit = False
 
     def record(self, stream: StreamLike = None) -> None:
@@ -254,6 +279,7 @@ class GpuRuntime:
             packet_blocks=min(64, processors),
         )
         self._context = driver.context(device)
+        self.context: DeviceContext = DeviceContext(driver, self._context)
         self._unused = self._unused_on.setdefault((self.name, device), deque())
         self._lock = threading.Lock()
         self._modules: dict[str, int] = {}
@@ -264,24 +290,9 @@ class GpuRuntime:
     def __repr__(self) -> str:
         return f"GpuRuntime({self.name}, device={self.device})"
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Makes the device current within a block, in which a graph capture of another library forbids nothing."""
-        before = self.driver.current()
-        if before != self._context:
-            self.driver.make_current(self._context)
-        mode = self.driver.relax_capture()
-        try:
-            yield
-        finally:
-            self.driver.relax_capture(mode)
-            if before not in (None, self._context):
-                self.driver.make_current(before)
-
-    def in_context(self, call: Callable[..., Any], *args: Any) -> Any:
-        """call(*args) with the device current."""
-        with self.current():
-            return call(*args)
+        return self.context.current()
 
     def activate(self, *, for_proxy: bool = False) -> None:
         """Makes the device current on the calling thread."""
@@ -315,7 +326,7 @@ class GpuRuntime:
                 ptr = self._allocate(nbytes)
             except DriverError as error:
                 raise full if error.status == self.driver.out_of_memory else error from None
-            release = functools.partial(self.in_context, self.driver.free, ptr)
+            release = functools.partial(self.context.call, self.driver.free, ptr)
             memory = GpuMemory(ptr, nbytes, self._unused, release)
         self.fill(ptr, 0, nbytes)
         return memory
@@ -350,8 +361,13 @@ class GpuRuntime:
         with self.current():
             self._pinned.acquire(key, pin)
             ptr = self.driver.host_device_pointer(start) + shared.ptr - start
-        release = functools.partial(self.in_context, self._pinned.release, key, self.driver.unregister_host)
-        return GpuPinnedMemory(ptr, shared, self._unused, release)
+        pinned, context, unregister = self._pinned, self.context, self.driver.unregister_host
+
+        def unpin() -> None:
+            context.call(pinned.release, key, unregister)
+            shared.close()  # not before: its addresses would be given to other memory, still pinned
+
+        return GpuPinnedMemory(ptr, shared, self._unused, unpin)
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to device memory, whoever allocated it."""
@@ -385,7 +401,7 @@ class GpuRuntime:
                 mapped = self._imported.acquire(key, lambda: self.driver.import_memory(raw))
             except DriverError as error:
                 raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
-        release = functools.partial(self.in_context, self._imported.release, key, self.driver.release_memory)
+        release = functools.partial(self.context.call, self._imported.release, key, self.driver.release_memory)
         return GpuMemory(mapped + offset, nbytes, self._unused, release)
 
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:

@@ -441,21 +441,21 @@ HIP_EXPORT hipError_t hipEventElapsedTime(float* milliseconds, hipEvent_t start,
 HIP_EXPORT hipError_t hipModuleLoadData(hipModule_t* module, const void* image) {
   const size_t bytes = imageBytes(image);
   if (bytes == 0) return hipErrorInvalidImage;
-  // Stays open: dlopen would take another file of the same name for the one that it has loaded.
-  const int descriptor = memfd_create("module", MFD_CLOEXEC);
+  // Under a name of its own: dlopen takes another file of the same name for the one that it has loaded.
+  char path[] = "/tmp/hip_on_host.XXXXXX";
+  const int descriptor = mkostemp(path, O_CLOEXEC);
   if (descriptor < 0) return hipErrorOutOfMemory;
   const char* rest = static_cast<const char*>(image);
   for (size_t left = bytes; left > 0;) {
     const ssize_t written = write(descriptor, rest, left);
-    if (written < 0) {
-      close(descriptor);
-      return hipErrorOutOfMemory;
-    }
+    if (written < 0) break;
     rest += written;
     left -= static_cast<size_t>(written);
   }
-  const std::string path = "/proc/self/fd/" + std::to_string(descriptor);
-  return proxyccl_host_module_load(module, path.c_str()) == 0 ? hipSuccess : hipErrorSharedObjectInitFailed;
+  close(descriptor);
+  const int status = proxyccl_host_module_load(module, path);  // of a file cut short it makes an error
+  unlink(path);
+  return status == 0 ? hipSuccess : hipErrorSharedObjectInitFailed;
 }
 HIP_EXPORT hipError_t hipModuleGetFunction(hipFunction_t* function, hipModule_t module, const char* name) {
   return static_cast<hipError_t>(proxyccl_host_module_function(function, module, name));
