@@ -92,8 +92,8 @@ def run_mpi(
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of the test run stay out of the user's cache."""
-    os.environ["PROXYCCL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """Compiled kernels of the test run stay out of the user's cache; a directory that is named is kept for the next."""
+    os.environ.setdefault("PROXYCCL_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
 def pytest_configure(config: pytest.Config) -> None:

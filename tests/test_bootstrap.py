@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import run_mpi
 from device_arrays import on_device, on_host
-from devices import processes
+from devices import processes, require_devices
 from processes import FileBootstrap
 
 from proxyccl import (
@@ -34,6 +34,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def together(bootstraps: list[Any], action: Callable[[Any], T]) -> list[T]:
+    require_devices(len(bootstraps))
     with ThreadPoolExecutor(len(bootstraps)) as pool:
         return list(pool.map(action, bootstraps, timeout=30))
 

@@ -1,9 +1,9 @@
 """`proxyccl bench all_reduce` and its siblings: a table like nccl-tests', with MPI's time for the same call beside it.
 
 Method: results are checked in the same run, on fresh random data with poisoned outputs; one call of ours and one of
-MPI's alternate, on the same buffers, behind a barrier each; the time is the median over iterations of the maximum
-over ranks. Where calls are slow, as with more busy ranks than cores, fewer are timed than were asked for, so that the
-whole takes about as long as was allowed.
+MPI's alternate, on the same buffers (on a GPU ours lie there, and MPI's in host memory), behind a barrier each; the
+time is the median over iterations of the maximum over ranks. Where calls are slow, as with more busy ranks than
+cores, fewer are timed than were asked for, so that the whole takes about as long as was allowed.
 
 The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus
 bandwidth is that times a factor which makes it comparable with the speed of the links whatever the number of ranks n:
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from proxyccl.channels.collectives.selection import ALGORITHMS
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.device.arrays import Array
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 
@@ -142,6 +143,10 @@ class _Case:
         self._input = inputs[communicator.rank]
         self._output = np.empty(receive, self.dtype)
         self._expected = self._reference(inputs, share)
+        self._on_device: tuple[Array, Array] | None = None
+        if communicator.runtime.name != "host":
+            x, out = (communicator.empty(n, options.dtype) for n in (send, receive))
+            self._on_device = x.upload(self._input), out
 
     def _reference(self, inputs: list[Data], share: int) -> Data:
         rank, collective = self._comm.rank, self._options.collective
@@ -165,8 +170,9 @@ class _Case:
         return np.trunc(mean) if np.issubdtype(self.dtype, np.integer) else mean
 
     def ours(self, algorithm: str | None) -> None:
-        """The call that is measured. On the host runtime it returns when it is done."""
-        comm, x, out, op = self._comm, self._input, self._output, self._options.op
+        """The call that is measured, with the wait until it is done."""
+        comm, op = self._comm, self._options.op
+        x, out = self._on_device or (self._input, self._output)
         match self._options.collective:
             case "all_reduce":
                 comm.all_reduce(x, op, out=out, algorithm=algorithm)
@@ -178,9 +184,11 @@ class _Case:
                 comm.all_to_all(x, out=out, algorithm=algorithm)
             case "broadcast":
                 comm.broadcast(x, 0, out=out, algorithm=algorithm)
+        if self._on_device is not None:
+            comm.synchronize()
 
     def theirs(self) -> Callable[[], None] | None:
-        """The same call of MPI on the same buffers, or None where MPI has none for this type or operation."""
+        """The same call of MPI on the host's buffers, or None where MPI has none for this type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._options.collective
         if self._element.name not in _MPI_DTYPES:
@@ -201,19 +209,23 @@ class _Case:
     def poison(self) -> None:
         """Fills the output with what no result is."""
         self._output.view(np.uint8).fill(_POISON)
+        if self._on_device is not None:
+            self._on_device[1].upload(self._output)
 
     def wrong(self) -> int:
         """Elements of the output that are not as expected; the rounding of a mean may differ in the last place."""
+        output = self._output if self._on_device is None else self._on_device[1].numpy()
         if self._options.op == "avg" and self._options.collective in REDUCTIONS:
-            got, expected = self._output.astype(np.float64), self._expected.astype(np.float64)
+            got, expected = output.astype(np.float64), self._expected.astype(np.float64)
             tolerance = 0.0 if np.issubdtype(self.dtype, np.integer) else 2.0 ** -(4 * self._element.itemsize - 1)
             close: Data = np.abs(got - expected) <= tolerance * np.abs(expected)
             return int(np.count_nonzero(~close))
-        return int(np.count_nonzero(self._output != self._expected))
+        return int(np.count_nonzero(output != self._expected))
 
 
 def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
     communicator.barrier()
+    communicator.synchronize()
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -32,7 +32,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
 }
 
 // Copies `bytes` bytes with the callers `thread` of `threads`. The ranges must not overlap.
-PROXYCCL_DEVICE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
+PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
   char* to = static_cast<char*>(dst);
   const char* from = static_cast<const char*>(src);
 #if PROXYCCL_ON_HOST

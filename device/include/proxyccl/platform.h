@@ -2,6 +2,7 @@
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
+//   PROXYCCL_OUT_OF_LINE      one that is long, or runs seldom, and is compiled once: run-time compilers are waited for
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)

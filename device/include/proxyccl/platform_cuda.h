@@ -7,6 +7,7 @@
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 32
 #define PROXYCCL_DEVICE __device__ __forceinline__
+#define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 
 // NVRTC's built-in atomics: libcu++ would cost a second a compile.
 // They take no pointer to const, not even to load.

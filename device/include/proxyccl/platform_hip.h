@@ -7,6 +7,7 @@
 #define PROXYCCL_ON_HOST 0
 #define PROXYCCL_WARP_SIZE 64
 #define PROXYCCL_DEVICE __device__ __forceinline__
+#define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
 
 #define PROXYCCL_HIP_SCOPE_DEVICE __HIP_MEMORY_SCOPE_AGENT
 #define PROXYCCL_HIP_SCOPE_SYSTEM __HIP_MEMORY_SCOPE_SYSTEM

@@ -11,6 +11,7 @@
 #define PROXYCCL_ON_HOST 1
 #define PROXYCCL_WARP_SIZE 32
 #define PROXYCCL_DEVICE inline __attribute__((always_inline))
+#define PROXYCCL_OUT_OF_LINE inline
 
 // Launches go through an entry point of another name (kernel.h). A kernel that were visible itself would lose its name
 // to any symbol of the process that has it already: wait(), say.

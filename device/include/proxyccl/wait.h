@@ -31,8 +31,8 @@ struct Transfer {
 };
 
 // Files the error record, if no other has been filed, and raises the abort word.
-PROXYCCL_DEVICE void reportError(Control* control, uint32_t code, const WaitFor& what, uint64_t seen,
-                                 const Transfer& transfer = {}) {
+PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor what, uint64_t seen,
+                                      Transfer transfer = {}) {
   ProxycclErrorRecord* record = &control->error;
   if (compareExchangeSystem<uint32_t>(&record->state, PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED)) {
     storeRelaxedSystem(&record->code, code);
