@@ -17,6 +17,7 @@ from proxyccl import __version__
 from proxyccl.channels.tools import bench_collectives, bench_ring, info
 from proxyccl.channels.tools.report import Column, Table
 from proxyccl.device import RUNTIMES
+from proxyccl.device.host import HostRuntime
 
 _INSTALLED = Path(sys.executable).with_name("proxyccl")
 COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used in place
@@ -154,6 +155,7 @@ def test_bench_all_reduce_with_one_process_and_a_type_that_mpi_lacks(tmp_path: P
 def test_a_wrong_result_is_counted() -> None:
     class OneRank:
         rank, world_size = 0, 1
+        runtime = HostRuntime()
 
     options = bench_collectives.Options("all_reduce", 400, 400, 2, "float32", "sum", "auto", 1, 0, 1.0, None)
     case = bench_collectives._Case(OneRank(), None, options, 400, seed=1)  # type: ignore[arg-type]

@@ -27,8 +27,19 @@ def own(runtime: Runtime) -> RankInfo:
     return RankInfo.own(runtime)
 
 
+def processes(*infos: RankInfo) -> list[RankInfo]:
+    """The same, each in a process of its own."""
+    return [replace(info, pid=info.pid + rank) for rank, info in enumerate(infos)]
+
+
+@pytest.mark.gpu_only
+def test_threads_on_one_gpu_are_refused(runtime: Runtime, own: RankInfo) -> None:
+    with pytest.raises(ArgumentError, match=r"device: ranks 0 and 2 are threads of one process on the same GPU"):
+        Topology.find(1, [own, replace(own, pid=own.pid + 1), own], runtime, None)
+
+
 def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:
-    topology = Topology.find(1, [own] * 3, runtime, None)
+    topology = Topology.find(1, processes(*[own] * 3), runtime, None)
     assert topology.nodes == (0, 0, 0)
     assert (topology.world_size, topology.node_count) == (3, 1)
     assert (topology.local_rank, topology.local_world_size) == (1, 3)
@@ -37,7 +48,7 @@ def test_ranks_of_one_host_are_a_node(runtime: Runtime, own: RankInfo) -> None:
 
 def test_hosts_are_nodes_in_the_order_of_their_first_ranks(runtime: Runtime, own: RankInfo) -> None:
     other = replace(own, host="elsewhere")
-    topology = Topology.find(3, [own, other, own, other], runtime, None)
+    topology = Topology.find(3, processes(own, other, own, other), runtime, None)
     assert topology.nodes == (0, 1, 0, 1)
     assert topology.node_ranks == [1, 3]
     assert topology.local_rank == 1
@@ -47,7 +58,7 @@ def test_hosts_are_nodes_in_the_order_of_their_first_ranks(runtime: Runtime, own
 
 
 def test_a_local_world_size_makes_nodes_of_consecutive_ranks(runtime: Runtime, own: RankInfo) -> None:
-    topology = Topology.find(2, [own] * 6, runtime, 2)
+    topology = Topology.find(2, processes(*[own] * 6), runtime, 2)
     assert topology.nodes == (0, 0, 1, 1, 2, 2)
     assert (topology.node_ranks, topology.local_rank, topology.node_count) == ([2, 3], 0, 3)
     assert topology.accessible == (False, False, True, True, False, False)
@@ -57,7 +68,7 @@ def test_a_local_world_size_makes_nodes_of_consecutive_ranks(runtime: Runtime, o
 @pytest.mark.parametrize("local", [0, -1, 2, 4])
 def test_a_local_world_size_must_divide(runtime: Runtime, own: RankInfo, local: int) -> None:
     with pytest.raises(ArgumentError, match="local_world_size"):
-        Topology.find(0, [own] * 3, runtime, local)
+        Topology.find(0, processes(*[own] * 3), runtime, local)
 
 
 def test_all_ranks_use_one_runtime(runtime: Runtime, own: RankInfo) -> None:
