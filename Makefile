@@ -13,7 +13,8 @@ ROCM_ON_HOST := build/rocm-on-host
 ROCM_ON_CUDA := build/rocm-on-cuda
 FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
   -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
-HIP_TESTS := test_smoke test_channels test_ring test_engine test_topology test_memory test_failure
+HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py \
+  test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 
 .PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench bench-page lint clean
@@ -27,7 +28,7 @@ test: $(VENV)/.installed lint
 
 # The HIP runtime through hip-python, on the host runtime.
 test-hip: $(VENV)/.installed rocm-on-host
-	ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip $(BIN)/pytest $(HIP_TESTS:%=tests/%.py)
+	ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip $(BIN)/pytest $(HIP_TESTS:%=tests/%)
 
 coverage: $(VENV)/.installed
 	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term

@@ -113,16 +113,24 @@ Stream* createStream() {
 }
 
 // What was queued goes on, and the device's synchronisation waits for it still.
-hipError_t destroyStream(Stream* stream) {
-  std::lock_guard<std::mutex> lock(mutex);
-  auto found = streams.find(stream);
-  if (found == streams.end() || found->second->destroyed) return hipErrorInvalidHandle;
-  found->second->destroyed = true;
-  std::thread([stream = found->second] {
+hipError_t destroyStream(Stream* handle) {
+  std::shared_ptr<Stream> stream;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto found = streams.find(handle);
+    if (found == streams.end() || found->second->destroyed) return hipErrorInvalidHandle;
+    stream = found->second;
+    stream->destroyed = true;
+  }
+  auto end = [stream] {
     proxyccl_host_stream_synchronize(stream->host);
-    std::lock_guard<std::mutex> erasing(mutex);
+    std::lock_guard<std::mutex> lock(mutex);
     streams.erase(stream.get());
-  }).detach();
+  };
+  if (proxyccl_host_stream_query(stream->host) == PROXYCCL_HOST_NOT_READY)
+    std::thread(end).detach();
+  else
+    end();
   return hipSuccess;
 }
 
