@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from typing import Any
 
@@ -175,8 +176,13 @@ class CudaDriver:
         status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr)
         if status or int(kind) != int(cu.CUmemorytype.CU_MEMORYTYPE_DEVICE):
             return None
-        which = kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-        return int(_ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
+        # The driver itself: the binding was seen to answer 0 for every device's memory.
+        ordinal = ctypes.c_int()
+        attribute = int(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+        failed = _pointer_attribute()(ctypes.byref(ordinal), attribute, ptr)
+        if failed:
+            raise DriverError("cuPointerGetAttribute", failed, _text(failed))
+        return ordinal.value
 
     def allocation_id(self, ptr: int) -> int:
         """A number of the allocation."""
@@ -342,6 +348,12 @@ def _nvrtc(call: str, result: tuple[Any, ...]) -> Any:
     if status:
         raise CompileError(f"{call}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
     return values[0] if values else None
+
+
+@functools.cache
+def _pointer_attribute() -> Any:
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    return kind(_address("cuPointerGetAttribute"))
 
 
 def _address(name: str) -> int:

@@ -62,7 +62,8 @@ PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready read
       const uint64_t now = nanoseconds();
       if (started == 0) started = now;
       const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
-      if (now - started > bound) {
+      // Blocks that wait for one of their grid give up last: that one waits for a peer, and knows for which.
+      if (now - started > (what.kind == PROXYCCL_WAIT_GRID ? 2 * bound : bound)) {
         if (control != nullptr) reportError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
         return false;
       }
