@@ -13,8 +13,6 @@
 
 namespace proxyccl {
 
-#define PROXYCCL_OUT_OF_LINE static __device__ __attribute__((noinline))
-
 PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 // Ends a kernel of the team: the last block to arrive advances the counter of rounds by what the kernel used.
