@@ -408,15 +408,12 @@ class GpuRuntime:
         """Refuses a handle of this process's own memory that is damaged, or whose memory is gone."""
         if not 0 <= device < self.driver.device_count():
             raise ArgumentError("handle", f"it names device {device}, and there is none of that number")
-        before = self.driver.current()
-        self.driver.make_current(self.driver.context(device))
-        try:
-            start, size = self.driver.address_range(base)
-            found = self.driver.allocation_id(base)
-        except DriverError:
-            raise ArgumentError("handle", "this process has freed the memory that it names") from None
-        finally:
-            self.driver.make_current(before or self._context)
+        with DeviceContext(self.driver, self.driver.context(device)).current():
+            try:
+                start, size = self.driver.address_range(base)
+                found = self.driver.allocation_id(base)
+            except DriverError:
+                raise ArgumentError("handle", "this process has freed the memory that it names") from None
         if (start, found) != (base, allocation):
             raise ArgumentError("handle", "this process has freed the memory that it names")
         if end > size:
