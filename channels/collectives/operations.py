@@ -304,7 +304,10 @@ class Collectives:
         prepared = self._prepared.get(key) if key is not None else None
         if prepared is None:
             return False
-        self._comm.issue(*prepared, self._comm.stream_for(stream, x), (x,) if type(x) is Array else ())
+        # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
+        # in the order of its stream.
+        owners = (x,) if self._comm.runtime.name == "host" and x is not None else ()
+        self._comm.issue(*prepared, self._comm.stream_for(stream, x), owners)
         return True
 
     # -- arguments ---

@@ -1,0 +1,48 @@
+"""What the CUDA runtime says where it can't run; what it does where it can is in the tests that run on any runtime."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from proxyccl import RuntimeUnavailableError
+from proxyccl.device import cuda, open_driver, open_runtime
+
+pytestmark = pytest.mark.host_only(reason="it asks for CUDA by name")
+
+
+def driver_is_here() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(driver_is_here(), reason="NVIDIA's driver is here")
+def test_a_missing_driver_is_named() -> None:
+    for attempt in (lambda: open_runtime("cuda"), lambda: open_driver("cuda")):
+        with pytest.raises(RuntimeUnavailableError, match="cuda: NVIDIA's driver is not installed"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "message"),
+    [
+        (11080, 11, r"supports CUDA 11\.8; 12\.0 or later is needed"),
+        (
+            12040,
+            13,
+            r"supports CUDA 12\.4 and is older than the compiler, NVRTC 13; .*pip install 'nvidia-cuda-nvrtc<13'",
+        ),
+    ],
+)
+def test_a_driver_that_is_too_old_is_refused(driver: int, compiler: int, message: str) -> None:
+    with pytest.raises(RuntimeUnavailableError, match=message):
+        cuda.check_versions(driver, compiler)
+
+
+def test_a_driver_runs_what_a_compiler_of_its_major_version_or_an_older_one_makes() -> None:
+    cuda.check_versions(13000, 13)
+    cuda.check_versions(13000, 12)
