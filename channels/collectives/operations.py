@@ -114,7 +114,7 @@ class Collectives:
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_reduce`."""
         key = _key("all_reduce", x, x if out is None else out, op, algorithm)
-        if self._repeat(key, x, stream):
+        if self._repeat(key, x, out, stream):
             return x if out is None else out
         source = self.input(x, "x")
         self._check_reduction(source, op)
@@ -134,7 +134,7 @@ class Collectives:
     def reduce_scatter(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.reduce_scatter`."""
         key = _key("reduce_scatter", x, out, op, algorithm)
-        if self._repeat(key, x, stream):
+        if self._repeat(key, x, out, stream):
             return out
         source, ranks, rank = self.input(x, "x"), self._comm.world_size, self._comm.rank
         self._check_reduction(source, op)
@@ -162,7 +162,7 @@ class Collectives:
     def all_gather(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_gather`."""
         key = _key("all_gather", x, out, algorithm)
-        if self._repeat(key, x, stream):
+        if self._repeat(key, x, out, stream):
             return out
         source, ranks = self.input(x, "x"), self._comm.world_size
         shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
@@ -174,7 +174,7 @@ class Collectives:
     def all_to_all(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_to_all`."""
         key = _key("all_to_all", x, out, algorithm)
-        if self._repeat(key, x, stream):
+        if self._repeat(key, x, out, stream):
             return out
         source = self.input(x, "x")
         self._share_of(source, "x")
@@ -187,7 +187,7 @@ class Collectives:
     def broadcast(self, x: Any, root: int, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.broadcast`."""
         key = _key("broadcast", x, x if out is None else out, algorithm, root)
-        if self._repeat(key, x, stream):
+        if self._repeat(key, x, out, stream):
             return x if out is None else out
         if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
             raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
@@ -201,7 +201,7 @@ class Collectives:
         """See `Communicator.barrier`."""
 
         key: Key = ("barrier",)
-        if self._repeat(key, None, stream):
+        if self._repeat(key, None, None, stream):
             return
 
         def plan() -> Plan:
@@ -299,14 +299,14 @@ class Collectives:
         if key is not None and isinstance(plan, Launch):
             _keep(self._prepared, key, (encode_fields(fields), plan))
 
-    def _repeat(self, key: Key | None, x: Any, stream: StreamLike) -> bool:
+    def _repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
         """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
         prepared = self._prepared.get(key) if key is not None else None
         if prepared is None:
             return False
         # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
         # in the order of its stream.
-        owners = (x,) if self._comm.runtime.name == "host" and x is not None else ()
+        owners = (x, out) if self._comm.runtime.name == "host" and x is not None else ()
         self._comm.issue(*prepared, self._comm.stream_for(stream, x), owners)
         return True
 
