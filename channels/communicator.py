@@ -681,17 +681,26 @@ class Communicator:
                     self.all_gather_bytes(b"", "close")
                 elif healthy:
                     self.abort("it left without the others")
+                    healthy = False
+            except CommunicatorError:
+                healthy = False
+                raise
             finally:
-                self._release()
+                self._release(healthy=healthy)
 
-    def _release(self) -> None:
+    def _release(self, *, healthy: bool) -> None:
         self._state = "closed"
         _open_communicators.discard(self)
         self._watcher.close()
+        # Kernels that were told to stop look at the memory that goes below until they have.
+        with contextlib.suppress(KernelError):
+            self.runtime.synchronize()
         if self._proxy is not None and not self._proxy.close(self.timeout):
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
         self.default_stream.close()
         self.mappings.close()
+        if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it
+            self._collectives.close()
         for segment in self._segments.values():
             segment.close()
         self.control.close()

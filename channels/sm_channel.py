@@ -55,6 +55,11 @@ class SmSemaphores:
         semaphore.outbound = word(self._local.ptr + total + mine)  # type: ignore[attr-defined]
         semaphore.remote_inbound = word(self._remote[peer].ptr + theirs)  # type: ignore[attr-defined]
 
+    def close(self) -> None:
+        """Frees the words. No kernel of any rank may use them any more."""
+        self._inbound.close()
+        self._local.close()
+
 
 def connect(
     communicator: Communicator,

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from device_arrays import barrier
+from conftest import run_ranks
+from device_arrays import barrier, on_device, on_host
 from devices import rank_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 
 from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Runtime
+from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.memory import HandleCache
 from proxyccl.device.runtime import Memory
 
@@ -96,6 +98,18 @@ def test_closed_memory_is_refused(ranks: Ranks) -> None:
         assert again.id == first
 
     ranks.run(body)
+
+
+def test_a_closed_communicator_frees_what_its_collectives_worked_in() -> None:
+    def body(comm: Communicator) -> list[Team]:
+        for algorithm in (None, "proxy"):
+            on_host(comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm=algorithm))
+        teams = [comm.collectives.team(proxied=proxied) for proxied in (False, True)]
+        assert not any(team._scratch.memory.closed for team in teams)
+        return teams
+
+    for teams in run_ranks(2, body):
+        assert all(team._scratch.memory.closed for team in teams)
 
 
 def test_a_memory_longer_than_4_gib_takes_consecutive_ids(ranks: Ranks) -> None:

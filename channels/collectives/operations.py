@@ -109,6 +109,14 @@ class Collectives:
         self._plans.clear()  # plans made by size hold the old choice
         self._prepared.clear()
 
+    def close(self) -> None:
+        """Frees what the kernels work in. No kernel of any rank may use it any more."""
+        self._plans.clear()
+        self._prepared.clear()
+        for team in self._teams.values():
+            team.close()
+        self._teams.clear()
+
     # -- the calls ---
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:

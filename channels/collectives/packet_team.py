@@ -66,6 +66,11 @@ class PacketTeam:
         threads = min(self._max_threads, -(-team.epoch_packets // _WARP) * _WARP)
         return blocks, threads, bytes(ffi.buffer(team))
 
+    def close(self) -> None:
+        """Frees the memory. No kernel of any rank may use it any more."""
+        self._scratch.free()
+        self.epochs.close()
+
     def _packets(self, algorithm: str, dtype: DType, count: int) -> int:
         """Packets that a rank exchanges with each peer, once or in each step."""
         if algorithm == "recursive_doubling":

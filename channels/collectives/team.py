@@ -95,6 +95,14 @@ class Team:
         """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is soonest done."""
         return max(1, min(self.blocks, -(-nbytes // self._bytes_per_block)))
 
+    def close(self) -> None:
+        """Frees the memory. No kernel of any rank may use it any more."""
+        self._scratch.free()
+        self._memory.close()
+        self._semaphores.close()
+        if self.packets is not None:
+            self.packets.close()
+
     @property
     def device_pointer(self) -> int:
         """Address of the ProxycclTeam."""

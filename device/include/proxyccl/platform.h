@@ -70,10 +70,6 @@ PROXYCCL_DEVICE T fetchAddAcqRelDevice(T* p, T v) {
   return PROXYCCL_FETCH_ADD(p, v, ACQ_REL, DEVICE);
 }
 template <class T>
-PROXYCCL_DEVICE T fetchAddRelaxedSystem(T* p, T v) {
-  return PROXYCCL_FETCH_ADD(p, v, RELAXED, SYSTEM);
-}
-template <class T>
 PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) {
   return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE);
 }
