@@ -17,7 +17,7 @@ HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_top
   test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 
-.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench bench-page lint clean
+.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench bench-gpu bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -40,6 +40,19 @@ test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
 bench: $(VENV)/.installed
 	$(BIN)/proxyccl bench ring
 	$(RUN) $(BIN)/proxyccl bench all_reduce
+
+# All benchmarks on this machine's GPUs, beside the peers of its own Python's torch:
+#   make bench-gpu RANKS=4 MPIEXEC="mpirun --allow-run-as-root" GPU_PYTHON=python3
+MPIEXEC ?= $(BIN)/mpiexec
+GPU_PYTHON ?= $(BIN)/python
+RESULTS := benchmarks/results
+bench-gpu:
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_reduce.py --json $(RESULTS)/all_reduce_$(RANKS).json
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_to_all.py --json $(RESULTS)/all_to_all_$(RANKS).json
+	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/put_signal.py --json $(RESULTS)/put_signal_2.json
+	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
+	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
+	$(GPU_PYTHON) benchmarks/report.py
 
 bench-page: $(VENV)/.installed
 	$(BIN)/python benchmarks/report.py
