@@ -32,6 +32,7 @@ from side_by_side import (
 )
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS
+from proxyccl.channels.tools.bench_collectives import bus_factor
 from proxyccl.channels.tools.options import show_size
 from proxyccl.channels.tools.report import Column, Report, Table
 
@@ -205,7 +206,7 @@ def main() -> int:
             "all_reduce",
             f"CUDA-graph replays, time a call; median of {parsed.repeats}, maximum over ranks; in place",
         )
-        factor = 2 * (job.ranks - 1) / job.ranks
+        factor = bus_factor("all_reduce", job.ranks)
         table = Table(COLUMNS)
         if job.first:
             table.header()
@@ -226,28 +227,14 @@ def main() -> int:
                 compared = compare(case, timings, job.ranks)
                 if compared is not None:
                     comparisons.append(compared)
-                if job.first:
-                    rows += show(table, case, timings)
-                else:
-                    rows += [{"wrong": timing.wrong} for timing in timings]
-        wrong = sum(row["wrong"] for row in rows)
-        if job.first:
-            means = summarise(comparisons)
-            if skipped:
-                print(f"# not measured, as the {parsed.seconds} s were over: {', '.join(skipped)}")
-            print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
-            job.write(
-                parsed.json,
-                {
-                    "benchmark": "all_reduce",
-                    "method": f"CUDA-graph replay, in place, median of {parsed.repeats}, maximum over ranks",
-                    "results": rows,
-                    "comparison": comparisons,
-                    "geometric_means": means,
-                    "not_measured": skipped,
-                },
-            )
-    return 1 if wrong else 0
+                rows += show(job, table, case, timings)
+        report: Report = {
+            "benchmark": "all_reduce",
+            "method": f"CUDA-graph replay, in place, median of {parsed.repeats}, maximum over ranks",
+            "comparison": comparisons,
+            "geometric_means": summarise(comparisons) if job.first else {},
+        }
+        return job.finish(parsed, rows, skipped, report)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from side_by_side import (
     show,
 )
 
+from proxyccl.channels.tools.bench_collectives import bus_factor
 from proxyccl.channels.tools.options import show_size
 from proxyccl.channels.tools.report import Report, Table
 
@@ -89,31 +90,22 @@ def main() -> int:
                     continue
                 count = max(job.ranks, size // itemsize // job.ranks * job.ranks)
                 timings = job.measure(contenders(job, count, dtype, names), parsed.repeats)
-                case = Case(count * itemsize, count, dtype, None, (job.ranks - 1) / job.ranks)
+                case = Case(count * itemsize, count, dtype, None, bus_factor("all_to_all", job.ranks))
                 times = {timing.name: timing.time_us for timing in timings if timing.time_us}
                 ours = [times[name] for name in names if name in times]
                 if ours and "NCCL" in times:
                     ratios.setdefault(dtype, []).append(times["NCCL"] / min(ours))
-                rows += show(table, case, timings) if job.first else [{"wrong": timing.wrong} for timing in timings]
-        wrong = sum(row["wrong"] for row in rows)
+                rows += show(job, table, case, timings)
         means = {dtype: geometric_mean(values) for dtype, values in ratios.items()}
         if job.first:
             for dtype, mean in means.items():
                 print(f"# {dtype}: geometric mean of NCCL's time over the best of ours {mean:.2f}")
-            if skipped:
-                print(f"# not measured, as the {parsed.seconds} s were over: {', '.join(skipped)}")
-            print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
-            job.write(
-                parsed.json,
-                {
-                    "benchmark": "all_to_all",
-                    "method": f"CUDA-graph replay, out of place, median of {parsed.repeats}, maximum over ranks",
-                    "results": rows,
-                    "geometric_means": means,
-                    "not_measured": skipped,
-                },
-            )
-    return 1 if wrong else 0
+        report: Report = {
+            "benchmark": "all_to_all",
+            "method": f"CUDA-graph replay, out of place, median of {parsed.repeats}, maximum over ranks",
+            "geometric_means": means,
+        }
+        return job.finish(parsed, rows, skipped, report)
 
 
 if __name__ == "__main__":

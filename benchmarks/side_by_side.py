@@ -179,6 +179,16 @@ class Job:
         if self.first and path is not None:
             write_json(path, {**self.describe(), **report})
 
+    def finish(self, parsed: argparse.Namespace, rows: list[Report], skipped: list[str], report: Report) -> int:
+        """Ends the table and writes the report, on the first rank. Returns the exit code: 1 if a result was wrong."""
+        wrong = sum(row["wrong"] for row in rows)
+        if self.first:
+            if skipped:
+                print(f"# not measured, as the {parsed.seconds} s were over: {', '.join(skipped)}")
+            print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
+            self.write(parsed.json, {**report, "results": rows, "not_measured": skipped})
+        return 1 if wrong else 0
+
     def everywhere(self, reason: str) -> str:
         """The first rank's reason that is not empty."""
         return next((each for each in self.world.allgather(reason) if each), "")
@@ -339,8 +349,10 @@ class Case:
     bus_factor: float
 
 
-def show(table: Table, case: Case, timings: Sequence[Timing]) -> list[Report]:
-    """Prints a row for each timing. Returns the rows."""
+def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[Report]:
+    """Prints a row for each timing, on the first rank. Returns the rows; elsewhere, what `Job.finish` needs of them."""
+    if not job.first:
+        return [{"wrong": timing.wrong} for timing in timings]
     rows = []
     for timing in timings:
         algbw = case.nbytes / timing.time_us / 1e3 if timing.time_us else None

@@ -289,27 +289,6 @@ def _array_fingerprint(x: Array) -> tuple[Any, ...] | None:
     return None if x.memory.closed else (x.memory.ptr, x.shape, x.dtype.name)
 
 
-def _no_fingerprint(_: Any) -> None:
-    return None
-
-
-_fingerprints: dict[type, Callable[[Any], tuple[Any, ...] | None]] = {Array: _array_fingerprint}
-
-
-def fingerprint(x: Any) -> tuple[Any, ...] | None:
-    """What an array on a GPU is to a call: equal for two arrays only if every call treats them alike.
-
-    None where that is not known cheaply. An array that was checked once need not be checked again while its
-    fingerprint is the same.
-    """
-    kind = type(x)
-    known = _fingerprints.get(kind)
-    if known is None:
-        known = _torch_fingerprint if _is_torch(kind) else _cupy_fingerprint if _is_cupy(kind) else _no_fingerprint
-        _fingerprints[kind] = known
-    return known(x)
-
-
 def _torch_stream(x: Any) -> int:
     # What torch's own compiler emits; current_stream() makes objects and takes microseconds.
     stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
@@ -321,20 +300,48 @@ def _cupy_stream(_: Any) -> int:
     return stream
 
 
-def _no_stream(_: Any) -> None:
+def _nothing(_: Any) -> None:
     return None
 
 
-_streams: dict[type, Callable[[Any], int | None]] = {Array: _no_stream}
+@dataclass(frozen=True)
+class _Library:
+    """What is known of a library's arrays on a GPU; see the functions of the same names."""
+
+    fingerprint: Callable[[Any], tuple[Any, ...] | None]
+    stream: Callable[[Any], int | None]
+
+
+def _find_library(kind: type) -> _Library:
+    if _is_torch(kind):
+        return _Library(_torch_fingerprint, _torch_stream)
+    if _is_cupy(kind):
+        return _Library(_cupy_fingerprint, _cupy_stream)
+    return _Library(_nothing, _nothing)
+
+
+_libraries: dict[type, _Library] = {Array: _Library(_array_fingerprint, _nothing)}
+
+
+def _library(kind: type) -> _Library:
+    known = _libraries.get(kind)
+    if known is None:
+        known = _libraries[kind] = _find_library(kind)
+    return known
+
+
+def fingerprint(x: Any) -> tuple[Any, ...] | None:
+    """What an array on a GPU is to a call: equal for two arrays only if every call treats them alike.
+
+    None where that is not known cheaply. An array that was checked once need not be checked again while its
+    fingerprint is the same.
+    """
+    return _library(type(x)).fingerprint(x)
 
 
 def current_stream(x: Any) -> int | None:
     """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
-    kind = type(x)
-    known = _streams.get(kind)
-    if known is None:
-        known = _streams[kind] = _torch_stream if _is_torch(kind) else _cupy_stream if _is_cupy(kind) else _no_stream
-    return known(x)
+    return _library(type(x)).stream(x)
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:

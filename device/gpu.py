@@ -30,6 +30,7 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, kernel_names
+from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, LaunchTarget, StreamLike, foreign_stream_handle
 from proxyccl.device.shared_memory import SharedMemory
 
@@ -114,15 +115,14 @@ class GpuPinnedMemory(GpuMemory):
         return self.shared.handle
 
 
-class GpuStream:
+class GpuStream(OwnedStream):
     """A queue of device work that is independent of the legacy default stream."""
 
     def __init__(self, runtime: GpuRuntime) -> None:
         self._runtime, self._driver = runtime, runtime.driver
         with runtime.current():
             self.handle = self._driver.create_stream()
-        self._finalizer = weakref.finalize(self, runtime.context.call, self._driver.destroy_stream, self.handle)
-        self._finalizer.atexit = False
+        super().__init__(runtime.context.call, self._driver.destroy_stream, self.handle)
 
     def synchronize(self) -> None:
         """Waits until all that was queued is done."""
@@ -142,29 +142,15 @@ class GpuStream:
         with self._runtime.current():
             self._driver.stream_wait_event(self.handle, event.handle)
 
-    def close(self) -> None:
-        """Destroys the stream when its work is done."""
-        self._finalizer()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ArgumentError("stream", "the stream is closed")
-
-
-class GpuEvent:
+class GpuEvent(Owned):
     """A point in a stream."""
 
     def __init__(self, runtime: GpuRuntime) -> None:
         self._runtime, self._driver = runtime, runtime.driver
         with runtime.current():
             self.handle = self._driver.create_event()
-        self._finalizer = weakref.finalize(self, runtime.context.call, self._driver.destroy_event, self.handle)
-        self._finalizer.atexit = False
+        super().__init__(runtime.context.call, self._driver.destroy_event, self.handle)
 
     def record(self, stream: StreamLike = None) -> None:
         """Marks the stream's current end."""
@@ -185,10 +171,6 @@ class GpuEvent:
         """Milliseconds from `start` to this event; both were reached."""
         with self._runtime.current():
             return self._driver.event_elapsed(start.handle, self.handle)
-
-    def close(self) -> None:
-        """Destroys the event."""
-        self._finalizer()
 
 
 class _Handle:

@@ -109,8 +109,9 @@ class Kernel:
             KernelError: the driver refused the launch.
         """
         launch = Launch(self, grid, block, args, shared)
-        launch(stream)
-        self.runtime.in_flight.add(launch, self.runtime.stream_handle(stream))
+        handle = self.runtime.stream_handle(stream)
+        launch(handle)
+        self.runtime.in_flight.add(launch, handle)
 
     def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
         """Packs the arguments once, for many launches. They are kept alive as long as the `Launch`."""

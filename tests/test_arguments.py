@@ -126,6 +126,21 @@ def test_a_closed_stream_is_refused(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_a_call_that_was_made_before_is_checked_again() -> None:
+    def body(comm: Communicator) -> None:
+        x = comm.empty(4).fill(1)
+        comm.all_reduce(x)
+        comm.broadcast(x, 0)
+        with pytest.raises(ArgumentError, match="op: "):
+            comm.all_reduce(x, ["sum"])  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="algorithm: "):
+            comm.all_reduce(x, algorithm=["ring"])  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"root: must be a rank .* not 0\.0"):
+            comm.broadcast(x, 0.0)  # type: ignore[arg-type]
+
+    run_ranks(2, body)
+
+
 @HOST_ARRAYS
 def test_an_array_of_another_device_is_refused(ranks: Ranks) -> None:
     class OnGpu:

@@ -121,13 +121,14 @@ class Collectives:
 
     def all_reduce(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_reduce`."""
+        _check_op(op)
+        if algorithm is not None and algorithm not in ALGORITHMS:
+            raise ArgumentError("algorithm", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
         key = _key("all_reduce", x, x if out is None else out, op, algorithm)
         if self._repeat(key, x, out, stream):
             return x if out is None else out
         source = self.input(x, "x")
-        self._check_reduction(source, op)
-        if algorithm is not None and algorithm not in ALGORITHMS:
-            raise ArgumentError("algorithm", f"{algorithm!r} is none of {', '.join(ALGORITHMS)}")
+        _check_reducible(source)
         result, target = self._output(out, x, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
         self._run(
@@ -141,11 +142,13 @@ class Collectives:
 
     def reduce_scatter(self, x: Any, op: str, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.reduce_scatter`."""
+        _check_op(op)
+        _check_moving(algorithm)
         key = _key("reduce_scatter", x, out, op, algorithm)
         if self._repeat(key, x, out, stream):
             return out
         source, ranks, rank = self.input(x, "x"), self._comm.world_size, self._comm.rank
-        self._check_reduction(source, op)
+        _check_reducible(source)
         shape = self._share_of(source, "x")
         result, target = self._output(out, None, source, shape)
         _refuse_partial_overlap(source, target, in_place=rank * target.nbytes)
@@ -159,7 +162,7 @@ class Collectives:
             return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, target.size)
 
         self._run(
-            ("reduce_scatter", source.dtype.name, op, self._moving(algorithm), 0, target.size),
+            ("reduce_scatter", source.dtype.name, op, algorithm, 0, target.size),
             (source, target),
             plan,
             self._comm.stream_for(stream, x),
@@ -169,6 +172,7 @@ class Collectives:
 
     def all_gather(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_gather`."""
+        _check_moving(algorithm)
         key = _key("all_gather", x, out, algorithm)
         if self._repeat(key, x, out, stream):
             return out
@@ -181,6 +185,7 @@ class Collectives:
 
     def all_to_all(self, x: Any, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.all_to_all`."""
+        _check_moving(algorithm)
         key = _key("all_to_all", x, out, algorithm)
         if self._repeat(key, x, out, stream):
             return out
@@ -194,11 +199,12 @@ class Collectives:
 
     def broadcast(self, x: Any, root: int, out: Any, algorithm: str | None, stream: StreamLike) -> Any:
         """See `Communicator.broadcast`."""
+        if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
+            raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
+        _check_moving(algorithm)
         key = _key("broadcast", x, x if out is None else out, algorithm, root)
         if self._repeat(key, x, out, stream):
             return x if out is None else out
-        if not isinstance(root, int) or not 0 <= root < self._comm.world_size:
-            raise ArgumentError("root", f"must be a rank from 0 to {self._comm.world_size - 1}, not {root!r}")
         source = self.input(x, "x")
         result, target = self._output(x if out is None else out, x, source, source.shape)
         _refuse_partial_overlap(source, target, in_place=0)
@@ -264,14 +270,8 @@ class Collectives:
             return kernel.prepare(grid, team.threads, team.device_pointer, source.ptr, target.ptr, share, *extra)
 
         count = share // source.dtype.itemsize
-        call = (name, source.dtype.name, "sum", self._moving(algorithm), root, count)
+        call = (name, source.dtype.name, "sum", algorithm, root, count)
         self._run(call, (source, target), plan, stream, key)
-
-    @staticmethod
-    def _moving(algorithm: str | None) -> str | None:
-        if algorithm not in (None, "proxy"):
-            raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
-        return algorithm
 
     def _moving_team(self, algorithm: str | None) -> Team:
         return self.team(proxied=algorithm == "proxy")
@@ -331,11 +331,10 @@ class Collectives:
                 f"the array lies on {view.device[0]}:{view.device[1]}, "
                 f"the communicator uses {runtime.name}:{runtime.device}",
             )
-        if view.device[1] == -1 and view.nbytes and runtime.pointer_device(view.ptr) != runtime.device:
+        if view.device[1] == -1 and view.nbytes and (device := runtime.pointer_device(view.ptr)) != runtime.device:
             raise ArgumentError(
                 argument,
-                f"the array lies on device {runtime.pointer_device(view.ptr)}, the communicator uses "
-                f"{runtime.name}:{runtime.device}",
+                f"the array lies on device {device}, the communicator uses {runtime.name}:{runtime.device}",
             )
         if view.ptr % view.dtype.itemsize:
             raise ArgumentError(
@@ -382,14 +381,22 @@ class Collectives:
             )
         return (source.shape[0] // ranks, *source.shape[1:])
 
-    @staticmethod
-    def _check_reduction(source: ArrayView, op: str) -> None:
-        if op not in OPS:
-            raise ArgumentError("op", f"{op!r} is none of {', '.join(OPS)}")
-        if not source.dtype.c_name:
-            raise ArgumentError(
-                "x", f"element type {source.dtype} can't be reduced; use one of {', '.join(reduction_dtypes())}"
-            )
+
+def _check_op(op: str) -> None:
+    if op not in OPS:
+        raise ArgumentError("op", f"{op!r} is none of {', '.join(OPS)}")
+
+
+def _check_moving(algorithm: str | None) -> None:
+    if algorithm not in (None, "proxy"):
+        raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
+
+
+def _check_reducible(source: ArrayView) -> None:
+    if not source.dtype.c_name:
+        raise ArgumentError(
+            "x", f"element type {source.dtype} can't be reduced; use one of {', '.join(reduction_dtypes())}"
+        )
 
 
 def _key(collective: str, x: Any, out: Any, *options: object) -> Key | None:

@@ -25,6 +25,7 @@ from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, kernel_names
+from proxyccl.device.owned import Owned, OwnedStream
 from proxyccl.device.runtime import EngineFunctions, LaunchDefaults, LaunchTarget, StreamLike, foreign_stream_handle
 from proxyccl.device.shared_memory import SharedMemory
 
@@ -48,7 +49,7 @@ def _check(status: int, call: str) -> None:
         raise KernelError(f"{call}: {_MESSAGES.get(status, f'status {status}')}")
 
 
-class HostStream:
+class HostStream(OwnedStream):
     """A queue of host-runtime work, worked off by a thread of its own (or, for the proxy, by whoever queues)."""
 
     def __init__(self, *, run_inline: bool = False) -> None:
@@ -57,8 +58,7 @@ class HostStream:
         self._stream = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._stream))
         # A stream that nobody refers to any more finishes its work and takes its thread with it.
-        self._finalizer = weakref.finalize(self, lib.proxyccl_host_stream_destroy, self._stream)
-        self._finalizer.atexit = False
+        super().__init__(lib.proxyccl_host_stream_destroy, self._stream)
 
     def synchronize(self) -> None:
         """Waits for all that was queued."""
@@ -81,21 +81,8 @@ class HostStream:
             lib.proxyccl_host_stream_wait_event(self._stream, ffi.cast("void *", event.handle), 0), "stream wait event"
         )
 
-    def close(self) -> None:
-        """Finishes what was queued and ends the stream."""
-        self._finalizer()
 
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._finalizer.alive
-
-    def _require_open(self) -> None:
-        if self.closed:
-            raise ArgumentError("stream", "the stream is closed")
-
-
-class HostEvent:
+class HostEvent(Owned):
     """A point in a host stream."""
 
     def __init__(self, runtime: HostRuntime) -> None:
@@ -104,8 +91,7 @@ class HostEvent:
         _check(lib.proxyccl_host_event_create(out), "event create")
         self._event = out[0]
         self.handle = int(ffi.cast("uintptr_t", self._event))
-        self._finalizer = weakref.finalize(self, lib.proxyccl_host_event_destroy, self._event)
-        self._finalizer.atexit = False
+        super().__init__(lib.proxyccl_host_event_destroy, self._event)
 
     def record(self, stream: StreamLike = None) -> None:
         """Marks the stream's current end."""
@@ -125,10 +111,6 @@ class HostEvent:
         out = ffi.new("float *")
         _check(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
         return float(out[0])
-
-    def close(self) -> None:
-        """Destroys the event."""
-        self._finalizer()
 
 
 class HostRuntime:
