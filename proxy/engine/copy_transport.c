@@ -63,7 +63,7 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
 static const ProxycclTransport copy_transport = {
-    "copy", copy_put, copy_write, copy_write, copy_poll, copy_idle, copy_destroy,
+    "copy", NULL, copy_put, copy_write, copy_write, copy_poll, copy_idle, copy_destroy,
 };
 
 ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event) {

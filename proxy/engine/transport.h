@@ -20,6 +20,9 @@ typedef struct ProxycclConnection ProxycclConnection;
 
 typedef struct ProxycclTransport {
   const char *name;
+  /* 1 when the connection takes one more trigger: a put, a signal and a flush. NULL: it always does. The engine asks
+   * before each trigger; after a 0 it leaves the trigger in its ring and asks again behind the next poll. */
+  int (*ready)(const ProxycclConnection *self);
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Stores `value` to the peer's semaphore word. */
