@@ -612,6 +612,8 @@ class Communicator:
             if self._last_stream is not None:
                 self.runtime.order_streams(self._last_stream, handle)
             self._last_stream, self._last_stream_owner = handle, stream
+        elif type(stream) is not int:
+            self._last_stream_owner = stream
         return handle
 
     def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:

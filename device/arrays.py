@@ -295,8 +295,9 @@ def _torch_stream(x: Any) -> int:
     return stream
 
 
-def _cupy_stream(_: Any) -> int:
-    stream: int = sys.modules["cupy"].cuda.get_current_stream().ptr
+def _cupy_stream(_: Any) -> StreamLike:
+    # The object, for who holds it keeps the stream; torch never destroys its own.
+    stream: StreamLike = sys.modules["cupy"].cuda.get_current_stream()
     return stream
 
 
@@ -309,7 +310,7 @@ class _Library:
     """What is known of a library's arrays on a GPU; see the functions of the same names."""
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]
-    stream: Callable[[Any], int | None]
+    stream: Callable[[Any], StreamLike]
 
 
 def _find_library(kind: type) -> _Library:
@@ -339,7 +340,7 @@ def fingerprint(x: Any) -> tuple[Any, ...] | None:
     return _library(type(x)).fingerprint(x)
 
 
-def current_stream(x: Any) -> int | None:
+def current_stream(x: Any) -> StreamLike:
     """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
     return _library(type(x)).stream(x)
 

@@ -18,6 +18,8 @@ except ImportError as error:
         f"cuda: its Python packages are missing ({error}); install them with: pip install 'proxyccl[cuda]'"
     ) from None
 
+from proxyccl.device.cuda_virtual_memory import VirtualMemory  # needs the bindings
+
 _OLDEST_DRIVER = 12000
 """CUDA 12.0: the first whose driver API has every call under the name used here."""
 
@@ -89,6 +91,7 @@ class CudaDriver:
 
     def __init__(self) -> None:
         _initialise()
+        self._virtual_memory = VirtualMemory(_ok, self.allocation_id)
 
     def versions(self) -> str:
         """Versions of the driver, and of the compiler."""
@@ -165,10 +168,13 @@ class CudaDriver:
         """Frees device memory."""
         _ok("cuMemFree", cu.cuMemFree(ptr))
 
-    def address_range(self, ptr: int) -> tuple[int, int]:
-        """Base and size of an allocation."""
-        base, size = _ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
-        return int(base), int(size)
+    def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
+        """Base and size of an allocation, or of mapped blocks side by side."""
+        base, size = (int(value) for value in _ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr)))
+        if base + size < ptr + nbytes and self._virtual_memory.is_mapped(ptr):
+            while base + size < ptr + nbytes and self._virtual_memory.is_mapped(base + size):
+                size += int(_ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(base + size))[1])
+        return base, size
 
     def pointer_device(self, ptr: int) -> int | None:
         """The device that memory belongs to."""
@@ -189,12 +195,17 @@ class CudaDriver:
         which = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
         return int(_ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
 
-    def export_memory(self, base: int) -> bytes:
-        """A CUDA IPC handle."""
-        return bytes(_ok("cuIpcGetMemHandle", cu.cuIpcGetMemHandle(base)).reserved)
+    def export_memory(self, base: int, size: int) -> bytes:
+        """A CUDA IPC handle, or one of mapped blocks, which IPC refuses."""
+        result = cu.cuIpcGetMemHandle(base)
+        if result[0] and self._virtual_memory.is_mapped(base):
+            return self._virtual_memory.export(base, size)
+        return bytes(_ok("cuIpcGetMemHandle", result).reserved)
 
     def import_memory(self, handle: bytes) -> int:
-        """Opens a CUDA IPC handle."""
+        """Opens a handle of `export_memory`."""
+        if VirtualMemory.is_handle(handle):
+            return self._virtual_memory.open(handle)
         ipc = cu.CUipcMemHandle()
         ipc.reserved = handle
         flag = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
@@ -202,7 +213,13 @@ class CudaDriver:
 
     def release_memory(self, base: int) -> None:
         """Closes what `import_memory` opened."""
-        _ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
+        if not self._virtual_memory.release(base):
+            _ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
+
+    def grant_access(self, base: int, size: int, ordinal: int) -> None:
+        """Opens mapped blocks to a device, which peer access between contexts does not."""
+        if self._virtual_memory.is_mapped(base):
+            self._virtual_memory.grant(base, size, ordinal)
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins and maps host memory."""

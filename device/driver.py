@@ -103,8 +103,10 @@ class Driver(Protocol):
         """Frees what `allocate` gave. Waits for the work that may use it."""
         ...
 
-    def address_range(self, ptr: int) -> tuple[int, int]:
-        """Base and size of the allocation that an address lies in."""
+    def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
+        """Base and size of the allocation that `nbytes` at an address lie in, or of several that were mapped side by
+        side; too small a size where the bytes leave them.
+        """
         ...
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -115,16 +117,22 @@ class Driver(Protocol):
         """A number of the allocation that an address lies in; another allocation at the same address has another."""
         ...
 
-    def export_memory(self, base: int) -> bytes:
-        """A handle of a whole allocation for other processes."""
+    def export_memory(self, base: int, size: int) -> bytes:
+        """A handle, of at most 64 bytes, by which other processes map what `address_range` gave."""
         ...
 
     def import_memory(self, handle: bytes) -> int:
-        """Maps an allocation of another process, for the current context; its base."""
+        """Maps memory of another process, for the current context; its base. An OSError tells that the process which
+        exported it does not hand it over.
+        """
         ...
 
     def release_memory(self, base: int) -> None:
         """Unmaps what `import_memory` mapped."""
+        ...
+
+    def grant_access(self, base: int, size: int, ordinal: int) -> None:
+        """Lets device `ordinal` reach memory of another device of this process, where enabled peer access does not."""
         ...
 
     def register_host(self, ptr: int, nbytes: int) -> None:

@@ -355,9 +355,9 @@ class GpuRuntime:
         """A handle to device memory, whoever allocated it."""
         with self.current():
             try:
-                base, size = self.driver.address_range(ptr)
-                allocation = self.driver.allocation_id(ptr)
-                raw = self.driver.export_memory(base)
+                base, size = self.driver.address_range(ptr, nbytes)
+                allocation = self.driver.allocation_id(base)
+                raw = self.driver.export_memory(base, size)
             except DriverError as error:
                 raise ArgumentError(
                     "array",
@@ -377,11 +377,12 @@ class GpuRuntime:
             if own:
                 if device != self.device:
                     self.driver.enable_peer_access(self.driver.context(device))
+                    self.driver.grant_access(*self.driver.address_range(base, offset + nbytes), self.device)
                 return GpuMemory(base + offset, nbytes, self._unused, lambda: None)
             key = (self._context, handle[: -len(raw)], raw)
             try:
                 mapped = self._imported.acquire(key, lambda: self.driver.import_memory(raw))
-            except DriverError as error:
+            except (DriverError, OSError) as error:
                 raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
         release = functools.partial(self.context.call, self._imported.release, key, self.driver.release_memory)
         return GpuMemory(mapped + offset, nbytes, self._unused, release)
@@ -392,7 +393,7 @@ class GpuRuntime:
             raise ArgumentError("handle", f"it names device {device}, and there is none of that number")
         with DeviceContext(self.driver, self.driver.context(device)).current():
             try:
-                start, size = self.driver.address_range(base)
+                start, size = self.driver.address_range(base, end)
                 found = self.driver.allocation_id(base)
             except DriverError:
                 raise ArgumentError("handle", "this process has freed the memory that it names") from None

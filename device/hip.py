@@ -204,7 +204,7 @@ class HipDriver:
         """Frees device memory."""
         _call("hipFree", ptr)
 
-    def address_range(self, ptr: int) -> tuple[int, int]:
+    def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of an allocation."""
         base, size = _call("hipMemGetAddressRange", ptr)
         return int(base), int(size)
@@ -222,7 +222,7 @@ class HipDriver:
         _call("hipPointerGetAttribute", number, hip.hipPointer_attribute.HIP_POINTER_ATTRIBUTE_BUFFER_ID, ptr)
         return number.value
 
-    def export_memory(self, base: int) -> bytes:
+    def export_memory(self, base: int, size: int) -> bytes:
         """A HIP IPC handle."""
         handle = _call("hipIpcGetMemHandle", base)
         return ctypes.string_at(handle.as_c_void_p().value, handle.c_sizeof())
@@ -235,6 +235,9 @@ class HipDriver:
     def release_memory(self, base: int) -> None:
         """Closes what `import_memory` opened."""
         _call("hipIpcCloseMemHandle", base)
+
+    def grant_access(self, base: int, size: int, ordinal: int) -> None:
+        """Nothing: peer access between devices covers all memory that is supported here."""
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins and maps host memory."""

@@ -246,7 +246,7 @@ class Runtime(Protocol):
         ...
 
     def order_streams(self, first: int, then: int) -> None:
-        """Makes later work of stream handle `then` wait for what is queued on `first`, if that still exists."""
+        """Makes later work of stream handle `then` wait for what is queued on `first`; both must exist."""
         ...
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:

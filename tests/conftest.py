@@ -84,7 +84,18 @@ def run_mpi(
     world_size: int, program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python program on `world_size` MPI processes of this machine, which have this process's environment."""
-    command = [find_mpiexec(), "-n", str(world_size), sys.executable, "-m", "mpi4py", str(program), *arguments]
+    launcher = [find_mpiexec(), "-n", str(world_size), sys.executable, "-m", "mpi4py"]
+    return _run([*launcher, str(program), *arguments], timeout, env)
+
+
+def run_alone(
+    program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program on one process, which has this one's environment."""
+    return _run([sys.executable, str(program), *arguments], timeout, env)
+
+
+def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **(env or {})}
     )

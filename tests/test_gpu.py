@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_ranks
+from conftest import TESTS, run_alone, run_mpi, run_ranks
 from device_arrays import on_device, on_host
 from devices import RUNTIME, device_count, rank_runtime
 from graphs import Graph, Replayed
@@ -161,6 +161,35 @@ def test_cupy_arrays_are_reduced_on_cupys_stream(ranks: Ranks) -> None:
             assert (doubled.get() == 2 * total(comm)).all()
 
     ranks.run(body)
+
+
+@CUDA_ONLY
+def test_a_stream_that_the_program_has_dropped_is_kept_until_the_next_call(ranks: Ranks) -> None:
+    cupy = pytest.importorskip("cupy")
+
+    def body(comm: Communicator) -> None:
+        with cupy.cuda.Device(comm.runtime.device):
+            for turn in range(20):
+                with cupy.cuda.Stream(non_blocking=True):
+                    comm.all_reduce(cupy.zeros(1 << 20, cupy.float32))
+                x = comm.empty(1001, "float32").fill(turn + comm.rank)
+                assert (comm.all_reduce(x).numpy() == total(comm) + comm.world_size * (turn - 1)).all()
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("ranks_are", ["threads", "processes"])
+def test_memory_that_torch_maps_itself_is_shared(torch: ModuleType, ranks_are: str) -> None:
+    """Expandable segments: several blocks side by side, which CUDA IPC refuses."""
+    program = TESTS / "programs/expandable_segments.py"
+    settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    if ranks_are == "processes":
+        done = run_mpi(2, program, env=settings)
+    else:
+        done = run_alone(program, "--threads", env=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("OK") == 2, done.stdout
 
 
 class OnlyInterface:

@@ -1,0 +1,68 @@
+"""Two ranks whose torch maps its memory block by block: each side's kernel and proxy write into the other's tensors.
+
+Run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, on two processes, or alone with --threads. Each rank prints
+OK.
+"""
+
+from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from proxyccl import Communicator, ThreadBootstrap
+
+KERNELS = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void sm_put(DeviceHandle<SmChannel>* channels, unsigned long bytes) {
+  channels[0].put(0, 0, bytes, threadIdx.x, blockDim.x);
+  syncThreadsSystem();
+  if (threadIdx.x == 0) { channels[0].signal(); channels[0].wait(); }
+}
+extern "C" __global__ void proxy_put(DeviceHandle<ProxyChannel>* channels, unsigned long bytes) {
+  channels[0].putWithSignalAndFlush(0, 0, bytes);
+  channels[0].wait();
+}
+"""
+SMALL, SEVERAL_BLOCKS = 1000, 50 << 20
+
+
+def exchange(comm: Communicator, nbytes: int) -> None:
+    """Both kinds of channel, whole tensors."""
+    device = torch.device("cuda", comm.runtime.device)
+    module = comm.compile(KERNELS)
+    theirs = torch.arange(nbytes, dtype=torch.int64, device=device).to(torch.uint8) + (1 - comm.rank)
+    for kernel, connect in (("sm_put", comm.sm_channels), ("proxy_put", comm.proxy_channels)):
+        mine = torch.arange(nbytes, dtype=torch.int64, device=device).to(torch.uint8) + comm.rank
+        got = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        torch.cuda.synchronize(device)
+        channels: Any = connect(got, mine)
+        module[kernel](1, 256 if kernel == "sm_put" else 1, channels, nbytes)
+        comm.synchronize()
+        assert torch.equal(got, theirs), kernel
+        comm.all_gather_bytes(b"")  # nobody frees what the other still writes
+
+
+def run(bootstrap: Any = None) -> None:
+    with Communicator(bootstrap) as comm, torch.cuda.device(comm.runtime.device):
+        for nbytes in (SMALL, SEVERAL_BLOCKS):
+            exchange(comm, nbytes)
+        torch.cuda.empty_cache()  # torch unmaps the blocks that the peer has mapped, and maps others there
+        exchange(comm, SEVERAL_BLOCKS)
+        print("OK", flush=True)
+
+
+def main() -> None:
+    if "--threads" not in sys.argv:
+        run()
+        return
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, bootstrap) for bootstrap in ThreadBootstrap.create(2)]:
+            done.result()
+
+
+if __name__ == "__main__":
+    main()
