@@ -17,7 +17,7 @@ from ranks import Ranks
 
 from proxyccl import ArgumentError, Communicator, CompileError, KernelError, RuntimeUnavailableError, open_runtime
 from proxyccl.channels.bootstrap import ThreadBootstrap, as_bootstrap
-from proxyccl.channels.collectives.selection import Selector
+from proxyccl.channels.collectives.selection import ALGORITHMS, Selector, sending_no_sums
 from proxyccl.device import open_driver
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
@@ -381,6 +381,14 @@ def test_a_selector_chooses_by_size(nbytes: int) -> None:
     selector = Selector(((100, "one_shot"), (1000, "recursive_doubling")), "ring")
     expected = "one_shot" if nbytes <= 100 else "recursive_doubling" if nbytes <= 1000 else "ring"
     assert selector.choose(nbytes) == expected
+
+
+@pytest.mark.parametrize("ranks_", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_long_sums_are_not_sent_for_short_values(algorithm: str, ranks_: int) -> None:
+    chosen = sending_no_sums(algorithm, ranks_)
+    assert chosen not in ("recursive_doubling", "ring")
+    assert chosen == algorithm or algorithm in ("recursive_doubling", "ring")
 
 
 def test_the_selector_can_be_replaced(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector
+from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector, sending_no_sums
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.control import encode_fields
 from proxyccl.device.arrays import Array, ArrayView, as_view, fingerprint, reduction_dtypes
@@ -229,10 +229,15 @@ class Collectives:
 
     # -- plans ---
 
+    def _choose(self, source: ArrayView) -> str:
+        algorithm = self._selector.choose(source.nbytes)
+        sums_are_longer = source.dtype.name in ("float16", "bfloat16")
+        return sending_no_sums(algorithm, self._comm.world_size) if sums_are_longer else algorithm
+
     def _plan_all_reduce(self, source: ArrayView, target: ArrayView, op: str, algorithm: str | None) -> Plan:
         if self._comm.world_size == 1:
             return self._copy_plan(source, target, source.nbytes)
-        chosen = algorithm or self._selector.choose(source.nbytes)
+        chosen = algorithm or self._choose(source)
         team = self.team(proxied=chosen == "proxy")
         if chosen in PACKET_ALGORITHMS and team.packets is None:
             if algorithm is not None:

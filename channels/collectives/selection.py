@@ -49,3 +49,13 @@ class Selector:
             if nbytes <= limit:
                 return name
         return self.beyond
+
+
+def sending_no_sums(algorithm: str, ranks: int) -> str:
+    """What takes the place of an algorithm that sends partial sums, for types whose sums are twice as long as they are.
+
+    Those are the 16-bit floats. The others send values as they came, or sums that are rounded.
+    """
+    if algorithm == "recursive_doubling":
+        return "one_shot" if ranks == 2 else "two_shot_packets"
+    return "two_shot" if algorithm == "ring" else algorithm

@@ -7,6 +7,7 @@ OK.
 from __future__ import annotations
 
 import sys
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -60,8 +61,10 @@ def main() -> None:
         run()
         return
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(run, bootstrap) for bootstrap in ThreadBootstrap.create(2)]:
-            done.result()
+        errors = [done.exception() for done in [pool.submit(run, b) for b in ThreadBootstrap.create(2)]]
+    for error in filter(None, errors):  # all: one rank's failure ends the other with an error that tells less
+        traceback.print_exception(error)
+    sys.exit(any(errors))
 
 
 if __name__ == "__main__":
