@@ -60,6 +60,9 @@ def main() -> None:
     if "--threads" not in sys.argv:
         run()
         return
+    # What kind of handles blocks get, torch finds out with the first one, and not for two threads at once.
+    for device in range(2):
+        torch.zeros(1, device=torch.device("cuda", device))
     with ThreadPoolExecutor(2) as pool:
         errors = [done.exception() for done in [pool.submit(run, b) for b in ThreadBootstrap.create(2)]]
     for error in filter(None, errors):  # all: one rank's failure ends the other with an error that tells less
