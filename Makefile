@@ -16,8 +16,10 @@ FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -f
 HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py \
   test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
+SOFT_ROCE := tests/soft_roce
+RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-hip test-hip-on-cuda rocm-on-host rocm-on-cuda test-gpu coverage bench bench-gpu bench-page lint clean
+.PHONY: demo test test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -25,10 +27,23 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed lint
 	$(BIN)/pytest tests
 	$(MAKE) test-hip
+	$(MAKE) test-rdma
 
 # The HIP runtime through hip-python, on the host runtime.
 test-hip: $(VENV)/.installed rocm-on-host
 	ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip $(BIN)/pytest $(HIP_TESTS:%=tests/%)
+
+# RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
+test-rdma: $(VENV)/.installed
+	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
+	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python tests/rdma/kernels.py && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 -- sh $(SOFT_ROCE)/two_nodes.sh; \
+	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
+	  echo "test-rdma is skipped: $$reason"; \
+	else \
+	  echo "test-rdma can't run: $$reason"; exit 1; \
+	fi
 
 coverage: $(VENV)/.installed
 	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term
@@ -78,12 +93,20 @@ $(ROCM_ON_CUDA)/lib/libamdhip64.so: tests/hip/amdhip64_on_cuda.cpp tests/hip/hip
 $(ROCM_ON_CUDA)/lib/libhiprtc.so: tests/hip/hiprtc_on_cuda.cpp tests/hip/hip_api.h
 	$(FORWARD)
 
+# The device that the tests of the verbs transport post to (tests/verbs).
+FAKE_VERBS := build/fake-verbs
+fake-verbs: $(FAKE_VERBS)/libfake_device.so
+$(FAKE_VERBS)/libfake_device.so: tests/verbs/fake_device.c tests/verbs/fake_device.h
+	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/rdma-headers/usr/include $(filter %.c,$^) -o $@
+
 $(VENV)/.locked: requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.locked $(SOURCES)
+	@reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_headers.py build/rdma-headers) || \
+	  { [ $$? = 2 ] && echo "The engine is built without RDMA: $$reason"; }
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
 	touch $@
 

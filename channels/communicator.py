@@ -31,10 +31,19 @@ from proxyccl.channels.control import (
     exception_from,
 )
 from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.host_links import HostLink, Listener
 from proxyccl.channels.memory import HandleCache, RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
+from proxyccl.channels.rdma import Rdma
 from proxyccl.channels.sm_channel import SmChannel
-from proxyccl.channels.topology import RankInfo, Topology, host_name, local_world_size_from_environment
+from proxyccl.channels.topology import (
+    RankInfo,
+    Topology,
+    TransportChoice,
+    encode_choice,
+    host_name,
+    local_world_size_from_environment,
+)
 from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
 from proxyccl.device.arrays import Array, as_view, current_stream
@@ -51,6 +60,8 @@ from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
 from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.verbs.devices import missing as missing_for_rdma
+from proxyccl.proxy.verbs.options import RdmaOptions
 
 DEFAULT_TIMEOUT = 30.0
 LONGEST_TIMEOUT = 1e9
@@ -101,10 +112,14 @@ class Communicator:
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
         idle: what an idle proxy does.
+        transport: what moves the data of ProxyChannels: "copy" or "verbs" for all pairs of ranks, or a dict with some
+            pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else copies within
+            a node and RDMA between nodes.
+        rdma: the RDMA device and its settings; None for what ``PROXYCCL_RDMA_*`` say, else what fits.
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime.
-        RuntimeUnavailableError: the machine does not offer the runtime.
+        RuntimeUnavailableError: the machine does not offer the runtime, or ranks of different nodes have no RDMA.
         WaitTimeoutError: not all ranks came within the time.
     """
 
@@ -120,6 +135,8 @@ class Communicator:
         proxy_threads: int = 1,
         fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
+        transport: TransportChoice = None,
+        rdma: RdmaOptions | None = None,
     ) -> None:
         self._state = "opening"
         self._failure: CommunicatorError | None = None
@@ -142,7 +159,8 @@ class Communicator:
         self.default_stream: Stream = self.runtime.create_stream()
         self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout)
 
-        infos = [RankInfo.decode(data) for data in self.all_gather_bytes(RankInfo.own(self.runtime).encode())]
+        own = RankInfo.own(self.runtime, missing_for_rdma() or "", encode_choice(transport, self.world_size))
+        infos = [RankInfo.decode(data) for data in self.all_gather_bytes(own.encode())]
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         self.topology = Topology.find(self.rank, infos, self.runtime, local)
         handles = self.all_gather_bytes(self.control.memory.handle)
@@ -158,11 +176,25 @@ class Communicator:
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
+        self._transports = self.topology.transports()
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
-        self._watcher = Watcher(self.rank, self.control, self._segments, pids)
+        by_rdma = [peer for peer, name in self._transports.items() if name == "verbs"]
+        self.rdma = Rdma(self, by_rdma, rdma or RdmaOptions.from_environment(), exchange=self.topology.uses_verbs())
+        self._watcher = Watcher(self.rank, self.control, self._segments, pids, self._link_hosts())
         self._state = "open"
         _open_communicators.add(self)
+
+    def _link_hosts(self) -> dict[int, HostLink]:
+        others = [peer for peer in range(self.world_size) if not self.topology.same_host(peer)]
+        if not self.topology.spans_hosts:
+            return {}
+        listener = Listener(self.rank)
+        try:
+            offers = self.all_gather_bytes(listener.offer)
+            return listener.join(others, offers, self.timeout, lambda: None)
+        finally:
+            listener.close()
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:
@@ -347,8 +379,8 @@ class Communicator:
             op: "sum", "prod", "min", "max" or "avg". 16-bit floats are accumulated in float32; the integer average
                 truncates.
             out: where the result goes; None for in place.
-            algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; None
-                chooses by size.
+            algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
+                of as many ranks each also "hierarchical". None chooses, by size within a node.
             stream: where to queue it: a stream of any library, or its handle, which must live until the next call. With
                 None the call waits on the host runtime; on a GPU it is queued on the current stream of the library
                 that owns `x` (torch, CuPy), else on the calling thread's default stream.
@@ -500,6 +532,7 @@ class Communicator:
             ErrorRecord(
                 code=failure.code,
                 rank=self.rank,
+                peer=failure.peer,
                 operation=int(trigger.operation) if trigger else 0,
                 channel=failure.channel,
                 status=failure.status,
@@ -650,14 +683,19 @@ class Communicator:
     def connection(self, peer: int) -> Connection:
         """The proxy's way to a peer, made when first used."""
         if peer not in self._connections:
-            if not self.topology.same_host(peer):
-                raise RuntimeUnavailableError(f"no transport reaches rank {peer} on another host in this version")
-            self._connections[peer] = self.proxy.connect_copy()
+            by_copy = self._transports[peer] == "copy"
+            self._connections[peer] = self.proxy.connect_copy(peer=peer) if by_copy else self.rdma.connect(peer)
         return self._connections[peer]
 
-    def segment(self, peer: int) -> ControlSegment:
-        """A peer's control segment."""
-        return self._segments[peer]
+    def transport(self, peer: int) -> str:
+        """What moves data to a peer: "copy" or "verbs"."""
+        return self._transports[peer]
+
+    def peer_semaphore(self, peer: int, channel: int) -> int:
+        """The address, as the transport to a peer reaches it, of the word that signals to its channel count up."""
+        if self._transports[peer] == "copy":
+            return self._segments[peer].semaphore_host(channel)
+        return self.rdma.semaphore(peer, channel)
 
     # -- end ---
 
@@ -699,6 +737,7 @@ class Communicator:
             self.runtime.synchronize()
         if self._proxy is not None and not self._proxy.close(self.timeout):
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
+        self.rdma.close()
         self.default_stream.close()
         self.mappings.close()
         if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it

@@ -2,7 +2,7 @@
 
 Each rank owns a control segment in pinned shared memory: the control block that its kernels poll, the words that
 proxies signal, its proxy's counters, and a log of its recent collective calls. The ranks of the same host map each
-other's. A watcher thread sees a peer's process end, and passes an abort on.
+other's; those of other hosts are told over sockets. A watcher thread sees a peer's process end, and passes an abort on.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import (
@@ -105,13 +105,18 @@ class ControlSegment:
         """The CPU's address of the control block."""
         return self.memory.host_ptr
 
+    @staticmethod
+    def semaphore_offset(channel: int) -> int:
+        """Where in a segment the word lies that a peer's proxy signals for a channel."""
+        return _SEMAPHORES_OFFSET + 8 * channel
+
     def semaphore_host(self, channel: int) -> int:
-        """The CPU's address of the word that a peer's proxy signals for a channel."""
-        return self.memory.host_ptr + _SEMAPHORES_OFFSET + 8 * channel
+        """The CPU's address of that word."""
+        return self.memory.host_ptr + self.semaphore_offset(channel)
 
     def semaphore_device(self, channel: int) -> int:
         """The device's address of the same word."""
-        return self.memory.ptr + _SEMAPHORES_OFFSET + 8 * channel
+        return self.memory.ptr + self.semaphore_offset(channel)
 
     @property
     def aborted(self) -> bool:
@@ -216,7 +221,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
     operation = str(Operation(record.operation & 7).name or "").lower()
     if code == lib.PROXYCCL_ERROR_TRANSPORT:
         operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
-        message = f"{who}'s proxy: {operation}{on} failed with status {record.status}"
+        to = f" to rank {record.peer}" if record.peer is not None else ""
+        message = f"{who}'s proxy: {operation}{to}{on} failed with status {record.status}"
         return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
     if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
         message = (
@@ -240,6 +246,26 @@ def _join(message: str, cause: str) -> str:
     return f"{message}: {cause}" if cause else message
 
 
+class Link(Protocol):
+    """A way to tell a rank of another host, and to hear from it (host_links.py)."""
+
+    def fileno(self) -> int:
+        """For poll()."""
+        ...
+
+    def send(self, record: ErrorRecord) -> None:
+        """Passes an abort on."""
+        ...
+
+    def receive(self) -> ErrorRecord | str | None:
+        """The peer's abort, "goodbye", "lost", or None for nothing yet."""
+        ...
+
+    def close(self) -> None:
+        """Says goodbye."""
+        ...
+
+
 class Watcher:
     """A thread that sees peers' processes end and passes an abort of this rank on to its peers.
 
@@ -250,14 +276,23 @@ class Watcher:
         own: its segment.
         peers: the segments of the other ranks of this host.
         pids: their processes, where they are not this one.
+        links: to the ranks of other hosts; the watcher closes them.
     """
 
     INTERVAL_MS = 20
 
-    def __init__(self, rank: int, own: ControlSegment, peers: dict[int, ControlSegment], pids: dict[int, int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        own: ControlSegment,
+        peers: dict[int, ControlSegment],
+        pids: dict[int, int],
+        links: Mapping[int, Link],
+    ) -> None:
         self._rank = rank
         self._own = own
         self._peers = peers
+        self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._poll = select.poll()
         self._descriptors: dict[int, int] = {}
         lost: list[int] = []
@@ -268,6 +303,8 @@ class Watcher:
                 lost.append(peer)
                 continue
             self._descriptors[descriptor] = peer
+            self._poll.register(descriptor, select.POLLIN)
+        for descriptor in self._links:
             self._poll.register(descriptor, select.POLLIN)
         self._stop_read, self._stop_write = os.pipe()
         self._poll.register(self._stop_read, select.POLLIN)
@@ -282,24 +319,42 @@ class Watcher:
             for descriptor, _ in self._poll.poll(self.INTERVAL_MS):
                 if descriptor == self._stop_read:
                     return
-                self._poll.unregister(descriptor)
-                self._peer_lost(self._descriptors[descriptor])
+                if descriptor in self._links:
+                    self._hear(descriptor)
+                else:
+                    self._poll.unregister(descriptor)
+                    self._peer_lost(self._descriptors[descriptor])
         self.pass_on()
+
+    def _hear(self, descriptor: int) -> None:
+        peer, link = self._links[descriptor]
+        said = link.receive()
+        if said is None:
+            return
+        self._poll.unregister(descriptor)
+        if isinstance(said, ErrorRecord):
+            self._own.raise_abort(said)
+        elif said == "lost":
+            self._peer_lost(peer)
 
     def _peer_lost(self, peer: int) -> None:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def pass_on(self) -> None:
-        """Raises the abort word of every peer of this host with this rank's record."""
+        """Raises the abort word of every peer with this rank's record."""
         record = self._own.record()
         for segment in self._peers.values():
             if not segment.aborted:
                 segment.raise_abort(record)
+        for _, link in self._links.values():
+            link.send(record)
 
     def close(self) -> None:
         """Ends the thread."""
         os.write(self._stop_write, b"x")
         self._thread.join()
+        for _, link in self._links.values():
+            link.close()
         for descriptor in (*self._descriptors, self._stop_read, self._stop_write):
             os.close(descriptor)
 

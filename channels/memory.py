@@ -5,32 +5,42 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
 from proxyccl.device.runtime import Memory
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.device.arrays import ArrayView
+    from proxyccl.proxy.verbs.registrations import Registration
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells of the memory that it registers."""
+    """What a rank tells of the memory that it registers.
+
+    Attributes:
+        handle: by which ranks of the same host map it; empty if they can't, and then `refusal` says why.
+        address: by which RDMA reaches it.
+        rkey: the key for RDMA; None where the rank uses none, or its device refuses the memory, as `rdma_refusal` says.
+    """
 
     nbytes: int
     handle: bytes
     refusal: str
+    address: int
+    rkey: int | None
+    rdma_refusal: str
 
     def encode(self) -> bytes:
-        return json.dumps({"nbytes": self.nbytes, "handle": self.handle.hex(), "refusal": self.refusal}).encode()
+        return json.dumps({**asdict(self), "handle": self.handle.hex()}).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> _Offer:
         fields = json.loads(data)
-        return cls(fields["nbytes"], bytes.fromhex(fields["handle"]), fields["refusal"])
+        return cls(**{**fields, "handle": bytes.fromhex(fields["handle"])})
 
 
 class HandleCache:
@@ -80,13 +90,17 @@ class RegisteredMemory:
         nbytes: its size; other ranks' may differ (`peer_nbytes`).
     """
 
-    def __init__(self, communicator: Communicator, view: ArrayView, offers: list[_Offer]) -> None:
+    def __init__(
+        self, communicator: Communicator, view: ArrayView, offers: list[_Offer], registration: Registration | None
+    ) -> None:
         self._communicator = communicator
         self._owner = view.owner
+        self._registration = registration
         self._offers = offers
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
+        self._rdma_id: int | None = None
         self._closed = False
         self.ptr = view.ptr
         self.nbytes = view.nbytes
@@ -94,14 +108,21 @@ class RegisteredMemory:
     @classmethod
     def exchange(cls, communicator: Communicator, view: ArrayView) -> RegisteredMemory:
         """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
-        handle, refusal = b"", ""
+        handle, refusal, registration, rdma_refusal = b"", "", None, ""
         if view.nbytes:
             try:
                 handle = communicator.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 refusal = str(error)
-        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, refusal).encode(), "register")
-        return cls(communicator, view, [_Offer.decode(offer) for offer in offers])
+            if communicator.rdma.used:
+                try:
+                    registration = communicator.rdma.register(view.ptr, view.nbytes, handle)
+                except ProxyCCLError as error:
+                    rdma_refusal = str(error)
+        address, rkey = (registration.address, registration.rkey) if registration is not None else (view.ptr, None)
+        offer = _Offer(view.nbytes, handle, refusal, address, rkey, rdma_refusal)
+        offers = communicator.all_gather_bytes(offer.encode(), "register")
+        return cls(communicator, view, [_Offer.decode(offer) for offer in offers], registration)
 
     def __repr__(self) -> str:
         return f"<RegisteredMemory of {self.nbytes} bytes>"
@@ -117,8 +138,21 @@ class RegisteredMemory:
         """The first memory id of the own range, for triggers."""
         self._require_open()
         if self._id is None:
-            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes)
+            key = self._registration.lkey if self._registration is not None else 0
+            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes, key)
         return self._id
+
+    def source_id(self, peer: int) -> int:
+        """The first memory id of the own range for triggers to a peer: `id`, unless its RDMA device has other addresses
+        for the range.
+        """
+        registration = self._registration
+        if self._communicator.transport(peer) == "copy" or registration is None or registration.address == self.ptr:
+            return self.id
+        self._require_open()
+        if self._rdma_id is None:
+            self._rdma_id = self._communicator.proxy.add_memory(registration.address, self.nbytes, registration.lkey)
+        return self._rdma_id
 
     def peer_nbytes(self, peer: int) -> int:
         """The size of a rank's range in bytes."""
@@ -130,12 +164,24 @@ class RegisteredMemory:
         Raises:
             ArgumentError: the peer's memory can't be shared.
             ResourceError: no ids left.
+            RuntimeUnavailableError: nothing reaches the peer.
         """
         if peer == self._communicator.rank:
             return self.id
         if peer not in self._remote_ids:
-            self._remote_ids[peer] = self._communicator.proxy.add_memory(self.open(peer).ptr, self.peer_nbytes(peer))
+            address, key = self._reach(peer)
+            self._remote_ids[peer] = self._communicator.proxy.add_memory(address, self.peer_nbytes(peer), key)
         return self._remote_ids[peer]
+
+    def _reach(self, peer: int) -> tuple[int, int]:
+        """A peer's range as the transport to the peer reaches it: address and key."""
+        if self._communicator.transport(peer) == "copy":
+            return self.open(peer).ptr, 0
+        offer = self._offers[peer]
+        for rank, side in ((self._communicator.rank, self._offers[self._communicator.rank]), (peer, offer)):
+            if side.rdma_refusal:
+                raise ArgumentError("memory", f"rank {rank}'s memory can't be reached by RDMA: {side.rdma_refusal}")
+        return offer.address, offer.rkey or 0
 
     def peer_ptr(self, peer: int) -> int:
         """Address at which kernels here reach a peer's range.
@@ -176,10 +222,13 @@ class RegisteredMemory:
         self._closed = True
         service = self._communicator.proxy_if_started
         if service is not None:
-            if self._id is not None:
-                service.remove_memory(self._id, self.nbytes)
+            for first in (self._id, self._rdma_id):
+                if first is not None:
+                    service.remove_memory(first, self.nbytes)
             for peer, first in self._remote_ids.items():
                 service.remove_memory(first, self.peer_nbytes(peer))
+        if self._registration is not None:
+            self._communicator.rdma.release(self._registration)
         if not self._communicator.closed:
             for peer in self._opened:
                 self._communicator.mappings.release(self._offers[peer].handle)

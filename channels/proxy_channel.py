@@ -61,7 +61,7 @@ def connect_handles(
         channels[peer] = []
         for i, channel in enumerate(ids[peer]):
             if i < len(theirs):  # a channel that the peer did not make can put, but has nobody to signal
-                service.set_channel(channel, connection, communicator.segment(peer).semaphore_host(theirs[i]))
+                service.set_channel(channel, connection, communicator.peer_semaphore(peer, theirs[i]))
             handle = ffi.new("ProxycclProxyChannel *")
             service.fifo_for(channel).fill_handle(handle.fifo)
             handle.semaphore.inbound = ffi.cast("uint64_t *", communicator.control.semaphore_device(channel))
@@ -70,7 +70,7 @@ def connect_handles(
             handle.extents = ffi.cast("uint64_t *", service.extents_pointer)
             handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
             handle.channel, handle.peer = channel, peer
-            handle.dst_memory, handle.src_memory = opened[peer][0], src.id
+            handle.dst_memory, handle.src_memory = opened[peer][0], src.source_id(peer)
             channels[peer].append(ProxyChannel(peer, handle, service, connection.transport))
     return channels, expected
 

@@ -1,15 +1,15 @@
-"""Who is where: which ranks share a host, which of them count as one node, and whose memory a kernel here can touch."""
+"""Who is where: which ranks share a host, which of them count as one node, and how a rank reaches another's memory."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 
 
@@ -19,19 +19,33 @@ def host_name() -> str:
     return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
 
+TRANSPORTS = ("copy", "verbs")
+"""What can move the data of a ProxyChannel: a peer copy within a host, or an RDMA write."""
+
+TransportChoice = str | Mapping[tuple[int, int], str] | None
+"""A transport for all pairs of ranks, or for some of them; None, and pairs that are not named, leave it open."""
+
+
 @dataclass(frozen=True)
 class RankInfo:
-    """What a rank tells the others of itself."""
+    """What a rank tells the others of itself.
+
+    Attributes:
+        rdma_missing: what it lacks for RDMA, in words; empty if nothing.
+        transport: the transports that its caller chose, in one form (`encode_choice`).
+    """
 
     host: str
     pid: int
     runtime: str
     device_id: str
+    rdma_missing: str = "not asked for"
+    transport: str = ""
 
     @classmethod
-    def own(cls, runtime: Runtime) -> RankInfo:
+    def own(cls, runtime: Runtime, rdma_missing: str = "not asked for", transport: str = "") -> RankInfo:
         """This process on this machine."""
-        return cls(host_name(), os.getpid(), runtime.name, runtime.device_id)
+        return cls(host_name(), os.getpid(), runtime.name, runtime.device_id, rdma_missing, transport)
 
     def encode(self) -> bytes:
         """As bytes for the bootstrap."""
@@ -53,20 +67,22 @@ class Topology:
         nodes: for each rank the number of its node. Nodes are hosts, or groups of consecutive ranks where
             ``PROXYCCL_LOCAL_WORLD_SIZE`` rehearses several on one machine.
         accessible: for each rank whether kernels here can touch its memory: same node, and the devices are peers.
+        forced: transports that were chosen for pairs of ranks, the lower one first.
     """
 
     rank: int
     ranks: tuple[RankInfo, ...]
     nodes: tuple[int, ...]
     accessible: tuple[bool, ...]
+    forced: Mapping[tuple[int, int], str]
 
     @classmethod
     def find(cls, rank: int, ranks: Sequence[RankInfo], runtime: Runtime, local_world_size: int | None) -> Topology:
         """Works the topology out from what all ranks told.
 
         Raises:
-            ArgumentError: ranks use different runtimes, ranks of one process the same GPU, or local_world_size does
-                not divide the number of ranks.
+            ArgumentError: ranks use different runtimes or chose different transports, ranks of one process use the
+                same GPU, or local_world_size does not divide the number of ranks.
         """
         kinds = {info.runtime for info in ranks}
         if len(kinds) > 1:
@@ -89,7 +105,7 @@ class Topology:
             )
             for peer, info in enumerate(ranks)
         )
-        return cls(rank, tuple(ranks), nodes, accessible)
+        return cls(rank, tuple(ranks), nodes, accessible, _decode_choice(ranks))
 
     @property
     def world_size(self) -> int:
@@ -100,6 +116,15 @@ class Topology:
     def node_ranks(self) -> list[int]:
         """The ranks of this rank's node, in order."""
         return [r for r, node in enumerate(self.nodes) if node == self.nodes[self.rank]]
+
+    def node_members(self) -> list[list[int]]:
+        """The ranks of every node, in order."""
+        return [[r for r, node in enumerate(self.nodes) if node == number] for number in dict.fromkeys(self.nodes)]
+
+    def has_levels(self) -> bool:
+        """Whether there are several nodes with as many ranks each, and more than one."""
+        sizes = {len(members) for members in self.node_members()}
+        return self.node_count > 1 and len(sizes) == 1 and sizes != {1}
 
     @property
     def local_rank(self) -> int:
@@ -116,9 +141,44 @@ class Topology:
         """Number of nodes."""
         return len(set(self.nodes))
 
+    @property
+    def spans_hosts(self) -> bool:
+        """Whether the ranks are on several hosts; the same on all of them."""
+        return len({info.host for info in self.ranks}) > 1
+
     def same_host(self, peer: int) -> bool:
         """Whether the peer runs under the same kernel, whatever node it counts to."""
         return self.ranks[peer].host == self.ranks[self.rank].host
+
+    def transport(self, first: int, second: int) -> str:
+        """What moves data between two ranks: copies within a node, RDMA between nodes. Nodes that are rehearsed on one
+        host without RDMA use copies too.
+
+        Raises:
+            RuntimeUnavailableError: nothing does.
+        """
+        same_host = self.ranks[first].host == self.ranks[second].host
+        lacking = next((rank for rank in (first, second) if self.ranks[rank].rdma_missing), None)
+        chosen = self.forced.get((min(first, second), max(first, second)))
+        if chosen == "copy" and not same_host:
+            raise RuntimeUnavailableError(f"transport: no copy between ranks {first} and {second}: they share no host")
+        if chosen == "copy" or (chosen is None and self.nodes[first] == self.nodes[second]):
+            return "copy"
+        if lacking is None:
+            return "verbs"
+        if chosen is None and same_host:
+            return "copy"
+        missing = self.ranks[lacking].rdma_missing
+        raise RuntimeUnavailableError(f"no RDMA between ranks {first} and {second}: rank {lacking} lacks it: {missing}")
+
+    def transports(self) -> dict[int, str]:
+        """The transport to every other rank. Raises RuntimeUnavailableError where nothing reaches one."""
+        return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
+
+    def uses_verbs(self) -> bool:
+        """Whether any two ranks need RDMA; the same on all ranks, and for all of them an error where one has none."""
+        transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
+        return "verbs" in transports
 
     def all_accessible(self) -> bool:
         """Whether every rank's memory can be touched from here."""
@@ -137,6 +197,35 @@ def _refuse_shared_context(ranks: Sequence[RankInfo]) -> None:
                 f"ranks {other} and {rank} are threads of one process on the same GPU; give each a device of its own, "
                 "or make them processes",
             )
+
+
+def encode_choice(choice: TransportChoice, world_size: int) -> str:
+    """A choice of transports in one form, which all ranks compare; None for ``PROXYCCL_TRANSPORT``.
+
+    Raises:
+        ArgumentError: a transport or a pair of ranks is none.
+    """
+    argument = "transport"
+    if choice is None:
+        choice, argument = os.environ.get("PROXYCCL_TRANSPORT") or {}, "PROXYCCL_TRANSPORT"
+    if isinstance(choice, str):
+        choice = {(a, b): choice for a in range(world_size) for b in range(a + 1, world_size)} or {(0, 1): choice}
+    pairs: dict[tuple[int, int], str] = {}
+    for pair, name in choice.items():
+        if name not in TRANSPORTS:
+            raise ArgumentError(argument, f"{name!r} is none of {', '.join(TRANSPORTS)}")
+        ranks = sorted(pair)
+        if len(ranks) != 2 or ranks[0] == ranks[1] or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+            raise ArgumentError(argument, f"{pair!r} is no pair of different ranks")
+        pairs[ranks[0], ranks[1]] = name
+    return json.dumps(sorted([*pair, name] for pair, name in pairs.items()))
+
+
+def _decode_choice(ranks: Sequence[RankInfo]) -> dict[tuple[int, int], str]:
+    for rank, info in enumerate(ranks):
+        if info.transport != ranks[0].transport:
+            raise ArgumentError("transport", f"rank {rank} chose {info.transport}, rank 0 {ranks[0].transport}")
+    return {(a, b): name for a, b, name in json.loads(ranks[0].transport or "[]")}
 
 
 def local_world_size_from_environment() -> int | None:

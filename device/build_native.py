@@ -51,8 +51,8 @@ typedef struct {
   ProxycclSemaphore semaphore; ProxycclProxyChannel proxy; char *remote; uint32_t proxied; uint32_t peer; ...;
 } ProxycclLink;
 typedef struct {
-  uint32_t rank; uint32_t world_size; ProxycclControl *control; ProxycclLink *links; char *scratch;
-  uint64_t exchange_bytes; uint64_t staging_offset; uint64_t shortest_piece; uint32_t lanes; ...;
+  uint32_t rank; uint32_t world_size; uint32_t divisor; ProxycclControl *control; ProxycclLink *links;
+  char *scratch; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t shortest_piece; uint32_t lanes; ...;
 } ProxycclTeam;
 enum { PROXYCCL_EXCHANGE_BUFFERS, PROXYCCL_MAX_BLOCK_THREADS, ... };
 enum { PROXYCCL_MAX_PACKET_RANKS, PROXYCCL_PACKET_SLOTS_PER_RANK, ... };

@@ -121,6 +121,7 @@ class CudaDriver:
         major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         name = _ok("cuDeviceGetName", cu.cuDeviceGetName(256, handle))
+        address = _ok("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
         uuid = _ok("cuDeviceGetUuid", cu.cuDeviceGetUuid(handle))
         return DeviceInfo(
             name=name.partition(b"\0")[0].decode(),
@@ -128,6 +129,7 @@ class CudaDriver:
             architecture=f"sm_{major}{minor}",
             multiprocessors=attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             memory_bytes=int(_ok("cuDeviceTotalMem", cu.cuDeviceTotalMem(handle))),
+            pci_address=address.partition(b"\0")[0].decode().lower(),
         )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (retained once, for the life of the process)
@@ -220,6 +222,12 @@ class CudaDriver:
         """Opens mapped blocks to a device, which peer access between contexts does not."""
         if self._virtual_memory.is_mapped(base):
             self._virtual_memory.grant(base, size, ordinal)
+
+    def dmabuf(self, base: int, nbytes: int) -> int:
+        """A file descriptor of a DMA-BUF."""
+        kind = cu.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
+        result = cu.cuMemGetHandleForAddressRange(base, nbytes, kind, 0)
+        return int(_ok("cuMemGetHandleForAddressRange", result))
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins and maps host memory."""

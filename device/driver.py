@@ -24,6 +24,7 @@ class DeviceInfo:
         architecture: what the compiler calls it: "sm_90", "gfx942".
         multiprocessors: SMs, or compute units.
         memory_bytes: size of its memory.
+        pci_address: where it sits, as sysfs names it: "0000:3b:00.0".
     """
 
     name: str
@@ -31,6 +32,7 @@ class DeviceInfo:
     architecture: str
     multiprocessors: int
     memory_bytes: int
+    pci_address: str
 
 
 class Driver(Protocol):
@@ -133,6 +135,12 @@ class Driver(Protocol):
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
         """Lets device `ordinal` reach memory of another device of this process, where enabled peer access does not."""
+        ...
+
+    def dmabuf(self, base: int, nbytes: int) -> int:
+        """A file descriptor of the DMA-BUF of whole pages of device memory, for other devices' drivers. The caller
+        closes it.
+        """
         ...
 
     def register_host(self, ptr: int, nbytes: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import os
 import struct
 import threading
@@ -405,6 +406,22 @@ class GpuRuntime:
     def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
         """Maps another process's pinned memory and pins it here."""
         return self._pin(SharedMemory.open(handle))
+
+    def numa_node(self) -> int | None:
+        """What sysfs says of the device."""
+        path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
+        number = int(path.read_text()) if path.exists() else -1
+        return number if number >= 0 else None
+
+    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """A descriptor of the pages that the memory lies in."""
+        offset = ptr % mmap.PAGESIZE
+        pages = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self.current():
+            try:
+                return self.driver.dmabuf(ptr - offset, pages), offset
+            except (DriverError, RuntimeUnavailableError):
+                return None
 
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch the other device's memory.

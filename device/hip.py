@@ -166,6 +166,7 @@ class HipDriver:
             architecture=properties.gcnArchName.partition(":")[0],  # "gfx942:sramecc+:xnack-"
             multiprocessors=properties.multiProcessorCount,
             memory_bytes=properties.totalGlobalMem,
+            pci_address=f"{properties.pciDomainID:04x}:{properties.pciBusID:02x}:{properties.pciDeviceID:02x}.0",
         )
 
     def context(self, ordinal: int) -> int:
@@ -238,6 +239,13 @@ class HipDriver:
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
         """Nothing: peer access between devices covers all memory that is supported here."""
+
+    def dmabuf(self, base: int, nbytes: int) -> int:
+        """A file descriptor of a DMA-BUF."""
+        descriptor = ctypes.c_int()
+        kind = hip.hipMemRangeHandleType.hipMemRangeHandleTypeDmaBufFd
+        _call("hipMemGetHandleForAddressRange", ctypes.addressof(descriptor), base, nbytes, kind, 0)
+        return descriptor.value
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins and maps host memory."""

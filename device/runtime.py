@@ -216,6 +216,17 @@ class Runtime(Protocol):
         """Maps another process's pinned memory, by its `handle`."""
         ...
 
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is next to; None where that is not known."""
+        ...
+
+    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """A file descriptor by which another device's driver reaches device memory, and the memory's offset in it.
+
+        The caller closes it. None where the driver has none to give, or the memory is the host's.
+        """
+        ...
+
     def can_access_peer(self, device_id: str) -> bool:
         """Whether kernels here can touch memory of the device with this `device_id`."""
         ...

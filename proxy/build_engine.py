@@ -10,16 +10,17 @@ typedef struct { uint32_t abort; ...; } ProxycclControl;
 typedef struct { uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; ...; }
 ProxycclCounters;
 
+typedef struct ProxycclConnection ProxycclConnection;
 typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED, ... }
 ProxycclExit; typedef struct {
-  ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason; ...;
+  ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason;
+  ProxycclConnection *connection; ...;
 } ProxycclExitInfo;
 typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...; } ProxycclIdlePolicy;
 enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, ... };
 
 typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
-typedef struct ProxycclConnection ProxycclConnection;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service);
@@ -41,6 +42,33 @@ void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, ui
 ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event);
 void proxyccl_connection_destroy(ProxycclConnection *connection);
 const char *proxyccl_connection_transport(const ProxycclConnection *connection);
+
+typedef enum { PROXYCCL_VERBS_WRITE, PROXYCCL_VERBS_FETCH_ADD, ... } ProxycclVerbsSignal;
+enum { PROXYCCL_VERBS_COMPLETION, ... };
+enum { PROXYCCL_VERBS_OPERATIONS, PROXYCCL_VERBS_CHAIN, ... };
+typedef struct {
+  uintptr_t qp; uint32_t send_depth; uint32_t cq_depth; uint32_t max_message; uint32_t signal; uint32_t signal_rkey;
+  uint32_t scratch_lkey; uint64_t scratch; ...;
+} ProxycclVerbsOptions;
+int proxyccl_verbs_built(void);
+const char *proxyccl_verbs_refused(const ProxycclVerbsOptions *options);
+ProxycclConnection *proxyccl_verbs_connection(const ProxycclVerbsOptions *options);
+
+enum { PROXYCCL_VERBS_QP_OFFSET, ... };
+typedef enum {
+  PROXYCCL_VERBS_FOUND, PROXYCCL_VERBS_NO_OBJECT, PROXYCCL_VERBS_NO_POINTER, PROXYCCL_VERBS_OTHER_QP,
+  PROXYCCL_VERBS_OTHER_PARTS, PROXYCCL_VERBS_FORBIDDEN, PROXYCCL_VERBS_NOT_BUILT, ...
+} ProxycclVerbsFinding;
+typedef struct { uintptr_t qp; uintptr_t send_cq; ...; } ProxycclVerbsQp;
+ProxycclVerbsFinding proxyccl_verbs_find_qp(uintptr_t object, uint32_t offset, uint32_t qp_num, ProxycclVerbsQp *found);
+ProxycclVerbsFinding proxyccl_verbs_check_qp(uintptr_t qp, uint32_t qp_num, ProxycclVerbsQp *found);
+
+enum { PROXYCCL_VERBS_BARE_CHAIN, ... };
+typedef struct {
+  uintptr_t qp; uintptr_t cq; uint64_t local; uint64_t remote; uint32_t lkey; uint32_t rkey; uint32_t bytes;
+  uint32_t depth; uint32_t chain; uint32_t signal_every; uint64_t count; uint64_t timeout_ns; ...;
+} ProxycclVerbsBareWrites;
+int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options);
 
 enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, ... };
 typedef struct { uint64_t fields[...]; } ProxycclCall;
@@ -65,6 +93,9 @@ ffi.set_source(
 #include "calls.h"
 #include "copy_transport.h"
 #include "engine.h"
+#include "verbs_bare.h"
+#include "verbs_objects.h"
+#include "verbs_transport.h"
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64,
@@ -78,17 +109,29 @@ static void proxyccl_connection_destroy(ProxycclConnection *connection) { connec
 static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return
 connection->transport->name; }
 """,
-    sources=["proxy/engine/calls.c", "proxy/engine/engine.c", "proxy/engine/copy_transport.c"],
+    sources=[
+        "proxy/engine/calls.c",
+        "proxy/engine/copy_transport.c",
+        "proxy/engine/engine.c",
+        "proxy/engine/verbs_bare.c",
+        "proxy/engine/verbs_objects.c",
+        "proxy/engine/verbs_transport.c",
+    ],
     depends=[
         "device/launch.h",
         "proxy/engine/calls.h",
+        "proxy/engine/copy_transport.h",
         "proxy/engine/engine.h",
         "proxy/engine/ring.h",
-        "proxy/engine/transport.h",
         "proxy/engine/runtime_table.h",
+        "proxy/engine/transport.h",
+        "proxy/engine/verbs_bare.h",
+        "proxy/engine/verbs_objects.h",
+        "proxy/engine/verbs_transport.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
     ],
-    include_dirs=["proxy/engine", "device", "device/include"],
+    # The last is there where `make` had to fetch libibverbs' headers.
+    include_dirs=["proxy/engine", "device", "device/include", "build/rdma-headers/usr/include"],
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
 )

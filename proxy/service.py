@@ -7,6 +7,7 @@ stop. The service runs inside a rank, or in a daemon for many: it knows no ranks
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -14,10 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.device._native import lib as native
-from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import (
+    ArgumentError,
+    ClosedError,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+)
 from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -72,6 +80,7 @@ class ProxyFailure:
         status: the transport's or driver's status.
         reason: in words.
         exception: what a handler raised, or None.
+        peer: the peer of the connection that failed, or that the trigger was for; None where there is none.
     """
 
     code: int
@@ -80,16 +89,50 @@ class ProxyFailure:
     status: int
     reason: str
     exception: BaseException | None = None
+    peer: int | None = None
+
+
+@dataclass(frozen=True)
+class VerbsOptions:
+    """A queue pair and how to use it (verbs_transport.h).
+
+    Attributes:
+        qp: address of the ibv_qp, connected and ready to send. No other may use it, nor its queue of send completions.
+        send_depth: work requests that its send queue takes.
+        cq_depth: completions that its queue of send completions takes. Fewer than `send_depth` leave that much of the
+            send queue unused.
+        max_message: bytes that one request may carry; longer puts become several.
+        signal_rkey: remote key of the memory that the peer's semaphore words lie in.
+        fetch_add: signal by an atomic add of one, for a device that takes no inline data.
+        scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
+        scratch_lkey: their local key.
+    """
+
+    qp: int
+    send_depth: int
+    cq_depth: int
+    max_message: int
+    signal_rkey: int
+    fetch_add: bool = False
+    scratch: int = 0
+    scratch_lkey: int = 0
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks."""
+    """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks.
+
+    Attributes:
+        pointer: the engine's.
+        worker: number of its worker.
+        peer: the rank that it leads to, or None where nobody said.
+        owned: what is closed after it, in this order.
+    """
 
     pointer: Any
     worker: int
-    stream: Stream
-    event: Event
+    peer: int | None
+    owned: tuple[Stream | Event, ...]
 
     @property
     def transport(self) -> str:
@@ -245,21 +288,71 @@ class ProxyService:
                 lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0)
                 self._memory_used[first + i] = False
 
-    def connect_copy(self) -> Connection:
-        """A connection that copies within the node, in a stream of its own."""
+    def connect_copy(self, *, peer: int | None = None) -> Connection:
+        """A connection that copies within the node, in a stream of its own.
+
+        Args:
+            peer: the rank that it leads to, for failures to name.
+
+        Raises:
+            ResourceError: no connections are left.
+        """
         stream, event = self.runtime.create_stream(for_proxy=True), self.runtime.create_event()
         pointer = lib.proxyccl_copy_connection(
             self._table, ffi.cast("void *", stream.handle), ffi.cast("void *", event.handle)
         )
+        return self._connect(pointer, peer, (stream, event))
+
+    def connect_verbs(self, options: VerbsOptions, *, peer: int | None = None) -> Connection:
+        """A connection that writes to a peer's memory over a queue pair.
+
+        The queue pair, and what it was made from, must live until the service is closed. Memories that such a
+        connection's triggers name have keys: an own one its local key, a peer's its remote key, and with it the
+        address that the peer knows it by. The same goes for the word given to `set_channel`.
+
+        Args:
+            options: the queue pair and how to use it.
+            peer: the rank that it leads to, for failures to name.
+
+        Raises:
+            ArgumentError: an option can't be; the error names it.
+            RuntimeUnavailableError: this build has no such transport.
+            ResourceError: no connections are left.
+        """
+        native_options = ffi.new("ProxycclVerbsOptions *")
+        native_options.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
+        for name in ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "scratch", "scratch_lkey"):
+            value = getattr(options, name)
+            try:
+                setattr(native_options, name, value)
+            except (OverflowError, TypeError) as error:
+                raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
+        refused = lib.proxyccl_verbs_refused(native_options)
+        if refused:
+            name = ffi.string(refused).decode()
+            raise ArgumentError(name, f"can't be {getattr(options, name)!r}")
+        pointer = lib.proxyccl_verbs_connection(native_options)
+        if not pointer and ffi.errno == errno.ENOSYS:
+            raise RuntimeUnavailableError(
+                "RDMA: this build of ProxyCCL has no transport for it; build it where libibverbs' headers are "
+                "(Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
+            )
+        return self._connect(pointer, peer, ())
+
+    def _connect(self, pointer: Any, peer: int | None, owned: tuple[Stream | Event, ...]) -> Connection:
         if not pointer:
             raise ResourceError("out of memory for a connection")
-        with self._lock:
-            self._require_open()
-            worker = len(self._connections) % len(self._workers)
-            if lib.proxyccl_worker_add_connection(self._workers[worker], pointer):
-                raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
-            connection = Connection(pointer, worker, stream, event)
-            self._connections.append(connection)
+        try:
+            with self._lock:
+                self._require_open()
+                worker = len(self._connections) % len(self._workers)
+                connection = Connection(pointer, worker, peer, owned)
+                if lib.proxyccl_worker_add_connection(self._workers[worker], pointer):
+                    raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
+                self._connections.append(connection)
+        except ProxyCCLError:
+            lib.proxyccl_connection_destroy(pointer)
+            raise
         return connection
 
     def reserve_channel(self, connection: Connection) -> int:
@@ -341,9 +434,26 @@ class ProxyService:
                     return
                 lib.proxyccl_worker_handled(worker)
                 continue
-            text = ffi.string(info.reason).decode() if info.reason else ""
-            self._fail(ProxyFailure(info.code, channel, trigger if channel is not None else None, info.status, text))
+            connection = self._connection_at(info.connection)
+            reason_text = ffi.string(info.reason).decode() if info.reason else ""
+            if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
+                meaning = status_text(connection.transport, info.status)
+                reason_text = f"{reason_text}: {meaning}" if meaning else reason_text
+            self._fail(
+                ProxyFailure(
+                    code=info.code,
+                    channel=channel,
+                    trigger=trigger if channel is not None else None,
+                    status=info.status,
+                    reason=reason_text,
+                    peer=connection.peer if connection is not None else None,
+                )
+            )
             return
+
+    def _connection_at(self, pointer: Any) -> Connection | None:
+        with self._lock:
+            return next((connection for connection in self._connections if connection.pointer == pointer), None)
 
     def _fail(self, failure: ProxyFailure) -> None:
         if self._on_failure is not None:
@@ -371,9 +481,9 @@ class ProxyService:
             return False
         for connection in self._connections:
             lib.proxyccl_connection_destroy(connection.pointer)
-            with contextlib.suppress(ProxyCCLError):
-                connection.stream.close()
-            connection.event.close()
+            for resource in connection.owned:
+                with contextlib.suppress(ProxyCCLError):
+                    resource.close()
         for worker in self._workers:
             lib.proxyccl_worker_destroy(worker)
         lib.proxyccl_service_destroy(self._service)

@@ -12,8 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, TypeVar
 
-from conftest import TIMEOUT
 from devices import require_devices
+from running import TIMEOUT
 
 from proxyccl import AbortedError, Communicator, Runtime, ThreadBootstrap
 
@@ -26,15 +26,22 @@ class Ranks:
     Args:
         world_size: number of ranks.
         make_runtime: called with each rank for a runtime of its own; by default the communicator opens one.
+        options_of: called with each rank for options that only this one gets.
         options: as for `Communicator`.
     """
 
     def __init__(
-        self, world_size: int, *, make_runtime: Callable[[int], Runtime] | None = None, **options: Any
+        self,
+        world_size: int,
+        *,
+        make_runtime: Callable[[int], Runtime] | None = None,
+        options_of: Callable[[int], dict[str, Any]] | None = None,
+        **options: Any,
     ) -> None:
         require_devices(world_size)
         self.world_size = world_size
         self._make_runtime = make_runtime or (lambda _: None)
+        self._options_of = options_of or (lambda _: {})
         self._options = {"timeout": TIMEOUT, **options}
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(world_size)]
         self._communicators: list[Communicator] = []
@@ -57,7 +64,9 @@ class Ranks:
     def _open(self) -> None:
         bootstraps = ThreadBootstrap.create(self.world_size)
         self._communicators = self._everywhere(
-            lambda rank: Communicator(bootstraps[rank], self._make_runtime(rank), **self._options)
+            lambda rank: Communicator(
+                bootstraps[rank], self._make_runtime(rank), **self._options, **self._options_of(rank)
+            )
         )
 
     def _everywhere(self, action: Callable[[int], T]) -> list[T]:

@@ -60,6 +60,8 @@ class Call:
         in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
         own_memory: whether the arrays lie in memory of `Communicator.empty`.
         seed: of the input's values.
+        rounded_parts: partial results that are rounded to a 16-bit type before they are combined: the nodes' in a
+            hierarchy.
     """
 
     collective: str = "all_reduce"
@@ -72,6 +74,7 @@ class Call:
     own_memory: bool = False
     root: int = 0
     seed: int = 0
+    rounded_parts: int = 0
 
     def sizes(self, world_size: int) -> tuple[int, int]:
         """Elements that go in and come out, on each rank."""
@@ -130,7 +133,9 @@ class Call:
             bases = [base, out_base]
         result = self.issue(comm, x, None if out is x else out, stream)
         assert result is out, f"{self}: the call returned another array than its output"
-        return Started(self, comm, x, out, bases, stream)
+        by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
+        parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
+        return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
 
     def check(self, out: Values, rank: int, world_size: int) -> None:
         """Raises AssertionError unless `out` is what must come out on a rank."""
@@ -259,6 +264,9 @@ def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
     bound = growth * magnitude
     if accumulator != dtype:
         smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
+        # Each part's rounding is relative to it: the parts of a sum make up its magnitude, a product's errors add up.
+        factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)
+        bound = bound + factor * (unit_roundoff(dtype) * magnitude + call.rounded_parts * smallest / 2)
         bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2
     return exact.astype(np.float64), bound.astype(np.float64) + np.abs(exact).astype(np.float64) * 2.0**-53
 

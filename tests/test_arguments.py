@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_ranks
 from device_arrays import barrier, on_device, on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
+from running import run_ranks
 
 from proxyccl import ArgumentError, Communicator, CompileError, KernelError, RuntimeUnavailableError, open_runtime
 from proxyccl.channels.bootstrap import ThreadBootstrap, as_bootstrap

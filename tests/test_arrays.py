@@ -12,9 +12,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import run_ranks
 from devices import ON_HOST, RUNTIME, rank_runtime
 from reference import DTYPES, numpy_dtype
+from running import run_ranks
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, Runtime
 from proxyccl.device.arrays import as_view

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TESTS, run_mpi
+from running import TESTS, run_mpi
 from test_nvrtc import CUBIN, Nvrtc
 
 from proxyccl.channels.tools import bench_ring

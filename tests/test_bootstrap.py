@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from conftest import run_mpi
 from device_arrays import on_device, on_host
 from devices import processes, require_devices
 from processes import FileBootstrap
+from running import run_mpi
 
 from proxyccl import (
     ArgumentError,

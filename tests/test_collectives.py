@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import run_mpi
 from device_arrays import barrier, on_device, on_host
 from devices import processes, world_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
 from reference import ALGORITHMS, DTYPES, OPS, Call
+from running import run_mpi
 
 from proxyccl import Communicator
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS

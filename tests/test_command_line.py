@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_mpi
 from devices import processes
+from running import run_mpi
 
 from proxyccl import __version__
 from proxyccl.channels.tools import bench_collectives, bench_ring, info
@@ -60,17 +60,22 @@ def test_info_as_json() -> None:
             assert entry["detail"], f"{section}/{entry['name']} gives no reason"
 
 
-def test_info_lists_rdma_devices_by_port(tmp_path: Path) -> None:
-    port = tmp_path / "rxe0" / "ports" / "1"
+def test_info_lists_rdma_devices_and_one_line_of_what_is_missing(tmp_path: Path) -> None:
+    devices = tmp_path / "class/infiniband"
+    port = devices / "rxe0/ports/1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
     (port / "link_layer").write_text("Ethernet\n")
     (port / "rate").write_text("2.5 Gb/sec (1X SDR)\n")
-    (tmp_path / "down0" / "ports" / "1").mkdir(parents=True)
+    (devices / "down0/ports/1").mkdir(parents=True)
     found = {finding.name: finding for finding in info._rdma(tmp_path)}
     assert found["rxe0"].available
-    assert found["rxe0"].detail == "port 1 active, Ethernet, 2.5 Gb/sec (1X SDR)"
+    assert found["rxe0"].detail == "port 1 active, ethernet, 2.5 Gbit/s, no GID"
     assert not found["down0"].available
+    missing = [finding for finding in info._rdma(tmp_path / "nowhere") if not finding.available]
+    assert [finding.name for finding in missing] == ["missing"]
+    assert f"no RDMA device in {tmp_path / 'nowhere/class/infiniband'}" in missing[0].detail
+    assert "rdma_rxe" in missing[0].advice
 
 
 def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TESTS, TIMEOUT, run_mpi, run_ranks
 from device_arrays import barrier, on_device, on_host
 from devices import most_ranks
 from hypothesis import given, settings
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ranks import Ranks
 from reference import numpy_dtype, poison, unit_roundoff
+from running import TESTS, TIMEOUT, run_mpi, run_ranks
 
 from proxyccl import ArgumentError, Communicator, DispatchCombine, MismatchError, WaitTimeoutError
 from proxyccl.device.arrays import as_view

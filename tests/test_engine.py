@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import run_ranks
 from device_arrays import barrier, on_device, on_host
+from running import run_ranks
 
 from proxyccl import ArgumentError, ClosedError, Communicator, Operation, ProxyService, Trigger
 from proxyccl.proxy.service import IdlePolicy

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TESTS, run_mpi
 from devices import world_sizes
+from running import TESTS, run_mpi
 from test_nvrtc import CUBIN, Nvrtc
 
 from proxyccl.device.kernel import kernel_names

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_mpi, run_ranks
 from device_arrays import barrier, on_device, on_host
 from devices import processes, rank_runtime
 from processes import Ended, run_processes
 from ranks import Gate, Ranks, live_threads, open_descriptors
+from running import run_mpi, run_ranks
 
 from proxyccl import (
     AbortedError,
@@ -388,15 +388,16 @@ def test_a_copy_that_the_driver_refuses_is_a_transport_error_everywhere() -> Non
     assert all(isinstance(error, TransportError) for error in errors), errors
     for error in errors:
         assert isinstance(error, TransportError)
-        assert (error.rank, error.operation, error.offset) == (0, "data", 64)
+        assert (error.rank, error.peer, error.operation, error.offset) == (0, 1, "data", 64)
         assert "700" in str(error)
 
 
 def test_a_copy_that_fails_later_is_a_transport_error_everywhere() -> None:
     errors = with_faulty_proxy(event_query=_Query(lambda _: 701))
-    assert all(
-        isinstance(error, TransportError) and "a transfer failed with status 701" in str(error) for error in errors
-    ), errors
+    for error in errors:
+        assert isinstance(error, TransportError)
+        assert error.peer == 1
+        assert "a transfer to rank 1 failed with status 701" in str(error)
 
 
 def test_a_flush_that_cannot_complete_runs_into_the_time_out() -> None:

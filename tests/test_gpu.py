@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import TESTS, run_alone, run_mpi, run_ranks
 from device_arrays import on_device, on_host
 from devices import RUNTIME, device_count, rank_runtime
 from graphs import Graph, Replayed
 from ranks import Ranks
 from reference import ALGORITHMS, DTYPES, Call
+from running import TESTS, run_alone, run_mpi, run_ranks
 
 from proxyccl import (
     AbortedError,

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from conftest import run_ranks
 from device_arrays import barrier, on_device, on_host
 from devices import rank_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Ranks
+from running import run_ranks
 
 from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.collectives.team import Team

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import run_ranks
+from running import run_ranks
 
 from proxyccl import Communicator
 from proxyccl.device._native import ffi

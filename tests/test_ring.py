@@ -6,10 +6,10 @@ import time
 from collections import defaultdict
 
 import pytest
-from conftest import run_ranks
 from device_arrays import barrier
 from devices import ON_HOST, rank_runtime
 from ranks import Ranks
+from running import run_ranks
 
 from proxyccl import ArgumentError, Communicator, Runtime, Trigger
 from proxyccl.device.host import HostRuntime
@@ -159,7 +159,8 @@ def test_a_flush_does_not_wait_for_other_channels() -> None:
             blocked, free, held = (runtime.create_stream() for _ in range(3))
             gate = comm.empty(1, "int32").fill(0)
             comm.compile(PRODUCE, "hold")(1, 1, gate, stream=blocked)
-            runtime.order_streams(blocked.handle, comm.connection(1).stream.handle)
+            copies, _ = comm.connection(1).owned
+            runtime.order_streams(blocked.handle, copies.handle)
             try:
                 kernel(1, 1, channels, 0, 1, 64, stream=free)
                 free.synchronize()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from conftest import run_ranks
 from device_arrays import barrier, on_device, on_host
 from devices import most_ranks, rank_runtime
 from ranks import Ranks
 from reference import ALGORITHMS, Call
+from running import run_ranks
 
-from proxyccl import ArgumentError, Array, Communicator, Runtime, ThreadBootstrap
-from proxyccl.channels.topology import RankInfo, Topology
+from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
+from proxyccl.channels.topology import RankInfo, Topology, encode_choice
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,99 @@ def test_collectives_cross_nodes(nodes: Ranks) -> None:
         comm.barrier()
 
     nodes.run(body)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "bfloat16"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "prod"])
+def test_a_hierarchy_reduces_what_is_between_nodes_once(nodes: Ranks, dtype: str, op: str) -> None:
+    def body(comm: Communicator) -> None:
+        if not comm.topology.has_levels():
+            with pytest.raises(ArgumentError, match="several nodes of as many ranks each"):
+                comm.all_reduce(on_device(comm, np.ones(4, np.float32)), algorithm="hierarchical")
+            return
+        for turn, count in enumerate((1, comm.local_world_size, 17, 5003, 300_001)):
+            Call("all_reduce", dtype, op, "hierarchical", count, turn % 5, in_place=turn % 2 == 0, seed=turn).run(comm)
+
+    nodes.run(body)
+
+
+def test_integers_come_out_of_a_hierarchy_as_on_one_node() -> None:
+    def body(comm: Communicator) -> list[bytes]:
+        values = np.random.default_rng(comm.rank).integers(-(1 << 60), 1 << 60, 1001)
+        return [on_host(comm.all_reduce(on_device(comm, values.copy()), op)).tobytes() for op in ("sum", "avg", "min")]
+
+    assert run_ranks(4, body, local_world_size=2) == run_ranks(4, body)
+
+
+# -- what moves the data ---
+
+RDMA = {"rdma_missing": ""}
+
+
+def test_copies_within_a_node_and_rdma_between(runtime: Runtime, own: RankInfo) -> None:
+    here, there = replace(own, **RDMA), replace(own, host="elsewhere", **RDMA)
+    topology = Topology.find(0, processes(here, here, there, there), runtime, None)
+    assert topology.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
+    assert topology.uses_verbs()
+
+
+def test_rehearsed_nodes_use_rdma_where_there_is_some(runtime: Runtime, own: RankInfo) -> None:
+    with_rdma = Topology.find(0, processes(*[replace(own, **RDMA)] * 4), runtime, 2)
+    assert with_rdma.transports() == {1: "copy", 2: "verbs", 3: "verbs"}
+    without = Topology.find(0, processes(*[own] * 4), runtime, 2)
+    assert without.transports() == {1: "copy", 2: "copy", 3: "copy"}
+    assert not without.uses_verbs()
+
+
+def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
+    there = replace(own, host="elsewhere", rdma_missing="there is no RDMA device")
+    topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
+    with pytest.raises(RuntimeUnavailableError, match="ranks 0 and 1: rank 1 lacks it: there is no RDMA device"):
+        topology.transports()
+
+
+def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -> None:
+    choice = encode_choice({(1, 0): "verbs", (0, 2): "copy"}, 4)
+    infos = processes(*[replace(own, transport=choice, **RDMA)] * 4)
+    assert Topology.find(0, infos, runtime, 2).transports() == {1: "verbs", 2: "copy", 3: "verbs"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "host", "missing", "message"),
+    [("copy", "elsewhere", "", "they share no host"), ("verbs", "", "no device", "rank 0 lacks it: no device")],
+)
+def test_a_transport_that_cant_be_is_refused(
+    runtime: Runtime, own: RankInfo, choice: str, host: str, missing: str, message: str
+) -> None:
+    here = replace(own, rdma_missing=missing, transport=encode_choice(choice, 2))
+    infos = processes(here, replace(here, host=host or here.host))
+    with pytest.raises(RuntimeUnavailableError, match=message):
+        Topology.find(0, infos, runtime, None).transports()
+
+
+@pytest.mark.parametrize("choice", ["rdma", {(0, 1): "pigeon"}, {(0, 0): "copy"}, {(0,): "copy"}, {(-1, 0): "copy"}])
+def test_a_choice_that_is_none_is_refused(choice: Any) -> None:
+    with pytest.raises(ArgumentError, match="transport: "):
+        encode_choice(choice, 3)
+
+
+def test_the_environment_chooses_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_TRANSPORT", "copy")
+    assert encode_choice(None, 3) == encode_choice("copy", 3) != encode_choice({}, 3)
+    monkeypatch.setenv("PROXYCCL_TRANSPORT", "pigeon")
+    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSPORT: 'pigeon' is none of copy, verbs"):
+        encode_choice(None, 3)
+
+
+def test_all_ranks_choose_alike() -> None:
+    bootstraps = ThreadBootstrap.create(2)
+
+    def body(rank: int) -> None:
+        with pytest.raises(ArgumentError, match="transport: rank 1 chose"):
+            Communicator(bootstraps[rank], rank_runtime(rank), transport="copy" if rank else None, timeout=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(body, range(2)))
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot", "recursive_doubling", "two_shot_packets"])

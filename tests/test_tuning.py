@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from conftest import run_ranks
 from device_arrays import on_device, on_host
+from running import run_ranks
 
 from proxyccl import ArgumentError, Communicator
 from proxyccl.channels.collectives.selection import ALGORITHMS, Selector

@@ -18,7 +18,7 @@ from proxyccl.channels.control import encode_fields
 from proxyccl.device.arrays import Array, ArrayView, as_view, fingerprint, reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.kernel import Launch
+from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import StreamLike
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class Collectives:
     def __init__(self, communicator: Communicator) -> None:
         self._comm = communicator
         self._teams: dict[bool, Team] = {}
+        self._levels: tuple[Team, Team] | None = None
         self._plans: dict[Key, Plan] = {}
         self._prepared: dict[Key, tuple[Any, Launch]] = {}
         self._selector = Selector.for_ranks(communicator.world_size, communicator.runtime.name)
@@ -97,6 +98,18 @@ class Collectives:
         if proxied not in self._teams:
             self._teams[proxied] = Team(self._comm, proxied=proxied)
         return self._teams[proxied]
+
+    def levels(self) -> tuple[Team, Team]:
+        """Two teams of this rank: the ranks of its node, and those with its number on every node.
+
+        Made when first used, by all ranks together.
+        """
+        if self._levels is None:
+            comm, nodes = self._comm, self._comm.topology.node_members()
+            across = [members[comm.local_rank] for members in nodes]
+            inside = comm.topology.node_ranks
+            self._levels = Team(comm, proxied=False, members=inside), Team(comm, proxied=False, members=across)
+        return self._levels
 
     @property
     def selector(self) -> Selector:
@@ -113,9 +126,10 @@ class Collectives:
         """Frees what the kernels work in. No kernel of any rank may use it any more."""
         self._plans.clear()
         self._prepared.clear()
-        for team in self._teams.values():
+        for team in (*self._teams.values(), *(self._levels or ())):
             team.close()
         self._teams.clear()
+        self._levels = None
 
     # -- the calls ---
 
@@ -230,6 +244,8 @@ class Collectives:
     # -- plans ---
 
     def _choose(self, source: ArrayView) -> str:
+        if self._comm.topology.has_levels():
+            return "hierarchical"
         algorithm = self._selector.choose(source.nbytes)
         sums_are_longer = source.dtype.name in ("float16", "bfloat16")
         return sending_no_sums(algorithm, self._comm.world_size) if sums_are_longer else algorithm
@@ -238,6 +254,8 @@ class Collectives:
         if self._comm.world_size == 1:
             return self._copy_plan(source, target, source.nbytes)
         chosen = algorithm or self._choose(source)
+        if chosen == "hierarchical":
+            return self._plan_by_levels(source, target, op)
         team = self.team(proxied=chosen == "proxy")
         if chosen in PACKET_ALGORITHMS and team.packets is None:
             if algorithm is not None:
@@ -253,6 +271,45 @@ class Collectives:
             blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
             return kernel.prepare(blocks, threads, parameter, *arrays)
         return kernel.prepare(team.grid(source.nbytes), team.threads, team.device_pointer, *arrays)
+
+    def _plan_by_levels(self, source: ArrayView, target: ArrayView, op: str) -> Plan:
+        """Each share is reduced inside the node, then between the ranks of one number on all nodes, and handed round
+        inside the node, so a node's data crosses to the others once. What makes no even shares goes all together.
+        """
+        comm, dtype = self._comm, source.dtype
+        if not comm.topology.has_levels():
+            raise ArgumentError("algorithm", "hierarchical needs several nodes of as many ranks each, and two at least")
+        inside, across = self.levels()
+        share = source.size // comm.local_world_size
+        even, nbytes = share * comm.local_world_size, share * dtype.itemsize
+        own = target.ptr + comm.local_rank * nbytes
+
+        def kernel(file: str, name: str, *of: str) -> Kernel:
+            return comm.runtime.shipped(file, name, *of)
+
+        launches: list[Launch] = []
+        if share:
+            partial = "sum" if op == "avg" else op  # who has all parts divides
+            scatter = kernel("all_reduce_two_shot.h", "reduce_scatter", dtype.name, partial)
+            reduce = kernel("all_reduce_two_shot.h", "all_reduce_two_shot", dtype.name, op)
+            gather = kernel("moves.h", "all_gather")
+            team = inside.device_pointer
+            launches += [
+                scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
+                reduce.prepare(across.grid(nbytes), across.threads, across.device_pointer, own, own, share),
+                gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
+            ]
+        if even < source.size:
+            rest, offset = self.team(), even * dtype.itemsize
+            reduce = kernel("all_reduce_two_shot.h", "all_reduce_two_shot", dtype.name, op)
+            pointers = (rest.device_pointer, source.ptr + offset, target.ptr + offset)
+            launches.append(reduce.prepare(rest.grid(0), rest.threads, *pointers, source.size - even))
+
+        def plan(stream: StreamLike) -> None:
+            for launch in launches:
+                launch(stream)
+
+        return plan
 
     def _move(
         self,

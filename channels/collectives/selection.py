@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError
 
-ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy", "hierarchical")
 PACKET_ALGORITHMS = frozenset({"one_shot", "recursive_doubling", "two_shot_packets"})
 
 

@@ -5,6 +5,7 @@ It looks and begins no MPI job. A GPU's driver is asked for its devices.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -16,13 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
-from proxyccl.channels.tools.report import Report, installed_version, machine, versions
+from proxyccl.channels.tools.report import Report, machine, versions
 from proxyccl.device import RUNTIMES, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir
 from proxyccl.device.errors import CompileError, RuntimeUnavailableError
 from proxyccl.device.host import compiler_version, find_compiler
-
-_INFINIBAND = Path("/sys/class/infiniband")
+from proxyccl.proxy._engine import lib
+from proxyccl.proxy.verbs import pyverbs_api
+from proxyccl.proxy.verbs.devices import SYSFS, missing, rdma_devices
 
 
 @dataclass(frozen=True)
@@ -117,48 +119,25 @@ def _devices() -> list[Finding]:
     return findings
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
-def _rdma(root: Path = _INFINIBAND) -> list[Finding]:
+def _rdma(root: Path = SYSFS) -> list[Finding]:
     findings = []
-    for device in sorted(root.iterdir()) if root.is_dir() else []:
-        ports = []
-        for port in sorted((device / "ports").glob("*")):
-            state = _read(port / "state").partition(": ")[2].lower() or "state unknown"
-            layer, rate = _read(port / "link_layer") or "link unknown", _read(port / "rate") or "rate unknown"
-            ports.append((state == "active", f"port {port.name} {state}, {layer}, {rate}"))
-        findings.append(
-            Finding("RDMA", device.name, any(up for up, _ in ports), "; ".join(text for _, text in ports) or "no port")
-        )
-    if not findings:
-        findings.append(
-            Finding(
-                "RDMA",
-                "devices",
-                False,
-                f"none in {root}",
-                "ranks of one machine need none; to rehearse without a NIC: modprobe rdma_rxe, "
-                "then rdma link add rxe0 type rxe netdev INTERFACE",
-            )
-        )
-    if _importable("pyverbs"):
-        findings.append(Finding("RDMA", "pyverbs", True, f"version {installed_version('pyverbs') or 'unknown'}"))
-    else:
-        findings.append(
-            Finding(
-                "RDMA",
-                "pyverbs",
-                False,
-                "not importable",
-                "it comes with the distribution, not from PyPI: apt install python3-pyverbs (Debian, Ubuntu), "
-                "dnf install python3-pyverbs (Fedora)",
-            )
-        )
+    for device in rdma_devices(root):
+        up = not device.problem and any(port.state == "active" for port in device.ports)
+        facts = [*map(str, device.ports)] or ["no port"]
+        if device.numa_node is not None:
+            facts.append(f"NUMA node {device.numa_node}")
+        if device.problem:
+            facts.append(device.problem)
+        findings.append(Finding("RDMA", device.name, up, "; ".join(facts)))
+    with contextlib.suppress(RuntimeUnavailableError):  # which `missing` tells
+        findings.append(Finding("RDMA", "pyverbs", True, f"version {pyverbs_api.load().version}"))
+    if lib.proxyccl_verbs_built():
+        findings.append(Finding("RDMA", "engine", True, "built with the verbs transport"))
+    lacks = missing(root)
+    if lacks is not None:
+        rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
+        advice = f"ranks of one machine need none; to rehearse without a NIC: {rehearse}"
+        findings.append(Finding("RDMA", "missing", False, lacks, advice))
     return findings
 
 

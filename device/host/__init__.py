@@ -195,6 +195,12 @@ class HostRuntime:
         """The same."""
         return self.open(handle)
 
+    def numa_node(self) -> None:
+        """Its threads may run anywhere."""
+
+    def dmabuf(self, ptr: int, nbytes: int) -> None:
+        """Its memory is the host's."""
+
     def can_access_peer(self, device_id: str) -> bool:
         """Whether the other device is a host device: all of them are this machine's memory."""
         return device_id.startswith("host:")

@@ -48,7 +48,7 @@ PROXYCCL_DEVICE void reduce_scatter(ProxycclTeam* team, const T* in, T* out, uin
     const T* mine = in + rank * count + offset;
     T* result = out + offset;
     reduceRanks<T, Op>(
-        ranks, n, isAligned16(mine, result), lane.thread(), lane.threads(),
+        ranks, team->divisor, n, isAligned16(mine, result), lane.thread(), lane.threads(),
         [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
         [&](uint64_t i, const auto& sum) { sum.store(result + i); });
   });
@@ -64,7 +64,7 @@ PROXYCCL_DEVICE void allReduceInOneRound(ProxycclTeam* team, const T* in, T* out
   for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in, count * sizeof(T));
   exchange.swap();
   reduceRanks<T, Op>(
-      ranks, count, isAligned16(in, out), lane.thread(), lane.threads(),
+      ranks, team->divisor, count, isAligned16(in, out), lane.thread(), lane.threads(),
       [&](uint32_t source) { return source == rank ? in : reinterpret_cast<const T*>(exchange.inbox(source)); },
       [&](uint64_t i, const auto& sum) { sum.store(out + i); });
   exchange.finish();
@@ -108,7 +108,7 @@ PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, 
     const T* mine = in + begin(k, rank);
     T* result = out + begin(k, rank);
     reduceRanks<T, Op>(
-        ranks, size(k, rank), isAligned16(mine, result), lane.thread(), lane.threads(),
+        ranks, team->divisor, size(k, rank), isAligned16(mine, result), lane.thread(), lane.threads(),
         [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(kData, k, source)); },
         [&](uint64_t i, const auto& sum) {
           for (uint32_t peer = rank + 1; peer < ranks; ++peer)

@@ -103,7 +103,7 @@ class Lane {
     if (outboxes().proxied[peer]) {
       awaitThroughProxy(&link.proxy);
     } else {
-      Semaphore{link.semaphore}.wait(team_->control, PROXYCCL_WAIT_SM_SIGNAL, peer, 0);
+      Semaphore{link.semaphore}.wait(team_->control, PROXYCCL_WAIT_SM_SIGNAL, link.peer, 0);
     }
   }
 

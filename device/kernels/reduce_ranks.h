@@ -24,7 +24,7 @@ struct alignas(kCount * sizeof(T)) Pack {
 };
 
 template <class T, class Op, uint32_t kCount, class Source>
-PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint64_t i, Source source) {
+PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uint64_t i, Source source) {
   using A = typename Element<T>::Accumulator;
   constexpr uint32_t kAtOnce = 4;  // ranks whose values are loaded together
   A sums[kCount] = {};
@@ -44,21 +44,22 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint64_t i, Source so
     }
   }
   Pack<T, kCount> result;
-  for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums[k], ranks));
+  for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums[k], divisor));
   return result;
 }
 
 // Calls store(i, pack) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): 16
-// bytes at once where `aligned`, else value by value. By the callers `thread` of `threads`.
+// bytes at once where `aligned`, else value by value. By the callers `thread` of `threads`. An average divides by
+// `divisor`.
 template <class T, class Op, class Source, class Store>
-PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint64_t n, bool aligned, uint32_t thread, uint32_t threads,
+PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, bool aligned, uint32_t thread, uint32_t threads,
                                  Source source, Store store) {
   constexpr uint32_t kWide = 16 / sizeof(T);
   const uint64_t wide = aligned ? n / kWide : 0;
   forEach(wide, thread, threads,
-          [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, i * kWide, source)); });
+          [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, divisor, i * kWide, source)); });
   forEach(n - wide * kWide, thread, threads,
-          [&](uint64_t i) { store(wide * kWide + i, reducePack<T, Op, 1>(ranks, wide * kWide + i, source)); });
+          [&](uint64_t i) { store(wide * kWide + i, reducePack<T, Op, 1>(ranks, divisor, wide * kWide + i, source)); });
 }
 
 }  // namespace proxyccl

@@ -19,7 +19,7 @@ typedef struct ProxycclLink {
   ProxycclProxyChannel proxy;  /* where it is reached through the proxy */
   char* remote;                /* the peer's scratch memory, mapped */
   uint32_t proxied;
-  uint32_t peer;
+  uint32_t peer; /* its rank in the communicator, which errors name */
 } ProxycclLink;
 
 /* Scratch memory, the same on each rank, is this many buffers of exchange_bytes for what peers sent, and as many (from
@@ -32,8 +32,9 @@ enum {
 };
 
 typedef struct ProxycclTeam {
-  uint32_t rank;
-  uint32_t world_size;
+  uint32_t rank;       /* among the members */
+  uint32_t world_size; /* their number */
+  uint32_t divisor;    /* what an average divides by: the members, or all for whom each has combined a part */
   ProxycclControl* control;
   ProxycclLink* links;
   char* scratch;

@@ -13,7 +13,8 @@ enum {
   RELEASE_BATCH = 64,  /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
   POLL_INTERVAL = 256, /* triggers between two polls of the connections under load: each asks the driver */
   LOOKS_PER_CLOCK = 16, /* looks at the rings between two at the clock, which takes as long as several looks */
-  SLEEP_PART = 32      /* an idle worker sleeps for this part of the time that it has been idle */
+  SLEEP_PART = 32,     /* an idle worker sleeps for this part of the time that it has been idle */
+  OUTSTANDING_SLEEP_NS = 50000 /* longest sleep while something is: its completion may be what the next waits for */
 };
 
 typedef struct {
@@ -214,25 +215,39 @@ static ALWAYS_INLINE ProxycclExit execute(Route *route, uint64_t ticket, Proxycc
   return CONTINUE;
 }
 
-/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress.
+static uint32_t room_of(const ProxycclConnection *connection) {
+  return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
+}
+
+/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress. A trigger whose connection
+ * takes none stays where it is, with all behind it, and sets *held.
  *
  * The cursor is a copy that the compiler keeps in registers: behind the pointer it would be stored and loaded again
  * for each trigger. What leads to an exit is noted at the exit only, for the same reason. */
-static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo *info, uint32_t *progress) {
+static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo *info, uint32_t *progress, int *held) {
   Ring ring = *shared;
   Route route = {.names = ~0ull};
   ProxycclTrigger trigger;
   ProxycclExit result = CONTINUE;
-  uint32_t taken = 0;
-  while (taken < POLL_INTERVAL && ring_peek(&ring, &trigger)) {
+  uint32_t taken = 0, limit = POLL_INTERVAL;
+  while (taken < limit && ring_peek(&ring, &trigger)) {
     if (names_of(trigger) != route.names) {
       publish_counts(&route);
       result = find_route(worker->service, trigger, &route, info);
+      if (result == CONTINUE) {
+        const uint32_t room = room_of(route.channel->connection);
+        if (room == 0) {
+          *held = 1;
+          break;
+        }
+        limit = room < POLL_INTERVAL - taken ? taken + room : POLL_INTERVAL;
+      }
     }
     if (result == CONTINUE) result = execute(&route, ring.next, trigger, info);
     if (result != CONTINUE) {
       info->trigger = trigger;
       info->ticket = ring.next;
+      info->connection = route.channel->connection;
       info->channel = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
       worker->handling = result == PROXYCCL_EXIT_HANDLER;
       break;
@@ -257,6 +272,7 @@ static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *i
     if (status != 0) {
       memset(info, 0, sizeof *info);
       info->channel = PROXYCCL_MAX_CHANNELS;
+      info->connection = connection;
       return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "completion");
     }
     if (!connection->transport->idle(connection)) *outstanding = 1;
@@ -281,15 +297,16 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
 
 /* Spins, then yields, then sleeps for a part of the time that nothing has happened: waking late costs little beside the
  * wait that came before it, and a worker that is idle for long costs next to no core. */
-static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since) {
+static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, int outstanding) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
     return;
   } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
     sched_yield();
   } else {
-    const uint64_t part = idle_ns / SLEEP_PART;
-    const uint64_t sleep_ns = part < policy->max_sleep_ns ? part : policy->max_sleep_ns;
+    uint64_t sleep_ns = idle_ns / SLEEP_PART;
+    if (sleep_ns > policy->max_sleep_ns) sleep_ns = policy->max_sleep_ns;
+    if (outstanding && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
     const struct timespec pause = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
     nanosleep(&pause, NULL);
   }
@@ -302,8 +319,9 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
   for (;;) {
     const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
     uint32_t progress = 0;
+    int held = 0;
     for (uint32_t visited = 0; visited < rings; ++visited) {
-      const ProxycclExit result = drain(worker, &worker->rings[worker->current], info, &progress);
+      const ProxycclExit result = drain(worker, &worker->rings[worker->current], info, &progress, &held);
       if (result != CONTINUE) return result;
       worker->current = (worker->current + 1) % rings;
     }
@@ -318,9 +336,9 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
       idle_since = 0;
       if (busy) continue;
     }
-    if (!outstanding && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
+    if (!outstanding && !held && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
     if (idle_since == 0) idle_since = now_ns();
-    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&worker->idle, idle_since);
+    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&worker->idle, idle_since, outstanding);
   }
 }
 

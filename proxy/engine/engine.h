@@ -38,9 +38,10 @@ typedef struct ProxycclExitInfo {
   ProxycclTrigger trigger;
   uint64_t ticket;
   uint32_t channel;
-  uint32_t code;      /* ProxycclErrorCode */
-  int32_t status;     /* the transport's or driver's own */
-  const char *reason; /* static text, for a bad trigger */
+  uint32_t code;                  /* ProxycclErrorCode */
+  int32_t status;                 /* the transport's or driver's own */
+  const char *reason;             /* static text: why a trigger is bad, or what failed */
+  ProxycclConnection *connection; /* the one that failed, or that the trigger is for; NULL: none is concerned */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {

@@ -20,9 +20,10 @@ typedef struct ProxycclConnection ProxycclConnection;
 
 typedef struct ProxycclTransport {
   const char *name;
-  /* 1 when the connection takes one more trigger: a put, a signal and a flush. NULL: it always does. The engine asks
-   * before each trigger; after a 0 it leaves the trigger in its ring and asks again behind the next poll. */
-  int (*ready)(const ProxycclConnection *self);
+  /* Number of triggers that the connection is ready to take now, of a put, a signal and a flush each. NULL: any. The
+   * engine gives it no more; after a 0 it leaves the trigger in its ring and asks again behind the next poll. */
+  uint32_t (*ready)(const ProxycclConnection *self);
+  /* Of one byte at least. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Stores `value` to the peer's semaphore word. */

@@ -32,6 +32,8 @@ from proxyccl.device.errors import (
 from proxyccl.device.runtime import Event, Runtime, Stream
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
+from proxyccl.proxy.verbs.options import RdmaOptions
 
 __version__ = "0.1.0"
 
@@ -55,6 +57,10 @@ __all__ = [
     "ProxyCCLError",
     "ProxyChannel",
     "ProxyService",
+    "RdmaDevice",
+    "RdmaGid",
+    "RdmaOptions",
+    "RdmaPort",
     "RegisteredMemory",
     "ResourceError",
     "Runtime",
@@ -68,4 +74,5 @@ __all__ = [
     "TriggerError",
     "WaitTimeoutError",
     "open_runtime",
+    "rdma_devices",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from conftest import run_ranks
+from running import run_ranks
 
 from proxyccl import Communicator, DispatchCombine, WaitTimeoutError
 from proxyccl.device.host import HostRuntime

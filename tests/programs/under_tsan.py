@@ -22,7 +22,7 @@ def use_instrumented(directory: Path) -> None:
 
 if __name__ == "__main__":
     use_instrumented(Path(sys.argv[1]))
-    sys.path.append(str(Path(__file__).parent.parent))  # for conftest
+    sys.path.append(str(Path(__file__).parent.parent))  # for the modules beside it
     scenarios = importlib.import_module("race_scenarios")
     for scenario in sys.argv[2:]:
         getattr(scenarios, scenario)()

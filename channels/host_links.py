@@ -1,0 +1,183 @@
+"""Sockets between ranks of different hosts: how they learn that a communicator was ended, or that a process is gone.
+
+The ranks of one host learn it from shared memory (control.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from proxyccl.channels.control import ErrorRecord
+from proxyccl.device.errors import PeerLostError
+
+_SIOCGIFADDR = 0x8915
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
+_ATTEMPT_SECONDS = 2.0
+_GOODBYE = b"goodbye\n"
+_KEEP_ALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+}
+
+
+def host_addresses() -> list[str]:
+    """This host's IPv4 addresses, those that other hosts may reach first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without such an address
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
+    return sorted(dict.fromkeys(found), key=lambda address: ipaddress.ip_address(address).is_loopback)
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """Where a rank listens."""
+
+    addresses: list[str]
+    port: int
+    token: str
+
+
+class HostLink:
+    """A connection to one rank of another host. It says one thing at the most: why the communicator was ended."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        self.peer = peer
+        self._socket = connection
+        self._socket.setblocking(False)
+        for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network says nothing
+            self._socket.setsockopt(*option, value)
+        self._received = b""
+
+    def fileno(self) -> int:
+        """For poll()."""
+        return self._socket.fileno()
+
+    def send(self, record: ErrorRecord) -> None:
+        """Passes an abort on. A peer that can't be told has ended, or hears it from its time-out."""
+        with contextlib.suppress(OSError):
+            self._socket.send(json.dumps(asdict(record)).encode() + b"\n")
+
+    def receive(self) -> ErrorRecord | str | None:
+        """What the peer said since: the record of its abort, "goodbye", "lost", or None for nothing yet."""
+        try:
+            data = self._socket.recv(4096)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return "lost"
+        self._received += data
+        line, newline, _ = self._received.partition(b"\n")
+        if not newline:
+            return None if data else "lost"
+        return "goodbye" if line + newline == _GOODBYE else ErrorRecord(**json.loads(line))
+
+    def close(self) -> None:
+        """Tells the peer that this end goes in good order, and goes."""
+        with contextlib.suppress(OSError):
+            self._socket.send(_GOODBYE)
+        self._socket.close()
+
+
+class Listener:
+    """Joins a rank to the ranks of other hosts. The bytes of `offer` are exchanged between all before `join`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.bind(("", 0))
+        self._socket.listen(1024)
+
+    @property
+    def offer(self) -> bytes:
+        """Where the others find this rank."""
+        offer = _Offer(host_addresses(), self._socket.getsockname()[1], self._token.hex())
+        return json.dumps(asdict(offer)).encode()
+
+    def join(
+        self, peers: list[int], offers: list[bytes], timeout: float, give_up: Callable[[], None]
+    ) -> dict[int, HostLink]:
+        """Links to ranks of other hosts: this rank calls those below it, and those above call here.
+
+        Raises:
+            PeerLostError: a peer can't be reached, or did not call in time.
+        """
+        deadline = time.monotonic() + timeout
+        links: dict[int, HostLink] = {}
+        for peer in peers:
+            if peer < self._rank:
+                links[peer] = self._call(peer, _Offer(**json.loads(offers[peer])), deadline, give_up)
+        awaited = {peer for peer in peers if peer > self._rank}
+        self._socket.settimeout(0.1)
+        while awaited:
+            give_up()
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"rank {min(awaited)} of another host did not connect in time; is a firewall between them?",
+                    rank=self._rank,
+                    peer=min(awaited),
+                    operation="bootstrap",
+                )
+            with contextlib.suppress(TimeoutError):
+                connection, _ = self._socket.accept()
+                caller = self._greeted(connection)
+                if caller in awaited:
+                    awaited.remove(caller)
+                    links[caller] = HostLink(caller, connection)
+                else:
+                    connection.close()
+        return links
+
+    def _call(self, peer: int, offer: _Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
+        while True:
+            failures = []
+            for address in offer.addresses:
+                give_up()
+                connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                connection.settimeout(_ATTEMPT_SECONDS)
+                try:
+                    connection.connect((address, offer.port))
+                    connection.sendall(_HELLO.pack(bytes.fromhex(offer.token), self._rank))
+                    if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == bytes.fromhex(offer.token):
+                        return HostLink(peer, connection)
+                    failures.append(f"{address}: somebody else listens there")
+                except OSError as error:
+                    failures.append(f"{address}: {error}")
+                connection.close()
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"no connection to rank {peer} on another host, port {offer.port}: {'; '.join(failures)}",
+                    rank=self._rank,
+                    peer=peer,
+                    operation="bootstrap",
+                )
+
+    def _greeted(self, connection: socket.socket) -> int | None:
+        connection.settimeout(_ATTEMPT_SECONDS)
+        try:
+            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
+            if len(hello) < _HELLO.size or not secrets.compare_digest(hello[:_TOKEN_BYTES], self._token):
+                return None
+            connection.sendall(self._token)
+        except OSError:
+            return None
+        return int(_HELLO.unpack(hello)[1])
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._socket.close()

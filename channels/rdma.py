@@ -1,0 +1,121 @@
+"""A rank's RDMA: its device, a queue pair to each peer that needs one, and the keys of what it registered."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
+from proxyccl.proxy.service import Connection
+from proxyccl.proxy.verbs.devices import choose_device, process_numa_node, rdma_devices
+from proxyccl.proxy.verbs.endpoint import VerbsDevice
+from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.verbs.registrations import Registration, Registrations
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+
+
+class Rdma:
+    """All ranks make it together, those that need no queue pair too, if any rank does.
+
+    The control segments are registered here, so that a peer's proxy can signal their words.
+
+    Args:
+        communicator: whose ranks.
+        peers: the ranks that RDMA leads to.
+        options: device, queue pairs and their settings.
+        exchange: whether any rank has such peers; the same on all.
+
+    Raises:
+        ArgumentError: an option names something that is not there, or a peer's answer makes no sense.
+        RuntimeUnavailableError: this rank has no device that can be used.
+    """
+
+    def __init__(self, communicator: Communicator, peers: list[int], options: RdmaOptions, *, exchange: bool) -> None:
+        self._communicator = communicator
+        self._device: VerbsDevice | None = None
+        self._theirs: dict[int, dict[str, Any]] = {}
+        if not exchange:
+            return
+        answer: dict[str, Any] = {}
+        failure: ProxyCCLError | None = None
+        try:
+            if peers:
+                answer = self._open(peers, options)
+        except ProxyCCLError as error:  # raised behind the exchange: the others are not left waiting for this rank
+            answer, failure = {"failure": str(error)}, error
+        answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(answer).encode(), "rdma")]
+        if failure is not None:
+            raise failure
+        for peer, theirs in enumerate(answers):
+            if "failure" in theirs:
+                raise RuntimeUnavailableError(f"no RDMA on rank {peer}: {theirs['failure']}")
+        for peer in peers:
+            self._theirs[peer] = answers[peer]
+            address = answers[peer].get("endpoints", {}).get(str(communicator.rank))
+            if address is None:
+                raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {communicator.rank}")
+            self._endpoints[peer].connect(bytes.fromhex(address))
+        communicator.all_gather_bytes(b"", "rdma")  # nobody sends to a queue pair that is not ready to receive
+
+    def _open(self, peers: list[int], options: RdmaOptions) -> dict[str, Any]:
+        comm, segment = self._communicator, self._communicator.control
+        near = comm.runtime.numa_node()
+        if near is None:
+            near = process_numa_node()
+        choice = choose_device(rdma_devices(), options, near, local_rank=comm.local_rank)
+        self._device = VerbsDevice.open(choice, options)
+        self._registrations = Registrations(self._device)
+        registered = self._registrations.register(segment.host_pointer, segment.memory.nbytes)
+        self._endpoints = {peer: self._device.endpoint() for peer in peers}
+        return {
+            "segment": segment.host_pointer,
+            "rkey": registered.rkey,
+            "endpoints": {peer: endpoint.address.hex() for peer, endpoint in self._endpoints.items()},
+        }
+
+    def describe(self) -> str:
+        """One line on the device; empty where this rank needs none."""
+        return self._device.describe() if self._device is not None else ""
+
+    @property
+    def used(self) -> bool:
+        """Whether this rank has a device open."""
+        return self._device is not None
+
+    def connect(self, peer: int) -> Connection:
+        """The proxy's way to a peer over its queue pair."""
+        options = self._endpoints[peer].engine_options(self._theirs[peer]["rkey"])
+        return self._communicator.proxy.connect_verbs(options, peer=peer)
+
+    def register(self, ptr: int, nbytes: int, allocation: bytes) -> Registration:
+        """Registers memory of the communicator's runtime.
+
+        Args:
+            ptr: its address.
+            nbytes: its size.
+            allocation: what tells its allocation from all others; empty where nothing does.
+        """
+        runtime = self._communicator.runtime
+        dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
+        return self._registrations.register(ptr, nbytes, dmabuf, allocation=allocation or None)
+
+    def release(self, registration: Registration) -> None:
+        """Ends one use of a registration."""
+        self._registrations.release(registration)
+
+    def semaphore(self, peer: int, channel: int) -> int:
+        """The address, as the peer knows it, of the word that signals to a channel of the peer count up."""
+        return int(self._theirs[peer]["segment"]) + self._communicator.control.semaphore_offset(channel)
+
+    def close(self) -> None:
+        """Frees queue pairs, registrations and the device. The proxy must have ended."""
+        if self._device is None:
+            return
+        for endpoint in self._endpoints.values():
+            endpoint.close()
+        self._registrations.close()
+        self._device.close()
+        self._device = None

@@ -1,0 +1,105 @@
+"""What an endpoint tells its peer of itself, as bytes that are checked when they come in."""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+import zlib
+from dataclasses import dataclass
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.verbs.options import MTUS
+
+LINK_LAYERS = ("infiniband", "ethernet")
+GID_TYPES = ("IB", "RoCE v1", "RoCE v2")
+
+_LAYOUT = struct.Struct("<4sBBBBIIHHB16s")
+_CHECKSUM = struct.Struct("<I")
+_MAGIC = b"PXRD"
+_VERSION = 1
+_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, the last one means multicast
+_PSNS = range(1 << 24)
+_LIDS = range(1, 0xC000)  # those above mean multicast
+_PORTS = range(1, 255)
+
+
+@dataclass(frozen=True)
+class EndpointAddress:
+    """Where an endpoint is, and what it can do.
+
+    Attributes:
+        qp_number: of its queue pair.
+        psn: the first packet sequence number that it sends.
+        gid: of its port, as 16 bytes.
+        gid_type: "IB", "RoCE v1" or "RoCE v2".
+        link_layer: "infiniband" or "ethernet".
+        lid: its port's on InfiniBand, else 0.
+        port: its port's number.
+        mtu: the largest path MTU that it takes, in bytes.
+        atomics: how many atomics of the peer it has under way at a time; 0: it does none.
+    """
+
+    qp_number: int
+    psn: int
+    gid: bytes
+    gid_type: str
+    link_layer: str
+    lid: int
+    port: int
+    mtu: int
+    atomics: int
+
+    SIZE = _LAYOUT.size + _CHECKSUM.size
+
+    def __str__(self) -> str:
+        gid = ipaddress.IPv6Address(self.gid)
+        return f"queue pair {self.qp_number} at {gid.ipv4_mapped or gid} ({self.gid_type})"
+
+    def encode(self) -> bytes:
+        """As bytes, `SIZE` of them."""
+        data = _LAYOUT.pack(
+            _MAGIC,
+            _VERSION,
+            LINK_LAYERS.index(self.link_layer),
+            GID_TYPES.index(self.gid_type),
+            self.port,
+            self.qp_number,
+            self.psn,
+            self.lid,
+            self.mtu,
+            self.atomics,
+            self.gid,
+        )
+        return data + _CHECKSUM.pack(zlib.crc32(data))
+
+    @classmethod
+    def decode(cls, data: bytes) -> EndpointAddress:
+        """The inverse of `encode`.
+
+        Raises:
+            ArgumentError: these bytes are no endpoint's address, or one of another version of the library.
+        """
+        if not isinstance(data, bytes) or len(data) < len(_MAGIC) or not data.startswith(_MAGIC):
+            raise ArgumentError("peer", "these bytes are no endpoint's address")
+        if data[4:5] != bytes([_VERSION]):
+            raise ArgumentError("peer", "an endpoint's address in another version of the format than this one's")
+        if len(data) != cls.SIZE:
+            raise ArgumentError("peer", f"{len(data)} bytes, where an endpoint's address has {cls.SIZE}")
+        (checksum,) = _CHECKSUM.unpack_from(data, _LAYOUT.size)
+        if checksum != zlib.crc32(data[: _LAYOUT.size]):
+            raise ArgumentError("peer", "an endpoint's address that was damaged on its way")
+        _, _, layer, kind, port, number, psn, lid, mtu, atomics, gid = _LAYOUT.unpack_from(data)
+        checks = {
+            "link layer": layer < len(LINK_LAYERS),
+            "GID type": kind < len(GID_TYPES),
+            "port": port in _PORTS,
+            "queue pair number": number in _NUMBERS,
+            "packet sequence number": psn in _PSNS,
+            "MTU": mtu in MTUS,
+            "LID": lid in _LIDS or (lid == 0 and layer == LINK_LAYERS.index("ethernet")),
+            "GID": any(gid),
+        }
+        for name, right in checks.items():
+            if not right:
+                raise ArgumentError("peer", f"an endpoint's address with a {name} that can't be")
+        return cls(number, psn, gid, GID_TYPES[kind], LINK_LAYERS[layer], lid, port, mtu, atomics)

@@ -1,0 +1,377 @@
+"""Which RDMA devices this machine has, which of them is the nearest, and what is missing where none can be used."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
+from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
+
+SYSFS = Path("/sys")
+_CLASS = "class/infiniband"
+
+
+@dataclass(frozen=True)
+class RdmaGid:
+    """An address of a port.
+
+    Attributes:
+        index: its place in the port's table.
+        address: as IPv6 is written, an IPv4 address as "::ffff:10.0.0.1".
+        type: "RoCE v1", "RoCE v2" or "IB".
+        netdev: the network interface whose address it is; None on InfiniBand.
+    """
+
+    index: int
+    address: str
+    type: str
+    netdev: str | None
+
+    def __str__(self) -> str:
+        return f"GID {self.index} {self.address} ({self.type})"
+
+
+@dataclass(frozen=True)
+class RdmaPort:
+    """A port of an RDMA device. What only pyverbs tells is None without it.
+
+    Attributes:
+        number: counted from 1.
+        state: "active", "down", "init", "armed", …
+        link_layer: "ethernet" or "infiniband".
+        rate: in Gbit/s; 0 where the system does not say.
+        lid: its local identifier on InfiniBand, else 0.
+        netdev: the network interface of the same port, or None.
+        gids: its addresses, by index.
+        active_mtu: of the link, in bytes. From pyverbs.
+        max_message: bytes that one work request can carry. From pyverbs.
+    """
+
+    number: int
+    state: str
+    link_layer: str
+    rate: float
+    lid: int
+    netdev: str | None
+    gids: tuple[RdmaGid, ...]
+    active_mtu: int | None = None
+    max_message: int | None = None
+
+    @property
+    def best_gid(self) -> RdmaGid | None:
+        """The one that is used unless another is asked for: of RoCE v2 with an IPv4 address, else of RoCE v2, else the
+        first; None if the port has none.
+        """
+        return min(self.gids, key=_gid_preference, default=None)
+
+    def __str__(self) -> str:
+        facts = [f"port {self.number} {self.state}", self.link_layer or "unknown link", f"{self.rate:g} Gbit/s"]
+        if self.active_mtu is not None:
+            facts.append(f"MTU {self.active_mtu}")
+        if self.netdev is not None:
+            facts.append(self.netdev)
+        facts.append(str(self.best_gid or "no GID"))
+        return ", ".join(facts)
+
+
+@dataclass(frozen=True)
+class RdmaDevice:
+    """An RDMA device of this machine. What only pyverbs tells is None without it.
+
+    Attributes:
+        name: as "mlx5_0".
+        guid: of the node, in hexadecimal with colons.
+        numa_node: the one that it is attached to, or None.
+        ports: by number.
+        atomics: whether it does fetch-and-add on a peer's memory. From pyverbs.
+        max_queue_pairs: how many it has room for. From pyverbs.
+        max_work_requests: in one queue. From pyverbs.
+        max_completions: in one completion queue. From pyverbs.
+        max_registrations: of memory. From pyverbs.
+        max_registered_bytes: in one registration. From pyverbs.
+        problem: why pyverbs can't open it; "" if it can or is not there.
+    """
+
+    name: str
+    guid: str
+    numa_node: int | None
+    ports: tuple[RdmaPort, ...]
+    atomics: bool | None = None
+    max_queue_pairs: int | None = None
+    max_work_requests: int | None = None
+    max_completions: int | None = None
+    max_registrations: int | None = None
+    max_registered_bytes: int | None = None
+    problem: str = ""
+
+    def port(self, number: int) -> RdmaPort:
+        """The port of that number.
+
+        Raises:
+            ArgumentError: there is none.
+        """
+        for port in self.ports:
+            if port.number == number:
+                return port
+        raise ArgumentError("port", f"{self.name} has no port {number}; it has {_listed(p.number for p in self.ports)}")
+
+
+class DeviceChoice(NamedTuple):
+    """A device, the number of its port, and the index of that port's GID."""
+
+    device: RdmaDevice
+    port: int
+    gid_index: int
+
+
+def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
+    """The RDMA devices of this machine, by name; an empty list where there is none.
+
+    Most is read from sysfs and needs no rights and no package. The link's MTU and the device's limits and abilities
+    come from pyverbs and are None without it.
+
+    Args:
+        root: where sysfs is mounted. pyverbs knows this machine's alone, and is not asked about another.
+    """
+    directory = root / _CLASS
+    devices = [_read_device(path) for path in sorted(directory.iterdir())] if directory.is_dir() else []
+    if not devices or root != SYSFS:
+        return devices
+    try:
+        api = load()
+    except RuntimeUnavailableError:
+        return devices
+    return [_asked(api, device) for device in devices]
+
+
+def _asked(api: Pyverbs, device: RdmaDevice) -> RdmaDevice:
+    try:
+        with api.open(device.name) as context, api.calling("ibv_query_device or ibv_query_port", device.name):
+            limits = context.query_device()
+            ports = [(port, context.query_port(port.number)) for port in device.ports]
+    except ProxyCCLError as error:
+        return replace(device, problem=str(error))
+    return replace(
+        device,
+        ports=tuple(
+            replace(port, active_mtu=MTUS[told.active_mtu - 1], max_message=told.max_msg_sz) for port, told in ports
+        ),
+        atomics=limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE"),
+        max_queue_pairs=limits.max_qp,
+        max_work_requests=limits.max_qp_wr,
+        max_completions=limits.max_cqe,
+        max_registrations=limits.max_mr,
+        max_registered_bytes=limits.max_mr_size,
+    )
+
+
+# -- sysfs ---
+
+
+def _read(path: Path | str) -> str:
+    try:
+        with open(path) as file:
+            return file.read().strip()
+    except OSError:  # absent, or an attribute that says so by an error, as those of an empty GID do
+        return ""
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text, 0)
+    except ValueError:
+        return None
+
+
+def _read_device(path: Path) -> RdmaDevice:
+    numa_node = _number(_read(path / "device/numa_node"))
+    ports = (_read_port(port) for port in sorted((path / "ports").glob("[0-9]*"), key=lambda port: int(port.name)))
+    return RdmaDevice(
+        name=path.name,
+        guid=_read(path / "node_guid"),
+        numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
+        ports=tuple(ports),
+    )
+
+
+def _read_port(path: Path) -> RdmaPort:
+    number, layer = int(path.name), _read(path / "link_layer").lower()
+    gids = tuple(_read_gids(path, layer))
+    rate = _read(path / "rate").partition(" ")[0]
+    netdevs = [gid.netdev for gid in gids if gid.netdev is not None]
+    return RdmaPort(
+        number=number,
+        state=_read(path / "state").partition(": ")[2].lower() or "unknown",
+        link_layer=layer,
+        rate=float(rate) if rate.replace(".", "", 1).isdigit() else 0.0,
+        lid=_number(_read(path / "lid")) or 0,
+        netdev=netdevs[0] if netdevs else _netdev_of(path.parent.parent, number),
+        gids=gids,
+    )
+
+
+def _read_gids(port: Path, link_layer: str) -> Iterable[RdmaGid]:
+    table = port / "gids"
+    for index in sorted(int(name) for name in os.listdir(table) if name.isdigit()) if table.is_dir() else ():
+        text = _read(f"{table}/{index}")
+        if not text.strip("0:"):  # most of a table's thousand entries
+            continue
+        try:
+            address = ipaddress.IPv6Address(text)
+        except ValueError:
+            continue
+        kind = _read(port / f"gid_attrs/types/{index}")
+        if kind == "IB/RoCE v1":
+            kind = "IB" if link_layer == "infiniband" else "RoCE v1"
+        yield RdmaGid(index, _written(address), kind, _read(port / f"gid_attrs/ndevs/{index}") or None)
+
+
+def _written(address: ipaddress.IPv6Address) -> str:
+    return str(address) if address.ipv4_mapped is None else f"::ffff:{address.ipv4_mapped}"
+
+
+def _netdev_of(device: Path, port: int) -> str | None:
+    """The interface over a port of InfiniBand, whose GIDs name none."""
+    for path in sorted((device / "device/net").glob("*")):
+        if _number(_read(path / "dev_port")) == port - 1:
+            return path.name
+    return None
+
+
+# -- choosing ---
+
+
+def choose_device(
+    devices: list[RdmaDevice],
+    options: RdmaOptions,
+    near: int | None = None,
+    *,
+    local_rank: int = 0,
+    root: Path = SYSFS,
+) -> DeviceChoice:
+    """The active port nearest to a NUMA node; of equally near ones the fastest, and ranks are spread over what is left.
+
+    The GID is the port's `best_gid`. Options override each of the three.
+
+    Args:
+        near: the NUMA node of the rank's GPU, or of its process; None: all are equally near.
+        local_rank: the rank's number on its node.
+        root: where sysfs is mounted, which tells how far NUMA nodes are from each other.
+
+    Raises:
+        ArgumentError: what an option names is not there, or not active; the message says what is.
+        RuntimeUnavailableError: no option is to blame: there is no active port.
+    """
+    if options.device is not None:
+        names = _listed(device.name for device in devices)
+        devices = [device for device in devices if device.name == options.device]
+        if not devices:
+            raise ArgumentError("device", f"no RDMA device {options.device!r}; there is {names}")
+        if options.port is not None:
+            devices[0].port(options.port)  # refuses one that it does not have
+    ports = [(device, port) for device, port in _ports(devices) if options.port in (None, port.number)]
+    usable = [(device, port) for device, port in ports if _state(device, port) == "active"]
+    if not usable:
+        for field in ("device", "port"):
+            asked = getattr(options, field)
+            if asked is not None:
+                raise ArgumentError(field, f"{asked!r} has no active port; there is {_states(devices)}")
+        raise RuntimeUnavailableError(f"no RDMA device has an active port; there is {_states(devices)}")
+    if options.gid_index is not None:
+        there = "; ".join(f"{device.name} port {port.number}: {_listed(port.gids)}" for device, port in usable)
+        usable = [(d, p) for d, p in usable if any(gid.index == options.gid_index for gid in p.gids)]
+        if not usable:
+            raise ArgumentError("gid_index", f"no active port has a GID {options.gid_index}; there is {there}")
+    distance = _distances(near, root)
+    unknown = max(distance.values(), default=0) + 1
+
+    def remoteness(candidate: tuple[RdmaDevice, RdmaPort]) -> tuple[int, float]:
+        device, port = candidate
+        far = 0 if near is None else unknown if device.numa_node is None else distance.get(device.numa_node, unknown)
+        return far, -port.rate
+
+    nearest = min(map(remoteness, usable))
+    equals = [candidate for candidate in usable if remoteness(candidate) == nearest]
+    device, port = equals[local_rank % len(equals)]
+    assert port.best_gid is not None
+    return DeviceChoice(device, port.number, port.best_gid.index if options.gid_index is None else options.gid_index)
+
+
+def _state(device: RdmaDevice, port: RdmaPort) -> str:
+    if device.problem:
+        return device.problem
+    return port.state if port.gids else f"{port.state}, no GID"
+
+
+def _ports(devices: Iterable[RdmaDevice]) -> list[tuple[RdmaDevice, RdmaPort]]:
+    return [(device, port) for device in devices for port in device.ports]
+
+
+def _states(devices: Iterable[RdmaDevice]) -> str:
+    return _listed(f"{device.name} port {port.number} ({_state(device, port)})" for device, port in _ports(devices))
+
+
+def _listed(things: Iterable[object]) -> str:
+    return ", ".join(map(str, things)) or "none"
+
+
+def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
+    address = ipaddress.IPv6Address(gid.address)
+    if gid.type != "RoCE v2":
+        return 3, gid.index
+    return 0 if address.ipv4_mapped is not None else 2 if address.is_link_local else 1, gid.index
+
+
+def _distances(near: int | None, root: Path) -> dict[int, int]:
+    """How far other NUMA nodes are, as firmware tells: 10 is the node itself."""
+    if near is None:
+        return {}
+    told = _read(root / f"devices/system/node/node{near}/distance").split()
+    return {near: 0} | {node: int(text) for node, text in zip(_nodes(root), told, strict=False)}
+
+
+def _nodes(root: Path) -> list[int]:
+    return sorted(int(path.name[4:]) for path in (root / "devices/system/node").glob("node[0-9]*"))
+
+
+def process_numa_node(root: Path = SYSFS) -> int | None:
+    """The NUMA node that this process is bound to, or None if it may run on several."""
+    allowed = os.sched_getaffinity(0)
+    for node in _nodes(root):
+        cpus: set[int] = set()
+        for part in filter(None, _read(root / f"devices/system/node/node{node}/cpulist").split(",")):
+            first, _, last = part.partition("-")
+            cpus.update(range(int(first), int(last or first) + 1))
+        if allowed <= cpus:
+            return node
+    return None
+
+
+# -- what is missing ---
+
+
+def missing(root: Path = SYSFS) -> str | None:
+    """What this machine lacks for RDMA, in one sentence with what to install; None if nothing."""
+    lacks = []
+    devices = rdma_devices(root)
+    if not devices:
+        lacks.append(f"no RDMA device in {root / _CLASS}")
+    elif not any(_state(device, port) == "active" for device, port in _ports(devices)):
+        lacks.append(f"no active port; there is {_states(devices)}")
+    try:
+        load()
+    except RuntimeUnavailableError as error:
+        lacks.append(str(error))
+    if not _engine.lib.proxyccl_verbs_built():
+        lacks.append(
+            "the engine was built without libibverbs' headers: apt install libibverbs-dev (Debian, Ubuntu), "
+            "dnf install rdma-core-devel (Fedora), and install proxyccl anew"
+        )
+    return "; ".join(lacks) or None

@@ -1,0 +1,368 @@
+"""Opened devices, and the endpoints on them: for each peer a reliable connected queue pair, with a completion queue of
+its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import secrets
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Protocol
+
+from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
+from proxyccl.proxy.service import VerbsOptions
+from proxyccl.proxy.verbs.address import EndpointAddress
+from proxyccl.proxy.verbs.devices import DeviceChoice
+from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
+from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
+
+SIGNAL_BYTES = 8
+_MOST_ATOMICS = 16
+_HOP_LIMIT = 64
+_RNR_TIMER = 12  # 0.64 ms
+_RETRY_PAUSE = 0.05
+# What the system says while it does not know the peer's address on the network yet.
+_NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
+
+
+class _Dependent(Protocol):
+    """What lives in a device's protection domain."""
+
+    def close(self) -> None: ...
+
+
+class VerbsDevice:
+    """An opened device and its protection domain, which endpoints and registered memory belong to.
+
+    Closing it closes those too. A context manager.
+
+    Attributes:
+        api: the pyverbs that opened it.
+        choice: the device, the numbers of its port and its GID.
+        gid: that GID.
+        options: how its endpoints behave.
+        pd: its protection domain, of pyverbs.
+        access: what peers may do to memory that is registered with it, as libibverbs' flags.
+        mtu: the largest path MTU of its endpoints, in bytes.
+        max_message: bytes that one work request can carry.
+        atomics: how many atomics of a peer it has under way at a time; 0: it does none.
+    """
+
+    def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
+        """Use `open`, which closes the context if this raises."""
+        name, port = choice.device.name, choice.port
+        self.api = api
+        self.choice = choice
+        self.options = options
+        gids = {gid.index: gid for gid in choice.device.port(port).gids}
+        if choice.gid_index not in gids:
+            there = ", ".join(map(str, gids.values()))
+            raise ArgumentError("gid_index", f"{name} port {port} has no GID {choice.gid_index}; there is {there}")
+        self.gid = gids[choice.gid_index]
+        with api.calling("ibv_query_device or ibv_query_port", name):
+            self._limits = context.query_device()
+            told = context.query_port(port)
+        active_mtu = MTUS[told.active_mtu - 1]
+        if options.mtu is not None and options.mtu > active_mtu:
+            raise ArgumentError("mtu", f"{options.mtu} is more than {name} port {port} has, {active_mtu}")
+        self.mtu = options.mtu or active_mtu
+        self.max_message: int = told.max_msg_sz
+        can = self._limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
+        self.atomics = min(_MOST_ATOMICS, self._limits.max_qp_rd_atom, self._limits.max_qp_init_rd_atom) if can else 0
+        # Without relaxed ordering: a signal must not overtake its data.
+        self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
+        if self.atomics:
+            self.access |= api.enumerator("IBV_ACCESS_REMOTE_ATOMIC")
+        with api.calling("ibv_alloc_pd", name):
+            self.pd = api.PD(context)
+        self._context = context
+        self._dependents: set[_Dependent] = set()
+        self._scratch: Any = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @classmethod
+    def open(cls, choice: DeviceChoice, options: RdmaOptions) -> VerbsDevice:
+        """Opens a device.
+
+        Raises:
+            ArgumentError: an option or the choice asks for what the port does not have; the message says what it has.
+            ResourceError: the device has no room for a protection domain.
+            RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
+        """
+        api = load()
+        context = api.open(choice.device.name)
+        try:
+            return cls(api, context, choice, options)
+        except BaseException:
+            context.close()
+            raise
+
+    def __enter__(self) -> VerbsDevice:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """The device's name."""
+        return self.choice.device.name
+
+    def describe(self) -> str:
+        """One line on the device, its port and its GID."""
+        return f"{self.name} port {self.choice.port}, {self.gid}"
+
+    def endpoint(self) -> Endpoint:
+        """An endpoint for one peer, not connected yet.
+
+        Raises:
+            ResourceError: the device has no room for another queue.
+            RuntimeUnavailableError: the device can't do what signals need.
+        """
+        self.require_open()
+        made = Endpoint(self, self._context, self._limits)
+        self.adopt(made)
+        return made
+
+    def scratch(self) -> Any:
+        """A region of 8 bytes that takes the old values of what fetch-adds advance; nobody reads it."""
+        with self._lock:
+            if self._scratch is None:
+                with self.api.calling("ibv_reg_mr", f"{SIGNAL_BYTES} bytes on {self.name}"):
+                    self._scratch = self.api.MR(self.pd, SIGNAL_BYTES, self.access)
+            return self._scratch
+
+    def adopt(self, dependent: _Dependent) -> None:
+        """Has something closed before the protection domain is."""
+        self._dependents.add(dependent)
+
+    def disown(self, dependent: _Dependent) -> None:
+        """Ends `adopt`: it is closed."""
+        self._dependents.discard(dependent)
+
+    def require_open(self) -> None:
+        """Raises ClosedError if it was closed."""
+        if self._closed:
+            raise ClosedError(f"the RDMA device {self.name} is closed")
+
+    def close(self) -> None:
+        """Closes its endpoints, registrations, protection domain and context. Nothing may be under way on them."""
+        if self._closed:
+            return
+        self._closed = True
+        with self.api.calling("ibv_close_device", self.name), contextlib.ExitStack() as closing:
+            closing.callback(self._context.close)
+            closing.callback(self.pd.close)
+            if self._scratch is not None:
+                closing.callback(self._scratch.close)
+            for dependent in tuple(self._dependents):
+                closing.callback(dependent.close)
+
+
+class Endpoint:
+    """One end of a connection: a queue pair and its completion queue. Made by `VerbsDevice.endpoint`.
+
+    Attributes:
+        signal: how it advances a peer's counter: "write" or "fetch_add".
+        send_depth: work requests that its queue takes.
+        mtu: the path MTU in bytes; of the device until it is connected.
+        peer: what it is connected to, or None.
+    """
+
+    def __init__(self, device: VerbsDevice, context: Any, limits: Any) -> None:
+        self._device = device
+        self._api = device.api
+        self._closed = False
+        self.peer: EndpointAddress | None = None
+        self.mtu = device.mtu
+        # After an error every request takes a completion, so the one queue is as deep as the other.
+        self.send_depth: int = min(device.options.send_depth, limits.max_qp_wr, limits.max_cqe)
+        self._psn = secrets.randbits(24)
+        with self._api.calling("ibv_create_cq", f"{self.send_depth} completions on {device.name}"):
+            self._cq = self._api.CQ(context, self.send_depth)
+        try:
+            self._qp, self.signal = self._create_queue_pair()
+        except BaseException:
+            self._cq.close()
+            raise
+
+    def _create_queue_pair(self) -> tuple[Any, str]:
+        device, api, wanted = self._device, self._api, self._device.options.signal
+        subject = f"a queue pair with {self.send_depth} requests on {device.name}"
+
+        def create(inline: int) -> tuple[Any, int]:
+            capacities = api.QPCap(max_send_wr=self.send_depth, max_recv_wr=1, max_inline_data=inline)
+            init = api.QPInitAttr(
+                qp_type=api.enumerator("IBV_QPT_RC"), scq=self._cq, rcq=self._cq, cap=capacities, sq_sig_all=0
+            )
+            return api.QP(device.pd, init), init.max_inline_data
+
+        try:
+            qp, inline = create(0 if wanted == "fetch_add" else SIGNAL_BYTES)
+        except api.PyverbsError as cause:
+            if wanted != "auto" or not device.atomics:
+                raise api.error("ibv_create_qp", subject, cause) from cause
+            with api.calling("ibv_create_qp", subject):
+                qp, inline = create(0)
+        signal = "write" if wanted != "fetch_add" and inline >= SIGNAL_BYTES else "fetch_add"
+        if wanted not in ("auto", signal) or (signal == "fetch_add" and not device.atomics):
+            qp.close()
+            atomics = "does atomics" if device.atomics else "does no atomics"
+            raise RuntimeUnavailableError(
+                f"signal {wanted!r} can't be had: {device.name} takes {inline} bytes inline, where {SIGNAL_BYTES} are "
+                f"needed, and {atomics}"
+            )
+        return qp, signal
+
+    @property
+    def address(self) -> bytes:
+        """What the peer's `connect` wants."""
+        self._require_open()
+        return self._own_address().encode()
+
+    def _own_address(self) -> EndpointAddress:
+        device = self._device
+        port = device.choice.device.port(device.choice.port)
+        return EndpointAddress(
+            qp_number=self._qp.qp_num,
+            psn=self._psn,
+            gid=ipaddress.IPv6Address(device.gid.address).packed,
+            gid_type=device.gid.type,
+            link_layer=port.link_layer,
+            lid=port.lid,
+            port=port.number,
+            mtu=device.mtu,
+            atomics=device.atomics,
+        )
+
+    def connect(self, peer: bytes, timeout: float = 30.0) -> None:
+        """Connects to the endpoint whose `address` this is; that one connects to this one's likewise.
+
+        It waits for no word of the peer, but for the network to know the peer's address.
+
+        Args:
+            peer: the other endpoint's `address`.
+            timeout: seconds to keep trying while the network does not know it.
+
+        Raises:
+            ArgumentError: these bytes are no address, or one that can't be reached from this port.
+            TransportError: the system refuses to connect, or does not reach the address in time.
+        """
+        self._require_open()
+        if self.peer is not None:
+            raise ArgumentError("peer", f"this endpoint is connected to {self.peer} already")
+        address = EndpointAddress.decode(peer)
+        self._require_reachable(address)
+        device, api, options = self._device, self._api, self._device.options
+        attributes = api.QPAttr(port_num=device.choice.port)
+        attributes.qp_access_flags = device.access
+        mtu = min(device.mtu, address.mtu)
+        attributes.path_mtu = MTUS.index(mtu) + 1
+        attributes.dest_qp_num = address.qp_number
+        attributes.rq_psn = address.psn
+        attributes.max_dest_rd_atomic = device.atomics
+        attributes.min_rnr_timer = _RNR_TIMER
+        attributes.ah_attr = self._path_to(address)
+        attributes.sq_psn = self._psn
+        attributes.timeout = options.timeout
+        attributes.retry_cnt = options.retry_count
+        attributes.rnr_retry = options.rnr_retry_count
+        attributes.max_rd_atomic = min(device.atomics, address.atomics)
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                self._qp.to_init(attributes)
+                self._qp.to_rtr(attributes)
+                self._qp.to_rts(attributes)
+                break
+            except api.PyverbsError as cause:
+                if error_number(cause) not in _NOT_YET or time.monotonic() >= deadline:
+                    error = api.error("ibv_modify_qp", f"{device.name} to {address}", cause)
+                    raise TransportError(str(error), operation="connect") from cause
+            time.sleep(_RETRY_PAUSE)
+        self.mtu = mtu
+        self.peer = address
+
+    def _require_reachable(self, address: EndpointAddress) -> None:
+        own = self._own_address()
+        if (own.link_layer, own.gid_type) != (address.link_layer, address.gid_type):
+            raise ArgumentError(
+                "peer",
+                f"it is on {address.link_layer} with a GID of {address.gid_type}, and {self._device.name} on "
+                f"{own.link_layer} with one of {own.gid_type}; choose with the options device, port and gid_index",
+            )
+        if self.signal == "fetch_add" and not address.atomics:
+            raise ArgumentError(
+                "peer", f"its device does no atomics, and {self._device.name} signals by them (option signal)"
+            )
+
+    def _path_to(self, address: EndpointAddress) -> Any:
+        api, device, own = self._api, self._device, self._own_address()
+        route = api.GlobalRoute(
+            dgid=api.GID(address.gid.hex(":", 2)),
+            sgid_index=device.choice.gid_index,
+            hop_limit=_HOP_LIMIT,
+            traffic_class=device.options.traffic_class,
+        )
+        # Within a subnet of InfiniBand the LID is enough.
+        routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
+        return api.AHAttr(
+            gr=route,
+            is_global=int(routed),
+            dlid=address.lid,
+            sl=device.options.service_level,
+            port_num=device.choice.port,
+        )
+
+    def engine_options(self, signal_rkey: int) -> VerbsOptions:
+        """What `ProxyService.connect_verbs` wants; the endpoint must outlive the service.
+
+        Args:
+            signal_rkey: the key of the peer's memory that its semaphore words lie in.
+
+        Raises:
+            ArgumentError: the endpoint is not connected.
+            RuntimeUnavailableError: the engine can't get at the queue pair.
+        """
+        self._require_open()
+        if self.peer is None:
+            raise ArgumentError("endpoint", "it is not connected")
+        made = VerbsOptions(
+            qp=self._api.queue_pair(self._qp),
+            send_depth=self.send_depth,
+            cq_depth=self.send_depth,
+            max_message=self._device.max_message,
+            signal_rkey=signal_rkey,
+        )
+        if self.signal == "write":
+            return made
+        scratch = self._device.scratch()
+        return replace(made, fetch_add=True, scratch=scratch.buf, scratch_lkey=scratch.lkey)
+
+    def describe(self) -> str:
+        """One line on the endpoint."""
+        peer = f"connected to {self.peer}" if self.peer is not None else "not connected"
+        return (
+            f"{self._device.describe()}, MTU {self.mtu}, queue pair {self._qp.qp_num}, "
+            f"{self.send_depth} requests, signals by {self.signal}, {peer}"
+        )
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the RDMA endpoint is closed")
+
+    def close(self) -> None:
+        """Ends the connection. Nothing may be under way on it, and no engine use it."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._api.calling("ibv_destroy_qp", self._device.name):
+            self._qp.close()
+        with self._api.calling("ibv_destroy_cq", self._device.name):
+            self._cq.close()
+        self._device.disown(self)

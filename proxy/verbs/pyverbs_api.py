@@ -1,0 +1,202 @@
+"""What pyverbs is like on this machine: the one place that knows its versions.
+
+Debian 12 has 44, with enumerators in `pyverbs.enums`. Later they are in `pyverbs.libibverbs_enums` and, where a newer
+Cython built it, in the classes of their enums alone. From 61 on a queue pair tells its address; before, the engine
+finds it. `PD.pd`, `Context.context` and `CQ.cq` are never touched: before 61 they crash the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from proxyccl.device.errors import ProxyCCLError, ResourceError, RuntimeUnavailableError
+from proxyccl.proxy import _engine
+
+ffi, lib = _engine.ffi, _engine.lib
+
+INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf install python3-pyverbs (Fedora)"
+"""How to get pyverbs. PyPI's is source that wants the machine's rdma-core to be of its own version."""
+
+_MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
+_MAPS = Path("/proc/self/maps")
+_EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
+_NO_ACCESS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV)
+_NO_ERRNO = -1  # how pyverbs says that it knows none
+
+
+class Pyverbs:
+    """The classes and enumerators of pyverbs that are used here, under pyverbs' names.
+
+    Raises:
+        RuntimeUnavailableError: these modules lack something.
+    """
+
+    def __init__(self, modules: Mapping[str, ModuleType], enums: ModuleType, version: str) -> None:
+        self.version = version
+        self._enumerators = _enumerators(enums)
+        try:
+            self.AHAttr = modules["addr"].AHAttr
+            self.GID = modules["addr"].GID
+            self.GlobalRoute = modules["addr"].GlobalRoute
+            self.CQ = modules["cq"].CQ
+            self.Context = modules["device"].Context
+            self.DmaBufMR = modules["mr"].DmaBufMR
+            self.MR = modules["mr"].MR
+            self.PD = modules["pd"].PD
+            self.PyverbsError = modules["pyverbs_error"].PyverbsError
+            self.QP = modules["qp"].QP
+            self.QPAttr = modules["qp"].QPAttr
+            self.QPCap = modules["qp"].QPCap
+            self.QPInitAttr = modules["qp"].QPInitAttr
+        except AttributeError as error:
+            raise RuntimeUnavailableError(f"pyverbs {version} is too old or too new: {error}") from None
+
+    def enumerator(self, name: str) -> int:
+        """The value of an enumerator of libibverbs.
+
+        Raises:
+            RuntimeUnavailableError: this pyverbs does not know it.
+        """
+        if name not in self._enumerators:
+            raise RuntimeUnavailableError(f"pyverbs {self.version} is too old or too new: it has no {name}")
+        return self._enumerators[name]
+
+    def queue_pair(self, qp: Any) -> int:
+        """The address of a QP's `ibv_qp`, checked.
+
+        Raises:
+            RuntimeUnavailableError: it can't be found; the message says why.
+        """
+        found = ffi.new("ProxycclVerbsQp *")
+        if hasattr(self.QP, "qp"):
+            finding = lib.proxyccl_verbs_check_qp(qp.qp, qp.qp_num, found)
+        else:
+            finding = lib.proxyccl_verbs_find_qp(id(qp), lib.PROXYCCL_VERBS_QP_OFFSET, qp.qp_num, found)
+        if finding != lib.PROXYCCL_VERBS_FOUND:
+            raise RuntimeUnavailableError(
+                f"the queue pair of a QP of pyverbs {self.version} can't be found: {_FINDINGS[finding]}"
+            )
+        return int(found.qp)
+
+    def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
+        """The exception of ours for what a call raised: ResourceError if something ran out, else
+        RuntimeUnavailableError.
+        """
+        number = error_number(cause)
+        words = str(cause) if number is None else f"{os.strerror(number)} (errno {number})"
+        kind = ResourceError if number in _EXHAUSTED else RuntimeUnavailableError
+        return kind(f"{call} of {subject}: {words}")
+
+    def open(self, device: str) -> Any:
+        """A context of the device of that name.
+
+        Raises:
+            RuntimeUnavailableError: it can't be opened; the message says why.
+        """
+        try:
+            return self.Context(name=device)
+        except self.PyverbsError as cause:
+            why = str(self.error("ibv_open_device", device, cause))
+            number = error_number(cause)
+            if number is None:
+                why += f"; either its file in /dev/infiniband is missing, or libibverbs' driver for it: {INSTALL}"
+            elif number in _NO_ACCESS:
+                why += "; this process needs to read and write /dev/infiniband/uverbs*"
+            raise RuntimeUnavailableError(why) from cause
+
+    @contextlib.contextmanager
+    def calling(self, call: str, subject: str) -> Iterator[None]:
+        """Within it, what pyverbs raises becomes an exception of ours (`error`)."""
+        try:
+            yield
+        except self.PyverbsError as cause:
+            raise self.error(call, subject, cause) from cause
+
+
+_FINDINGS = {
+    lib.PROXYCCL_VERBS_NO_OBJECT: "its memory can't be read",
+    lib.PROXYCCL_VERBS_NO_POINTER: "this version keeps no pointer where the known ones do",
+    lib.PROXYCCL_VERBS_OTHER_QP: "what this version keeps in its place is no queue pair of its number",
+    lib.PROXYCCL_VERBS_OTHER_PARTS: "its domain and its queues don't belong together",
+    lib.PROXYCCL_VERBS_FORBIDDEN: "this process may not call process_vm_readv, as in a container without that right",
+    lib.PROXYCCL_VERBS_NOT_BUILT: "the engine was built without libibverbs' headers",
+}
+
+
+def error_number(error: Exception) -> int | None:
+    """The errno in an exception of pyverbs, or None."""
+    code = getattr(error, "error_code", _NO_ERRNO)
+    return None if code == _NO_ERRNO else abs(code)  # some providers return it negated
+
+
+@functools.cache
+def load() -> Pyverbs:
+    """pyverbs, imported when this is first called.
+
+    Raises:
+        RuntimeUnavailableError: it is not there or can't be used; the message says what to install.
+    """
+    try:
+        with _root_logger_as_it_is():
+            modules = {name: importlib.import_module(f"pyverbs.{name}") for name in _MODULES}
+            enums = _import_enums()
+    except ModuleNotFoundError as error:
+        if error.name == "pyverbs":
+            raise RuntimeUnavailableError(
+                f"pyverbs is not installed: {INSTALL}; a virtual environment sees it if it was made with "
+                "--system-site-packages, or by a .pth file that names a directory with nothing but a link to it"
+            ) from None
+        raise RuntimeUnavailableError(
+            f"pyverbs has no part for this Python ({error}): it was built for another version; {INSTALL}"
+        ) from None
+    except ImportError as error:
+        raise RuntimeUnavailableError(f"pyverbs does not fit this machine's libibverbs ({error}): {INSTALL}") from None
+    return Pyverbs(modules, enums, _version())
+
+
+def _import_enums() -> ModuleType:
+    try:
+        return importlib.import_module("pyverbs.libibverbs_enums")
+    except ModuleNotFoundError:
+        return importlib.import_module("pyverbs.enums")
+
+
+def _enumerators(module: ModuleType) -> dict[str, int]:
+    found = {name: int(value) for name, value in vars(module).items() if name.startswith("IBV_")}
+    for kind in vars(module).values():
+        for name, value in getattr(kind, "__members__", {}).items():
+            found.setdefault(name, int(value))
+    return found
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("pyverbs")
+    except importlib.metadata.PackageNotFoundError:
+        # As distributions package it. It loads libibverbs, of whose version it is and whose file's name ends with that.
+        match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)
+        return match[1] if match else "of unknown version"
+
+
+@contextlib.contextmanager
+def _root_logger_as_it_is() -> Iterator[None]:
+    # pyverbs configures the root logger when it is imported, and that is the program's.
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    try:
+        yield
+    finally:
+        for handler in set(root.handlers) - set(handlers):
+            root.removeHandler(handler)
+        root.setLevel(level)

@@ -1,0 +1,166 @@
+"""Debian's packages, downloaded and unpacked into a directory: no root and no system package touched.
+
+apt runs with directories of its own; the mirror is the one that the machine's own apt uses.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
+INSTALLED = Path("/var/lib/dpkg/status")
+COMPLETE = "complete"
+UNAVAILABLE = 2
+"""Exit status of a program that fetches what can't be had here."""
+
+
+class UnavailableError(Exception):
+    """This machine can't have it; the message says why."""
+
+
+def require_x86_64(what: str) -> None:
+    """Raises UnavailableError on a machine of another architecture."""
+    if platform.machine() != "x86_64":
+        raise UnavailableError(f"{what} is fetched for x86_64, and this is {platform.machine()}")
+
+
+def machine_suite() -> str:
+    """The name of the Debian release that this machine runs."""
+    release = platform.freedesktop_os_release() if Path("/etc/os-release").exists() else {}
+    if release.get("ID") != "debian" or "VERSION_CODENAME" not in release:
+        raise UnavailableError(f"this is {release.get('PRETTY_NAME', platform.system())} and no release of Debian")
+    return release["VERSION_CODENAME"]
+
+
+def debian_mirror() -> str:
+    """The archive that this machine's apt takes Debian from."""
+    if any(shutil.which(program) is None for program in ("apt-get", "dpkg-deb", "tar")):
+        raise UnavailableError("there is no apt-get, dpkg-deb or tar here: Debian's packages are what is fetched")
+    if not KEYRING.exists():
+        raise UnavailableError(f"Debian's keys ({KEYRING}) are missing: apt install debian-archive-keyring")
+    targets = run(["apt-get", "indextargets", "--format", "$(REPO_URI)|$(ORIGIN)|$(LABEL)", "Created-By: Packages"], 60)
+    # Nothing is known of origins before the machine's own lists were fetched, as in a fresh container.
+    for line in targets.splitlines():
+        uri, origin, label = line.split("|")
+        if label == "Debian" or (origin in {"", "Debian"} and re.search(r"/debian/?$", uri)):
+            return uri
+    raise UnavailableError("this machine's apt has no Debian archive among its sources")
+
+
+def run(command: list[str], timeout: float, *, cwd: Path | None = None, stdin: IO[bytes] | None = None) -> str:
+    """Runs one step, `timeout` seconds at most, and returns its output."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=timeout, cwd=cwd, stdin=stdin
+        )
+    except subprocess.TimeoutExpired:
+        raise UnavailableError(f"{command[0]} did not answer within {timeout:.0f} s") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or f"ended with {done.returncode}").splitlines()
+        # apt's first error is the cause, and others may follow from it.
+        cause = next((line.removeprefix("E: ") for line in said if line.startswith("E: ")), said[-1])
+        raise UnavailableError(f"{command[0]}: {cause}")
+    return done.stdout
+
+
+class Apt:
+    """apt for one suite of Debian, with its state in a directory of its own.
+
+    Its downloads lie in that directory. `installed` is the list of packages, in dpkg's form, that are there already; by
+    default none are.
+    """
+
+    def __init__(self, directory: Path, suite: str, installed: Path | None = None) -> None:
+        for folder in ("etc", "state/lists/partial", "cache/archives/partial"):
+            (directory / folder).mkdir(parents=True)
+        sources = directory / "etc/sources.list"
+        sources.write_text(f"deb [signed-by={KEYRING}] {debian_mirror()} {suite} main\n")
+        # A copy, because apt locks the directory that its list is in, which only root may in the system's.
+        status = directory / "state/status"
+        status.write_bytes(installed.read_bytes() if installed is not None else b"")
+        settings = {
+            "Dir::State": directory / "state",
+            "Dir::State::status": status,
+            "Dir::Cache": directory / "cache",
+            "Dir::Etc::sourcelist": sources,
+            "Dir::Etc::sourceparts": "-",
+            "Dir::Etc::preferences": "-",
+            "Dir::Etc::preferencesparts": "-",
+            "APT::Install-Recommends": "false",
+            "Acquire::Retries": "2",
+            "Acquire::http::Timeout": "20",
+            "Acquire::Languages": "none",
+            # apt downloads as a user of its own where it runs as root, and that one may not write here.
+            "APT::Sandbox::User": "",
+        }
+        self._directory = directory
+        self._settings = [f"-o{name}={value}" for name, value in settings.items()]
+        self._get = ["apt-get", "--quiet", "--assume-yes", *self._settings]
+        run([*self._get, "update", "--error-on=any"], 300)
+
+    def download_with_dependencies(self, *packages: str) -> list[Path]:
+        """The packages and all that they need, unless it is installed."""
+        run([*self._get, "install", "--download-only", *packages], 600)
+        return sorted((self._directory / "cache/archives").glob("*.deb"))
+
+    def download(self, package: str) -> Path:
+        """One package without what it needs."""
+        run([*self._get, "download", package], 600, cwd=self._directory)
+        (file,) = self._directory.glob(f"{package}_*.deb")
+        return file
+
+    def dependency(self, package: str, pattern: str) -> str:
+        """The package that another depends on and whose whole name matches a regular expression."""
+        output = run(["apt-cache", *self._settings, "depends", package], 60)
+        found = re.findall(rf"^ *Depends: ({pattern})$", output, re.MULTILINE)
+        if not found:
+            raise UnavailableError(f"Debian's {package} depends on nothing like {pattern}")
+        return str(found[0])
+
+
+def unpack(packages: list[Path], root: Path) -> None:
+    """Unpacks packages over one another. /bin, /lib and /sbin are links into /usr there, as Debian has them."""
+    for folder in ("bin", "lib", "lib64", "sbin"):
+        (root / "usr" / folder).mkdir(parents=True, exist_ok=True)
+        if not (root / folder).is_symlink():
+            (root / folder).symlink_to(f"usr/{folder}")
+    # dpkg's own way of extracting would put directories in place of these links.
+    into = ["tar", "--extract", "--keep-directory-symlink", "--no-same-owner", "--touch", "--file", "-"]
+    for package in packages:
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", str(package)], stdout=subprocess.PIPE) as contents:
+            run([*into, "--directory", str(root)], 300, stdin=contents.stdout)
+        if contents.returncode:
+            raise UnavailableError(f"{package.name} can't be read")
+
+
+def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> None:
+    """Has `fill` fill an empty directory, unless one is complete that was filled with the same `contents`.
+
+    `contents` says what belongs there.
+    """
+    marker = directory / COMPLETE
+    if marker.exists() and marker.read_text() == contents:
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    fill(directory)
+    marker.write_text(contents)
+
+
+def fetch_program(fetch: Callable[[Path], None]) -> None:
+    """The program that fetches into the directory of its first argument.
+
+    It exits with 0, or with 2 and the reason on its standard output where that can't be had here.
+    """
+    try:
+        fetch(Path(sys.argv[1]).resolve())
+    except UnavailableError as error:
+        print(error)
+        sys.exit(UNAVAILABLE)
