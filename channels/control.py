@@ -31,6 +31,7 @@ from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, Operation
 
 NO_PEER: int = lib.PROXYCCL_NO_PEER
@@ -223,6 +224,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
         to = f" to rank {record.peer}" if record.peer is not None else ""
         message = f"{who}'s proxy: {operation}{to}{on} failed with status {record.status}"
+        if not cause and record.status >= engine_lib.PROXYCCL_VERBS_COMPLETION:
+            cause = status_text("verbs", record.status)
         return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
     if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
         message = (

@@ -44,21 +44,33 @@ class Rdma:
         try:
             if peers:
                 answer = self._open(peers, options)
-        except ProxyCCLError as error:  # raised behind the exchange: the others are not left waiting for this rank
-            answer, failure = {"failure": str(error)}, error
-        answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(answer).encode(), "rdma")]
+        except ProxyCCLError as error:
+            failure = error
+        answers = self._exchange(answer, failure)
+        failure = None
+        try:
+            for peer in peers:
+                self._theirs[peer] = answers[peer]
+                address = answers[peer].get("endpoints", {}).get(str(communicator.rank))
+                if address is None:
+                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {communicator.rank}")
+                self._endpoints[peer].connect(bytes.fromhex(address), communicator.timeout)
+        except ProxyCCLError as error:
+            failure = error
+        self._exchange({}, failure)  # nobody sends to a queue pair that is not ready to receive
+
+    def _exchange(self, answer: dict[str, Any], failure: ProxyCCLError | None) -> list[dict[str, Any]]:
+        """Every rank's answer. A failure is raised here behind the exchange, and on the other ranks too: none waits for
+        a rank that has given up.
+        """
+        told = answer if failure is None else {"failure": str(failure)}
+        answers = [json.loads(data) for data in self._communicator.all_gather_bytes(json.dumps(told).encode(), "rdma")]
         if failure is not None:
             raise failure
         for peer, theirs in enumerate(answers):
             if "failure" in theirs:
                 raise RuntimeUnavailableError(f"no RDMA on rank {peer}: {theirs['failure']}")
-        for peer in peers:
-            self._theirs[peer] = answers[peer]
-            address = answers[peer].get("endpoints", {}).get(str(communicator.rank))
-            if address is None:
-                raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {communicator.rank}")
-            self._endpoints[peer].connect(bytes.fromhex(address))
-        communicator.all_gather_bytes(b"", "rdma")  # nobody sends to a queue pair that is not ready to receive
+        return answers
 
     def _open(self, peers: list[int], options: RdmaOptions) -> dict[str, Any]:
         comm, segment = self._communicator, self._communicator.control

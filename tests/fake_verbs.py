@@ -114,7 +114,7 @@ class FakeDevice:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Waits until a condition holds."""
-    deadline = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + 4 * TIMEOUT
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.0005)

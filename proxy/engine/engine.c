@@ -10,10 +10,10 @@
 #include "ring.h"
 
 enum {
-  RELEASE_BATCH = 64,  /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
-  POLL_INTERVAL = 256, /* triggers between two polls of the connections under load: each asks the driver */
+  RELEASE_BATCH = 64,   /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
+  POLL_INTERVAL = 256,  /* triggers between two polls of the connections under load: each asks the driver */
   LOOKS_PER_CLOCK = 16, /* looks at the rings between two at the clock, which takes as long as several looks */
-  SLEEP_PART = 32,     /* an idle worker sleeps for this part of the time that it has been idle */
+  SLEEP_PART = 32,      /* an idle worker sleeps for this part of the time that it has been idle */
   OUTSTANDING_SLEEP_NS = 50000 /* longest sleep while something is: its completion may be what the next waits for */
 };
 
@@ -219,8 +219,8 @@ static uint32_t room_of(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
-/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress. A trigger whose connection
- * takes none stays where it is, with all behind it, and sets *held.
+/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress. A trigger whose
+ * connection takes none stays where it is, with all behind it, and sets *held.
  *
  * The cursor is a copy that the compiler keeps in registers: behind the pointer it would be stored and loaded again
  * for each trigger. What leads to an exit is noted at the exit only, for the same reason. */

@@ -31,8 +31,7 @@ static int post(const ProxycclVerbsBareWrites *options, struct ibv_send_wr *requ
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t number = posted + i + 1;
     requests[i].wr_id = number;
-    requests[i].send_flags =
-        number % options->signal_every == 0 || number == options->count ? IBV_SEND_SIGNALED : 0;
+    requests[i].send_flags = number % options->signal_every == 0 || number == options->count ? IBV_SEND_SIGNALED : 0;
     requests[i].next = i + 1 < count ? &requests[i + 1] : NULL;
   }
   status = ibv_post_send((struct ibv_qp *)options->qp, requests, &refused);

@@ -163,10 +163,12 @@ static int retire(VerbsConnection *self, uint32_t *progress) {
   return 0;
 }
 
-/* The engine asked before whether there is room. */
-static int queue(VerbsConnection *self, Operation operation) {
-  self->operations[self->last_operation++ % OPERATIONS] = operation;
-  return issue(self);
+/* The engine asked before whether there is room. The fields are filled in place: a struct that is made of small stores
+ * and then copied by large loads waits for each. */
+static Operation *queue(VerbsConnection *self, Kind kind) {
+  Operation *operation = &self->operations[self->last_operation++ % OPERATIONS];
+  operation->kind = kind;
+  return operation;
 }
 
 static uint32_t verbs_ready(const ProxycclConnection *base) {
@@ -176,24 +178,32 @@ static uint32_t verbs_ready(const ProxycclConnection *base) {
 
 static int verbs_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  return queue(self_of(base), (Operation){.kind = PUT,
-                                          .lkey = (uint32_t)src->key,
-                                          .rkey = (uint32_t)dst->key,
-                                          .source = (uintptr_t)src->base + src_offset,
-                                          .destination = (uintptr_t)dst->base + dst_offset,
-                                          .bytes = bytes});
+  VerbsConnection *self = self_of(base);
+  Operation *operation = queue(self, PUT);
+  operation->lkey = (uint32_t)src->key;
+  operation->rkey = (uint32_t)dst->key;
+  operation->source = (uintptr_t)src->base + src_offset;
+  operation->destination = (uintptr_t)dst->base + dst_offset;
+  operation->bytes = bytes;
+  return issue(self);
 }
 
 static int verbs_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value) {
   VerbsConnection *self = self_of(base);
-  return queue(self, (Operation){.kind = SIGNAL,
-                                 .rkey = self->options.signal_rkey,
-                                 .destination = (uintptr_t)remote,
-                                 .value = value});
+  Operation *operation = queue(self, SIGNAL);
+  operation->rkey = self->options.signal_rkey;
+  operation->destination = (uintptr_t)remote;
+  operation->bytes = 0;
+  operation->value = value;
+  return issue(self);
 }
 
 static int verbs_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
-  return queue(self_of(base), (Operation){.kind = FLUSH, .flushed = flushed, .value = value});
+  VerbsConnection *self = self_of(base);
+  Operation *operation = queue(self, FLUSH);
+  operation->flushed = flushed;
+  operation->value = value;
+  return issue(self);
 }
 
 static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
