@@ -195,8 +195,7 @@ def summarise(comparisons: list[Report]) -> dict[str, dict[str, float]]:
 def main() -> int:
     parser = arguments(__doc__.splitlines()[0], aims.ALL_REDUCE_SIZES, _QUICK_SIZES)
     parsed = resolve(parser.parse_args())
-    wanted = parsed.algorithms or [_AUTO, *ALGORITHMS]
-    for name in wanted:
+    for name in parsed.algorithms or ():
         if name != _AUTO and name not in ALGORITHMS:
             parser.error(f"--algorithms: {name!r} is none of {', '.join((_AUTO, *ALGORITHMS))}")
     rows: list[Report] = []
@@ -207,6 +206,7 @@ def main() -> int:
             f"CUDA-graph replays, time a call; median of {parsed.repeats}, maximum over ranks; in place",
         )
         factor = bus_factor("all_reduce", job.ranks)
+        wanted = parsed.algorithms or [_AUTO, *job.comm.collectives.algorithms()]
         table = Table(COLUMNS)
         if job.first:
             table.header()

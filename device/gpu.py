@@ -373,12 +373,12 @@ class GpuRuntime:
         """Maps what a process of this machine exported, or reaches what another thread of this one did."""
         own, device, base, allocation, offset, nbytes, raw = _Handle.unpack(handle)
         if own:
-            self._check_own(device, base, allocation, offset + nbytes)
+            size = self._check_own(device, base, allocation, offset + nbytes)
         with self.current():
             if own:
                 if device != self.device:
                     self.driver.enable_peer_access(self.driver.context(device))
-                    self.driver.grant_access(*self.driver.address_range(base, offset + nbytes), self.device)
+                    self.driver.grant_access(base, size, self.device)
                 return GpuMemory(base + offset, nbytes, self._unused, lambda: None)
             key = (self._context, handle[: -len(raw)], raw)
             try:
@@ -388,8 +388,10 @@ class GpuRuntime:
         release = functools.partial(self.context.call, self._imported.release, key, self.driver.release_memory)
         return GpuMemory(mapped + offset, nbytes, self._unused, release)
 
-    def _check_own(self, device: int, base: int, allocation: int, end: int) -> None:
-        """Refuses a handle of this process's own memory that is damaged, or whose memory is gone."""
+    def _check_own(self, device: int, base: int, allocation: int, end: int) -> int:
+        """The size of this process's own memory that a handle names. One that is damaged, or whose memory is gone, is
+        refused.
+        """
         if not 0 <= device < self.driver.device_count():
             raise ArgumentError("handle", f"it names device {device}, and there is none of that number")
         with DeviceContext(self.driver, self.driver.context(device)).current():
@@ -402,6 +404,7 @@ class GpuRuntime:
             raise ArgumentError("handle", "this process has freed the memory that it names")
         if end > size:
             raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
+        return size
 
     def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
         """Maps another process's pinned memory and pins it here."""

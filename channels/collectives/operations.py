@@ -99,6 +99,15 @@ class Collectives:
             self._teams[proxied] = Team(self._comm, proxied=proxied)
         return self._teams[proxied]
 
+    def algorithms(self) -> tuple[str, ...]:
+        """The all-reduce algorithms that work between these ranks. All ranks call this together."""
+        packets, levels = self.team().packets is not None, self._comm.topology.has_levels()
+        return tuple(
+            name
+            for name in ALGORITHMS
+            if (packets or name not in PACKET_ALGORITHMS) and (levels or name != "hierarchical")
+        )
+
     def levels(self) -> tuple[Team, Team]:
         """Two teams of this rank: the ranks of its node, and those with its number on every node.
 

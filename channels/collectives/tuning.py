@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS, Selector
+from proxyccl.channels.collectives.selection import Selector
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
@@ -24,8 +24,7 @@ def measure(
 
     All ranks call this together, and all get the same numbers.
     """
-    packets = communicator.collectives.team().packets is not None
-    candidates = [name for name in ALGORITHMS if name != "proxy" and (packets or name not in PACKET_ALGORITHMS)]
+    candidates = [name for name in communicator.collectives.algorithms() if name != "proxy"]
     times: dict[int, dict[str, float]] = {}
     for size in sizes:
         x = communicator.empty(max(1, size // 4), "float32").fill(0)

@@ -297,6 +297,9 @@ def run(options: Options) -> int:
 
     with Communicator.from_mpi() as communicator:
         first = communicator.rank == 0
+        if options.algorithm == "each":
+            usable = communicator.collectives.algorithms()
+            algorithms = tuple(name for name in algorithms if name is None or name in usable)
         seed = int.from_bytes(communicator.all_gather_bytes(os.urandom(8))[0], "little")
         mpi_version = " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split())
         seconds = options.seconds / (len(list(options.sizes())) * len(algorithms))
