@@ -356,6 +356,8 @@ class Watcher:
         """Ends the thread."""
         os.write(self._stop_write, b"x")
         self._thread.join()
+        if self._own.aborted:  # perhaps later than the thread looked
+            self.pass_on()
         for _, link in self._links.values():
             link.close()
         for descriptor in (*self._descriptors, self._stop_read, self._stop_write):

@@ -10,6 +10,7 @@ import fcntl
 import ipaddress
 import json
 import secrets
+import selectors
 import socket
 import struct
 import time
@@ -21,8 +22,9 @@ from proxyccl.device.errors import PeerLostError
 
 _SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 16
-_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sI")
-_ATTEMPT_SECONDS = 2.0
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
+_GREETING_SECONDS = 2.0
+_INTERVAL_SECONDS = 0.1
 _GOODBYE = b"goodbye\n"
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
@@ -33,14 +35,14 @@ _KEEP_ALIVE = {
 
 
 def host_addresses() -> list[str]:
-    """This host's IPv4 addresses, those that other hosts may reach first."""
+    """This host's IPv4 addresses that other hosts may reach; those of the loopback if there are no others."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without such an address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
-    return sorted(dict.fromkeys(found), key=lambda address: ipaddress.ip_address(address).is_loopback)
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Listener:
             if peer < self._rank:
                 links[peer] = self._call(peer, _Offer(**json.loads(offers[peer])), deadline, give_up)
         awaited = {peer for peer in peers if peer > self._rank}
-        self._socket.settimeout(0.1)
+        self._socket.settimeout(_INTERVAL_SECONDS)
         while awaited:
             give_up()
             if time.monotonic() > deadline:
@@ -135,48 +137,61 @@ class Listener:
                 )
             with contextlib.suppress(TimeoutError):
                 connection, _ = self._socket.accept()
-                caller = self._greeted(connection)
-                if caller in awaited:
+                caller = self._greeted(connection, awaited)
+                if caller is None:
+                    connection.close()
+                else:
                     awaited.remove(caller)
                     links[caller] = HostLink(caller, connection)
-                else:
-                    connection.close()
         return links
 
     def _call(self, peer: int, offer: _Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
-        while True:
-            failures = []
+        # All addresses at once: some lead nowhere, or to another host that has the same one.
+        token = bytes.fromhex(offer.token)
+        failures = dict.fromkeys(offer.addresses, "no answer")
+        with selectors.DefaultSelector() as calls, contextlib.ExitStack() as sockets:
             for address in offer.addresses:
+                connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                connection.connect_ex((address, offer.port))
+                calls.register(connection, selectors.EVENT_WRITE, (connection, address))
+            while calls.get_map() and time.monotonic() < deadline:
                 give_up()
-                connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-                connection.settimeout(_ATTEMPT_SECONDS)
-                try:
-                    connection.connect((address, offer.port))
-                    connection.sendall(_HELLO.pack(bytes.fromhex(offer.token), self._rank))
-                    if connection.recv(_TOKEN_BYTES, socket.MSG_WAITALL) == bytes.fromhex(offer.token):
-                        return HostLink(peer, connection)
-                    failures.append(f"{address}: somebody else listens there")
-                except OSError as error:
-                    failures.append(f"{address}: {error}")
-                connection.close()
-            if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"no connection to rank {peer} on another host, port {offer.port}: {'; '.join(failures)}",
-                    rank=self._rank,
-                    peer=peer,
-                    operation="bootstrap",
-                )
+                for key, _ in calls.select(_INTERVAL_SECONDS):
+                    connection, address = key.data
+                    try:
+                        if key.events == selectors.EVENT_WRITE:  # connected; or not, which sending tells
+                            connection.send(_HELLO.pack(self._rank, token))
+                            calls.modify(connection, selectors.EVENT_READ, key.data)
+                            continue
+                        if connection.recv(_TOKEN_BYTES) == token:
+                            return HostLink(peer, socket.socket(fileno=connection.detach()))
+                        failures[address] = "somebody else listens there"
+                    except OSError as error:
+                        failures[address] = str(error)
+                    calls.unregister(connection)
+        raise PeerLostError(
+            f"no connection to rank {peer} on another host, port {offer.port}: "
+            f"{'; '.join(f'{address}: {failure}' for address, failure in failures.items()) or 'it has no IPv4 address'}",
+            rank=self._rank,
+            peer=peer,
+            operation="bootstrap",
+        )
 
-    def _greeted(self, connection: socket.socket) -> int | None:
-        connection.settimeout(_ATTEMPT_SECONDS)
+    def _greeted(self, connection: socket.socket, awaited: set[int]) -> int | None:
+        """The rank that calls, which is answered if this rank waits for it; None for a stranger."""
+        connection.settimeout(_GREETING_SECONDS)
         try:
-            hello = connection.recv(_HELLO.size, socket.MSG_WAITALL)
-            if len(hello) < _HELLO.size or not secrets.compare_digest(hello[:_TOKEN_BYTES], self._token):
+            hello = connection.recv(_HELLO.size)
+            if len(hello) < _HELLO.size:
+                return None
+            caller, token = _HELLO.unpack(hello)
+            if caller not in awaited or not secrets.compare_digest(token, self._token):
                 return None
             connection.sendall(self._token)
         except OSError:
             return None
-        return int(_HELLO.unpack(hello)[1])
+        return int(caller)
 
     def close(self) -> None:
         """Listens no more."""

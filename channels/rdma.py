@@ -77,7 +77,8 @@ class Rdma:
         near = comm.runtime.numa_node()
         if near is None:
             near = process_numa_node()
-        choice = choose_device(rdma_devices(), options, near, local_rank=comm.local_rank)
+        beside = sum(comm.topology.same_host(rank) for rank in range(comm.rank))  # rehearsed nodes share devices
+        choice = choose_device(rdma_devices(), options, near, local_rank=beside)
         self._device = VerbsDevice.open(choice, options)
         self._registrations = Registrations(self._device)
         registered = self._registrations.register(segment.host_pointer, segment.memory.nbytes)
@@ -96,6 +97,12 @@ class Rdma:
     def used(self) -> bool:
         """Whether this rank has a device open."""
         return self._device is not None
+
+    def queue_pairs(self, peer: int) -> tuple[int, int]:
+        """The numbers of the two queue pairs between this rank and a peer that RDMA leads to: the own, the peer's."""
+        endpoint = self._endpoints[peer]
+        assert endpoint.peer is not None
+        return endpoint.qp_number, endpoint.peer.qp_number
 
     def connect(self, peer: int) -> Connection:
         """The proxy's way to a peer over its queue pair."""

@@ -220,6 +220,12 @@ class Endpoint:
         return qp, signal
 
     @property
+    def qp_number(self) -> int:
+        """The queue pair's number."""
+        self._require_open()
+        return int(self._qp.qp_num)
+
+    @property
     def address(self) -> bytes:
         """What the peer's `connect` wants."""
         self._require_open()

@@ -1,7 +1,10 @@
 """Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
 
-python tests/rdma/kernels.py      compiles them into the cache, outside of the machine
+python tests/rdma/kernels.py      compiles them and the example's into the cache, outside of the machine
 """
+
+import sys
+from pathlib import Path
 
 from proxyccl import open_runtime
 
@@ -21,6 +24,7 @@ extern "C" __global__ void put_only(Channels channels, unsigned long bytes) {
   channels[0].put(0, 0, bytes);
   channels[0].flush();
 }
+extern "C" __global__ void wait(Channels channels) { channels[0].wait(); }
 extern "C" __global__ void flood(Channels channels, int puts, unsigned long bytes) {
   for (int i = 0; i < puts; ++i) channels[0].put(i * bytes, i * bytes, bytes);
   channels[0].signal();
@@ -39,4 +43,10 @@ extern "C" __global__ void count(Channels channels, int turns, unsigned long* va
 """
 
 if __name__ == "__main__":
-    open_runtime("host").compile(KERNELS)
+    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+
+    import gpu_data_interchange
+
+    runtime = open_runtime("host")
+    for source in (KERNELS, gpu_data_interchange.KERNEL):
+        runtime.compile(source)
