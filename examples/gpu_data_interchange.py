@@ -1,8 +1,8 @@
 """GPU data interchange: RDMA from the device to a verified transfer, step by step.
 
-Every rank is a node of its own. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA, and
-looks at what came from the previous rank. The steps and their report are those of MORI's simple_gpu_interchange; the
-communicator takes the third to the fifth at once.
+Every rank is a node of its own. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA,
+and looks at what came from the previous rank. The steps and their report are those of MORI's simple_gpu_interchange;
+the communicator takes the third to the fifth at once.
 
     mpiexec -n 2 python -m mpi4py examples/gpu_data_interchange.py
 

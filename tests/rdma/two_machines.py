@@ -1,4 +1,4 @@
-"""Two ranks, each in a machine of its own and joined by nothing but the wire: the example, and what ends a communicator.
+"""Two ranks, each in a machine of its own, joined by the wire alone: the example, and what ends a communicator.
 
 python tests/rdma/two_machines.py      in both machines: machine.py --nodes 2 -- ...
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "examples")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "examples"))
 
 import gpu_data_interchange
 import numpy as np
