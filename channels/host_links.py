@@ -170,9 +170,9 @@ class Listener:
                     except OSError as error:
                         failures[address] = str(error)
                     calls.unregister(connection)
+        tried = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
         raise PeerLostError(
-            f"no connection to rank {peer} on another host, port {offer.port}: "
-            f"{'; '.join(f'{address}: {failure}' for address, failure in failures.items()) or 'it has no IPv4 address'}",
+            f"no connection to rank {peer} on another host, port {offer.port}: {tried or 'it has no IPv4 address'}",
             rank=self._rank,
             peer=peer,
             operation="bootstrap",

@@ -17,6 +17,7 @@ from running import TESTS, run_mpi
 from test_nvrtc import CUBIN, Nvrtc
 
 from proxyccl.device.kernel import kernel_names
+from proxyccl.proxy.verbs.devices import missing
 
 EXAMPLES = TESTS.parent / "examples"
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
@@ -76,6 +77,18 @@ def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
     assert done.returncode != 0
     assert f"{name} needs at least 2 ranks" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(missing() is None, reason="this machine has RDMA")
+@pytest.mark.parametrize("world_size", world_sizes(2, processes=True))
+def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> None:
+    done = run_mpi(world_size, EXAMPLES / "gpu_data_interchange.py")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("gpu_data_interchange.py: ")]
+    assert "no RDMA between ranks" in line
+    assert str(missing()) in line
+    assert "Traceback" not in done.stderr
+    assert "Success" not in done.stdout
 
 
 @pytest.mark.parametrize(
