@@ -42,6 +42,11 @@ SM_PUT_GBS = {8: 298.0, 32: 352.0, 132: 368.0}
 SM_SIGNAL_US = 2.46 / 2
 """The limit of a signal from GPU to GPU, one way: half a flag's round trip."""
 
+RDMA_RATE_RATIO = 0.9
+"""Aimed at: proxied writes of 8 bytes, over a bare loop of ibv_post_send with one request a call."""
+RDMA_BANDWIDTH_RATIO = 0.95
+"""Aimed at: bandwidth of proxied writes of 64 KiB, over ib_write_bw's."""
+
 ISSUE_US = 5.0
 """Aimed at: CPU time to issue a prepared collective, where a torch elementwise add takes 4.9."""
 

@@ -1,0 +1,451 @@
+"""RDMA writes of the proxy between two devices of this machine, beside what the verbs allow: make bench-rdma
+
+Short writes are counted, beside a loop in C that does nothing but ibv_post_send and ibv_poll_cq; long ones give the
+bandwidth, beside perftest's ib_write_bw. One thread pushes triggers into a ring, a ProxyService drains it onto a queue
+pair, and the time runs from the first push until the flush word behind the last write is stored. Bare loop and engine
+have queue pairs with the same options on the same devices; ib_write_bw is given the same depth and number of messages.
+All alternate in one process, and the ratio is the median of the rounds' own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import aims
+from program import common_arguments, end_if_it_hangs
+
+from proxyccl import RdmaOptions, open_runtime, rdma_devices
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.tools import options
+from proxyccl.channels.tools.options import show_size
+from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.device.errors import ProxyCCLError, TransportError, WaitTimeoutError
+from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.proxy import _engine
+from proxyccl.proxy.service import ProxyFailure, ProxyService
+from proxyccl.proxy.transport_status import status_text
+from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.proxy.verbs.address import EndpointAddress
+from proxyccl.proxy.verbs.devices import choose_device
+from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
+from proxyccl.proxy.verbs.registrations import Registration, Registrations
+
+ffi, lib = _engine.ffi, _engine.lib
+
+_TIMEOUT = 60.0  # seconds, of each wait
+_LOOK = 0.0005  # seconds between two looks at the flush word: a thread that spins takes a core from the devices
+_FIFO_SIZE = 8192
+_SHORT, _LONG = 8, 64 << 10
+_SMALL_FIFO_SIZE = 256  # its producer waits for room, and spins meanwhile
+_CALIBRATION = 200  # writes
+_MOST_WRITES = 1_000_000  # in a run
+_LETTERS = "abcdefgh"
+_SOFT_ROCE = "Soft-RoCE, where the CPU does a device's work, here an emulated one: ratios mean something, rates nothing"
+_PORT = 18515  # of ib_write_bw's server
+
+
+class Pair:
+    """Two devices, and memory on each: what is in the first's is written into the second's.
+
+    Args:
+        names: of the devices.
+        gid_index: of both.
+        depth: work requests that a send queue takes.
+    """
+
+    def __init__(self, runtime: Runtime, names: tuple[str, str], gid_index: int | None, depth: int) -> None:
+        self.runtime = runtime
+        self._devices: list[VerbsDevice] = []
+        self.memories: list[Memory] = []
+        self.regions: list[Registration] = []
+        found = rdma_devices()
+        for name in names:
+            wanted = RdmaOptions(device=name, gid_index=gid_index, send_depth=depth)
+            self._devices.append(VerbsDevice.open(choose_device(found, wanted), wanted))
+            self.memories.append(runtime.allocate(_LONG))
+            registrations = Registrations(self._devices[-1])
+            self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))
+
+    def describe(self) -> list[str]:
+        """A line on each device."""
+        return [device.describe() for device in self._devices]
+
+    @property
+    def gid_index(self) -> int:
+        """Of the first device."""
+        return self._devices[0].choice.gid_index
+
+    def connect(self) -> Endpoint:
+        """A connected queue pair of the first device."""
+        near, far = (device.endpoint() for device in self._devices)
+        near.connect(far.address)
+        far.connect(near.address)
+        return near
+
+    def refill(self, nbytes: int) -> None:
+        """Fresh bytes to write, and others where they go."""
+        sent = secrets.token_bytes(nbytes)
+        for memory, data in zip(self.memories, (sent, bytes(byte ^ 0xFF for byte in sent)), strict=True):
+            ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
+
+    def wrong(self, nbytes: int) -> int:
+        """Bytes that differ behind a write."""
+        sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
+        return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
+
+    def close(self) -> None:
+        """Closes devices and memory; what uses them is closed."""
+        for device in self._devices:
+            device.close()
+        for memory in self.memories:
+            memory.close()
+
+
+class Bare:
+    """The loop in C, on a queue pair of its own.
+
+    Args:
+        chain: writes posted with one call.
+        signal_every: of so many writes one is signalled.
+    """
+
+    def __init__(self, pair: Pair, depth: int, chain: int, signal_every: int) -> None:
+        near = pair.connect()
+        qp = near.engine_options(0).qp
+        found = ffi.new("ProxycclVerbsQp *")
+        if lib.proxyccl_verbs_check_qp(qp, EndpointAddress.decode(near.address).qp_number, found):
+            raise ProxyCCLError("the queue pair's completion queue can't be found")
+        local, remote = pair.regions
+        self._options = ffi.new(
+            "ProxycclVerbsBareWrites *",
+            {
+                "qp": qp,
+                "cq": found.send_cq,
+                "local": local.address,
+                "lkey": local.lkey,
+                "remote": remote.address,
+                "rkey": remote.rkey,
+                "depth": depth,
+                "chain": chain,
+                "signal_every": signal_every,
+                "timeout_ns": int(_TIMEOUT * 1e9),
+            },
+        )
+
+    def __call__(self, nbytes: int, count: int) -> float:
+        """Seconds that so many writes take."""
+        self._options.bytes, self._options.count = nbytes, count
+        taken = int(lib.proxyccl_verbs_bare_writes(self._options))
+        if taken < 0:
+            raise TransportError(f"the bare loop: {status_text('verbs', -taken)}")
+        return taken / 1e9
+
+
+class Proxied:
+    """A proxy whose one channel leads through the first device to the second's memory; no second rank takes part."""
+
+    def __init__(self, pair: Pair, fifo_size: int) -> None:
+        self._segment = create_segment(pair.runtime, 0, _TIMEOUT)
+        self._failures: list[ProxyFailure] = []
+        self._service = ProxyService(
+            pair.runtime,
+            self._segment.host_pointer,
+            self._segment.memory,
+            shared_offset=ControlSegment.service_offset,
+            fifo_size=fifo_size,
+            on_failure=self._failures.append,
+        )
+        local, remote = pair.regions
+        connection = self._service.connect_verbs(pair.connect().engine_options(remote.rkey))
+        self._channel = self._service.reserve_channel(connection)
+        self._service.set_channel(self._channel, connection, remote.address)
+        self._source = self._service.add_memory(local.address, local.nbytes, local.lkey)
+        self._destination = self._service.add_memory(remote.address, remote.nbytes, remote.rkey)
+        self._fifo = self._service.fifo_for(self._channel)
+        self._flushed = ffi.cast("uint64_t *", self._service.flushed_pointer(self._channel))
+        self._pushed = 0
+
+    def __enter__(self) -> Proxied:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._service.close()
+        self._segment.close()
+
+    def _trigger(self, operation: Operation, nbytes: int) -> object:
+        words = Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
+        return ffi.new("ProxycclTrigger *", words)[0]
+
+    def __call__(self, nbytes: int, count: int) -> float:
+        """Seconds from the first push until the flush behind the last write."""
+        parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
+        triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
+        fifo = self._fifo
+        slots, tail = ffi.cast("ProxycclTrigger *", fifo.slots_host), ffi.cast("uint64_t *", fifo.tail_host)
+        start = time.perf_counter()
+        for trigger, pushes in triggers:
+            self._pushed += lib.proxyccl_bare_produce(
+                slots, tail, fifo.size_log2, self._pushed, pushes, trigger, int(_TIMEOUT * 1e9)
+            )
+        while self._flushed[0] < self._pushed:
+            if self._failures:
+                raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
+            if time.perf_counter() - start > _TIMEOUT:
+                raise WaitTimeoutError(f"{count} writes of {nbytes} bytes were not complete in time")
+            time.sleep(_LOOK)
+        return time.perf_counter() - start
+
+
+def bandwidth_of(output: str) -> float:
+    """Bytes a second that ib_write_bw says it had on average.
+
+    Raises:
+        ValueError: this is not the output of a run with one size of message.
+    """
+    lines = [line.split() for line in output.splitlines()]
+    titles = next((i for i, words in enumerate(lines) if words[:1] == ["#bytes"]), len(lines))
+    rows = [words for words in lines[titles + 1 :] if words and words[0].isdigit()]
+    if len(rows) != 1 or "BW average[MB/sec]" not in output:
+        raise ValueError(f"no bandwidth in the output of ib_write_bw: {output.strip() or 'it is empty'}")
+    _, _, _, average, *_ = rows[0]
+    return float(average) * (1 << 20)  # perftest's MB
+
+
+class Perftest:
+    """ib_write_bw between the two devices: two processes, of which the one on the first device writes.
+
+    Args:
+        depth: work requests outstanding, at most.
+    """
+
+    def __init__(self, program: str, names: tuple[str, str], gid_index: int, depth: int) -> None:
+        self._names = names
+        self._command = [program, "-F", "-q", "1", "-t", str(depth), "-x", str(gid_index), "-p", str(_PORT)]
+
+    def __call__(self, nbytes: int, count: int) -> float:
+        """Seconds that so many writes take."""
+        near, far = ([*self._command, "-s", str(nbytes), "-n", str(count), "-d", name] for name in self._names)
+        with subprocess.Popen(far, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+            try:
+                self._wait_for(server)
+                done = subprocess.run(
+                    [*near, "127.0.0.1"], capture_output=True, text=True, timeout=_TIMEOUT, check=False
+                )
+                if done.returncode:
+                    raise ProxyCCLError(f"ib_write_bw ended with {done.returncode}: {done.stdout}{done.stderr}")
+                server.communicate(timeout=_TIMEOUT)
+            finally:
+                server.kill()
+        return nbytes * count / bandwidth_of(done.stdout)
+
+    def _wait_for(self, server: subprocess.Popen[str]) -> None:
+        """Returns when the server listens."""
+        deadline = time.monotonic() + _TIMEOUT
+        listening = f":{_PORT:04X} 00000000:0000 0A"
+        while listening not in Path("/proc/net/tcp").read_text():
+            if server.poll() is not None or time.monotonic() > deadline:
+                raise ProxyCCLError("ib_write_bw's server does not listen")
+            time.sleep(0.05)
+
+
+def perftest_version(program: str) -> str:
+    """The version that ib_write_bw says it has."""
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_TIMEOUT, check=False)
+    return done.stdout.replace("Version:", "").strip()
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to make the writes.
+
+    Attributes:
+        name: shown in tables.
+        ours: whether it is ProxyCCL's.
+        seconds: what so many bytes, so many times, take.
+        checked: whether it writes the memory of the `Pair`.
+    """
+
+    name: str
+    ours: bool
+    seconds: Callable[[int, int], float]
+    checked: bool = True
+
+
+class Comparison:
+    """Contenders that take turns; the first is what the others are compared with.
+
+    Attributes:
+        wrong: bytes that were wrong behind a run, in all.
+        rounds: how many were made.
+    """
+
+    def __init__(self, pair: Pair, nbytes: int, contenders: Sequence[Contender]) -> None:
+        self._pair, self._nbytes, self._contenders = pair, nbytes, contenders
+        self._seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        self._count = 0
+        self.wrong = 0
+        self.rounds = 0
+
+    def _run(self, contender: Contender, count: int) -> float:
+        self._pair.refill(self._nbytes)
+        seconds = contender.seconds(self._nbytes, count)
+        if contender.checked:
+            self.wrong += self._pair.wrong(self._nbytes)
+        return seconds
+
+    def measure(self, rounds: int, seconds: float) -> None:
+        """Makes rounds, up to so many, as long as there is time. The first is not counted: it warms up."""
+        start = time.monotonic()
+        rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # as much again for what lies between the runs
+        self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
+        while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
+            for contender in self._contenders:
+                self._seconds[contender.name].append(self._run(contender, self._count))
+            self.rounds += 1
+
+    def rows(self) -> list[Report]:
+        """What was found, a row for each contender; `over` has the median ratio of its rate to each one's."""
+        found = []
+        for contender in self._contenders:
+            own = self._seconds[contender.name]
+            over = {
+                name: statistics.median(theirs / mine for theirs, mine in zip(others, own, strict=True))
+                for name, others in self._seconds.items()
+            }
+            found.append(
+                {
+                    "name": contender.name,
+                    "ours": contender.ours,
+                    "bytes": self._nbytes,
+                    "writes": self._count,
+                    "rounds": self.rounds,
+                    "median_per_s": self._count / statistics.median(own),
+                    "best_per_s": self._count / min(own),
+                    "median_gbs": self._nbytes * self._count / statistics.median(own) / 1e9,
+                    "over": over,
+                }
+            )
+        return found
+
+
+def _show(title: str, rows: list[Report], aim: float) -> None:
+    print(f"\n{title}; {rows[0]['writes']} writes in each of {rows[0]['rounds']} rounds; aim {aim}")
+    columns = (
+        Column("", "", 44, left=True),
+        Column("median", "(1/s)", 10, ",.0f"),
+        Column("best", "(1/s)", 10, ",.0f"),
+        Column("median", "(MB/s)", 10, ",.2f"),
+        *(Column("over", f"({letter})", 6, ".2f") for letter in _LETTERS[: len(rows)]),
+    )
+    table = Table(columns)
+    table.header()
+    for letter, row in zip(_LETTERS, rows, strict=False):
+        rates = (row["median_per_s"], row["best_per_s"], row["median_gbs"] * 1e3)
+        table.row(f"{letter}  {row['name']}", *rates, *row["over"].values())
+
+
+def _arguments() -> argparse.Namespace:
+    parser = common_arguments(__doc__.splitlines()[0])
+    here = os.environ.get("SOFT_ROCE_DEVICES", "").split(",")
+    two = here if len(here) == 2 else None
+    parser.add_argument("--devices", nargs=2, default=two, required=two is None, help="that reach each other")
+    parser.add_argument("--gid-index", type=int, help="on both devices; default: what ProxyCCL would take")
+    parser.add_argument("--short-depth", type=options.count, default=256, help="requests under way (default 256)")
+    parser.add_argument("--long-depth", type=options.count, default=128, help="the same for 64 KiB (default 128)")
+    parser.add_argument("-r", "--rounds", type=options.count, help="of each comparison, at most")
+    return parser.parse_args()
+
+
+def main() -> int:
+    parsed = _arguments()
+    end_if_it_hangs(parsed.seconds)
+    rounds = parsed.rounds or (3 if parsed.quick else 11)
+    names = tuple(parsed.devices)
+    program = shutil.which("ib_write_bw")
+    facts = machine()
+    print(f"# ProxyCCL {versions().get('proxyccl', '')} RDMA writes from {names[0]} to {names[1]}")
+    print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}, {facts['system']}")
+    missing = [] if program else ["ib_write_bw, which is not installed"]
+    runtime = open_runtime("host")
+    with contextlib.ExitStack() as closing:
+        short, long = (Pair(runtime, names, parsed.gid_index, n) for n in (parsed.short_depth, parsed.long_depth))
+        for pair in (short, long):
+            closing.callback(pair.close)
+        for line in short.describe():
+            print(f"# {line}", flush=True)
+
+        def proxied(pair: Pair, fifo_size: int) -> Callable[[int, int], float]:
+            return closing.enter_context(Proxied(pair, fifo_size))
+
+        few, chain = max(1, parsed.short_depth // 8), min(lib.PROXYCCL_VERBS_CHAIN, parsed.short_depth // 2)
+        rate = Comparison(
+            short,
+            _SHORT,
+            [
+                Contender("bare loop, one request a call", False, Bare(short, parsed.short_depth, 1, 1)),
+                Contender(f"bare loop, one of {few} signalled", False, Bare(short, parsed.short_depth, 1, few)),
+                Contender(f"bare loop, {chain} requests a call", False, Bare(short, parsed.short_depth, chain, chain)),
+                Contender(f"proxied, ring of {_FIFO_SIZE}", True, proxied(short, _FIFO_SIZE)),
+                Contender(f"proxied, ring of {_SMALL_FIFO_SIZE}", True, proxied(short, _SMALL_FIFO_SIZE)),
+            ],
+        )
+        peers = []
+        if program:
+            perftest = Perftest(program, names, long.gid_index, parsed.long_depth)
+            peers = [Contender("ib_write_bw", False, perftest, checked=False)]
+        bandwidth = Comparison(
+            long,
+            _LONG,
+            [
+                *peers,
+                Contender("bare loop, one request a call", False, Bare(long, parsed.long_depth, 1, 1)),
+                Contender(f"proxied, ring of {_FIFO_SIZE}", True, proxied(long, _FIFO_SIZE)),
+            ],
+        )
+        parts = ((rate, aims.RDMA_RATE_RATIO, 0.4), (bandwidth, aims.RDMA_BANDWIDTH_RATIO, 0.6))
+        for comparison, aim, share in parts:
+            comparison.measure(rounds, share * parsed.seconds)
+            rows = comparison.rows()
+            _show(f"Writes of {show_size(rows[0]['bytes'])}", rows, aim)
+            if comparison.rounds < rounds:
+                missing.append(f"{rounds - comparison.rounds} of {rounds} rounds with {show_size(rows[0]['bytes'])}")
+    wrong = sum(comparison.wrong for comparison, *_ in parts)
+    if missing:
+        print(f"# not measured: {', '.join(missing)}")
+    print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}", flush=True)
+    if parsed.json is not None:
+        report = {
+            "benchmark": "rdma_writes",
+            "runtime": runtime.name,
+            "device": f"{names[0]} to {names[1]}",
+            "devices": short.describe(),
+            "peers": {"perftest": perftest_version(program)} if program else {},
+            "method": "in turns in one process; medians over the rounds, ratios within a round",
+            "note": _SOFT_ROCE if names[0].startswith("rxe") else "",
+            "depth": {"short": parsed.short_depth, "long": parsed.long_depth},
+            "rate": rate.rows(),
+            "bandwidth": bandwidth.rows(),
+            "not_measured": missing,
+            "wrong": wrong,
+        }
+        write_json(parsed.json, report)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
