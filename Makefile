@@ -19,7 +19,7 @@ FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in
 SOFT_ROCE := tests/soft_roce
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-page lint clean
+.PHONY: demo test test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-rdma bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -68,6 +68,13 @@ bench-gpu:
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/report.py
+
+# RDMA in the machine with Soft-RoCE, which keeps no files: the report comes out behind the tables.
+bench-rdma: $(VENV)/.installed
+	$(BIN)/python $(SOFT_ROCE)/machine.py --timeout 600 -- $(BIN)/python benchmarks/rdma_writes.py --json /dev/stdout \
+	  > build/rdma_writes.txt
+	sed '/^{$$/,/^}$$/d' build/rdma_writes.txt
+	sed -n '/^{$$/,/^}$$/p' build/rdma_writes.txt > $(RESULTS)/rdma_writes.json
 
 bench-page: $(VENV)/.installed
 	$(BIN)/python benchmarks/report.py

@@ -275,12 +275,40 @@ def ring_section(result: Result) -> list[str]:
     return lines
 
 
+def rdma_writes_section(result: Result) -> list[str]:
+    """Tables of the writes."""
+    lines = ["## RDMA writes", "", *origin(result)]
+    lines += [f"{result['note']}.", ""] if result["note"] else []
+    lines += [f"Wrong bytes in all checks: {result['wrong']}.", ""]
+    parts = (("rate", aims.RDMA_RATE_RATIO), ("bandwidth", aims.RDMA_BANDWIDTH_RATIO))
+    for rows, aim in ((result[name], aim) for name, aim in parts):
+        lines += [
+            f"### Writes of {show_size(rows[0]['bytes'])}, {rows[0]['writes']} in each of {rows[0]['rounds']} rounds; "
+            f"aim of the ratio {aim}",
+            "",
+            *table(
+                ["writer", "median, 1/s", "best, 1/s", "median, MB/s", *(f"over {row['name']}" for row in rows)],
+                [
+                    [
+                        f"{row['name']} (ours)" if row["ours"] else row["name"],
+                        *(number(row[key], 0) for key in ("median_per_s", "best_per_s")),
+                        number(row["median_gbs"] * 1e3),
+                        *(number(ratio) for ratio in row["over"].values()),
+                    ]
+                    for row in rows
+                ],
+            ),
+        ]
+    return lines
+
+
 SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "all_reduce": all_reduce_section,
     "all_to_all": all_to_all_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "launch_cost": launch_cost_section,
+    "rdma_writes": rdma_writes_section,
 }
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,59 @@ def test_put_and_signal_refuse_another_number_of_ranks() -> None:
     done = run_mpi(1, BENCHMARKS / "put_signal.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode != 0
     assert "needs 2 ranks, not 1" in done.stderr
+
+
+PERFTEST = """
+---------------------------------------------------------------------------------------
+                    RDMA_Write BW Test
+ TX depth        : 128
+ Mtu             : 4096[B]
+---------------------------------------------------------------------------------------
+ local address: LID 0000 QPN 0x0011 PSN 0xe8956c RKey 0x0002bd VAddr 0x005595436ef000
+---------------------------------------------------------------------------------------
+ #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]
+{rows}
+---------------------------------------------------------------------------------------
+"""
+ROW = " 65536      300              53.24              37.12  \t\t   0.000594"
+
+
+@pytest.fixture
+def bandwidth_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], float]:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import perftest
+
+    return perftest.bandwidth_of
+
+
+def test_the_bandwidth_of_ib_write_bw_is_read(bandwidth_of: Callable[[str], float]) -> None:
+    assert bandwidth_of(PERFTEST.format(rows=ROW)) == 37.12 * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["", "Couldn't connect", PERFTEST.format(rows=""), PERFTEST.format(rows=f"{ROW}\n{ROW}")],
+    ids=["nothing", "an error", "no row", "two rows"],
+)
+def test_output_without_a_bandwidth_is_refused(bandwidth_of: Callable[[str], float], output: str) -> None:
+    with pytest.raises(ValueError, match="no bandwidth in the output of ib_write_bw"):
+        bandwidth_of(output)
+
+
+def test_rdma_writes_are_shown(tmp_path: Path) -> None:
+    rows = [
+        {"name": name, "ours": ours, "bytes": nbytes, "writes": 500, "rounds": 7, "median_per_s": rate}
+        | {"best_per_s": rate, "median_gbs": nbytes * rate / 1e9, "over": {"peer": rate / 1000, "ring": 1.0}}
+        for nbytes in (8, 65536)
+        for name, ours, rate in (("peer", False, 1000.0), ("ring", True, 1250.0))
+    ]
+    fields = {"note": "emulated", "wrong": 0, "rate": rows[:2], "bandwidth": rows[2:], "peers": {"perftest": "6"}}
+    (tmp_path / "rdma.json").write_text(json.dumps(result("rdma_writes", **fields)))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    for text in ("emulated.", "perftest 6", "Writes of 64 KiB, 500 in each of 7 rounds; aim of the ratio 0.95"):
+        assert text in page
+    assert "| ring (ours) | 1,250 | 1,250 | 81.92 | 1.25 | 1.00 |" in page
 
 
 @pytest.mark.parametrize("path", [BENCHMARKS / "put_signal.py", Path(bench_ring.__file__)], ids=lambda path: path.stem)

@@ -354,6 +354,18 @@ def test_a_post_that_is_refused_is_a_failure(number: int) -> None:
 
 
 @needs_transport
+def test_long_messages_do_not_wait_for_a_chain() -> None:
+    nbytes = 64 << 10
+    source, destination = memory(nbytes), np.zeros(nbytes, np.uint8)
+    with Loop(source, destination) as loop:
+        loop.push(0, PUT, nbytes, destination=0, count=20)
+        loop.flush()
+        counts = loop.peers[0].device.counts
+        assert (counts.requests, counts.posts, counts.longest_chain) == (20, 20, 1)
+        assert (destination == source).all()
+
+
+@needs_transport
 def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
     """It is noticed while the trigger is acted on, not at a later poll."""
     with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:

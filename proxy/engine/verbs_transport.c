@@ -52,6 +52,7 @@ typedef struct {
   uint32_t depth;       /* requests outstanding, at most */
   uint32_t chain_limit; /* requests in a chain, at most */
   uint32_t chained;     /* requests that are made and not yet posted */
+  uint64_t chained_bytes; /* that their puts carry */
   uint64_t made, retired;
   uint64_t first_operation, last_operation; /* cursors: what lies between them waits */
   uint64_t first_flush, last_flush;
@@ -76,6 +77,7 @@ static int post(VerbsConnection *self) {
   status = ibv_post_send(self->qp, self->requests, &refused);
   last->next = last + 1;
   self->chained = 0;
+  self->chained_bytes = 0;
   return status >= 0 ? status : EIO;
 }
 
@@ -96,6 +98,7 @@ static void make_request(VerbsConnection *self, Operation *operation) {
     operation->source += bytes;
     operation->destination += bytes;
     operation->bytes -= bytes;
+    self->chained_bytes += bytes;
   } else if (self->options.signal == PROXYCCL_VERBS_WRITE) {
     self->values[slot] = operation->value;
     *part = (struct ibv_sge){(uintptr_t)&self->values[slot], sizeof operation->value, 0};
@@ -132,7 +135,7 @@ static int issue(VerbsConnection *self) {
     if (self->made - self->retired == self->depth) return 0;
     make_request(self, operation);
     if (operation->bytes == 0) ++self->first_operation;
-    if (self->chained == self->chain_limit) {
+    if (self->chained == self->chain_limit || self->chained_bytes >= PROXYCCL_VERBS_CHAIN_BYTES) {
       const int status = post(self);
       if (status != 0) return status;
     }

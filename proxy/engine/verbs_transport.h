@@ -17,7 +17,9 @@ enum { PROXYCCL_VERBS_COMPLETION = 1 << 16 };
 
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* puts, signals and flushes in front of a connection's send queue, at most */
-  PROXYCCL_VERBS_CHAIN = 32        /* work requests posted with one call, at most */
+  PROXYCCL_VERBS_CHAIN = 32,       /* work requests posted with one call, at most */
+  /* A chain whose puts carry so many bytes is posted too: a call costs little beside them, waiting for more does not. */
+  PROXYCCL_VERBS_CHAIN_BYTES = 16 << 10
 };
 
 /* No more requests are outstanding than either queue holds: after an error each of them takes a completion. A chain is
