@@ -357,7 +357,7 @@ def test_a_post_that_is_refused_is_a_failure(number: int) -> None:
 def test_long_messages_do_not_wait_for_a_chain() -> None:
     nbytes = 64 << 10
     source, destination = memory(nbytes), np.zeros(nbytes, np.uint8)
-    with Loop(source, destination) as loop:
+    with Loop(source, destination, max_message=nbytes) as loop:
         loop.push(0, PUT, nbytes, destination=0, count=20)
         loop.flush()
         counts = loop.peers[0].device.counts
