@@ -218,11 +218,7 @@ def _read_port(path: Path) -> RdmaPort:
 
 
 def _read_gids(port: Path, link_layer: str) -> Iterable[RdmaGid]:
-    table = port / "gids"
-    for index in sorted(int(name) for name in os.listdir(table) if name.isdigit()) if table.is_dir() else ():
-        text = _read(f"{table}/{index}")
-        if not text.strip("0:"):  # most of a table's thousand entries
-            continue
+    for index, text in _used_gids(port / "gids"):
         try:
             address = ipaddress.IPv6Address(text)
         except ValueError:
@@ -231,6 +227,27 @@ def _read_gids(port: Path, link_layer: str) -> Iterable[RdmaGid]:
         if kind == "IB/RoCE v1":
             kind = "IB" if link_layer == "infiniband" else "RoCE v1"
         yield RdmaGid(index, _written(address), kind, _read(port / f"gid_attrs/ndevs/{index}") or None)
+
+
+def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
+    """Indices and texts of a table's GIDs. It may have a thousand places, a file each, and nearly all of them empty."""
+    if not table.is_dir():
+        return
+    directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for index in sorted(int(name) for name in os.listdir(directory) if name.isdigit()):
+            try:
+                file = os.open(str(index), os.O_RDONLY, dir_fd=directory)
+            except OSError:  # it went in between
+                continue
+            try:
+                text = os.read(file, 64)
+            finally:
+                os.close(file)
+            if text.strip(b"0:\n"):
+                yield index, text.decode().strip()
+    finally:
+        os.close(directory)
 
 
 def _written(address: ipaddress.IPv6Address) -> str:
