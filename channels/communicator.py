@@ -176,11 +176,12 @@ class Communicator:
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
+        uses_verbs = self.topology.uses_verbs()  # before a rank's own: where a pair has no transport, all ranks raise
         self._transports = self.topology.transports()
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
         by_rdma = [peer for peer, name in self._transports.items() if name == "verbs"]
-        self.rdma = Rdma(self, by_rdma, rdma or RdmaOptions.from_environment(), exchange=self.topology.uses_verbs())
+        self.rdma = Rdma(self, by_rdma, rdma or RdmaOptions.from_environment(), exchange=uses_verbs)
         self._watcher = Watcher(self.rank, self.control, self._segments, pids, self._link_hosts())
         self._state = "open"
         _open_communicators.add(self)

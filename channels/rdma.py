@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.proxy.service import Connection
 from proxyccl.proxy.verbs.devices import choose_device, process_numa_node, rdma_devices
-from proxyccl.proxy.verbs.endpoint import VerbsDevice
+from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
 
@@ -36,9 +36,17 @@ class Rdma:
     def __init__(self, communicator: Communicator, peers: list[int], options: RdmaOptions, *, exchange: bool) -> None:
         self._communicator = communicator
         self._device: VerbsDevice | None = None
+        self._endpoints: dict[int, Endpoint] = {}
         self._theirs: dict[int, dict[str, Any]] = {}
         if not exchange:
             return
+        try:
+            self._bring_up(peers, options)
+        except ProxyCCLError:
+            self.close()
+            raise
+
+    def _bring_up(self, peers: list[int], options: RdmaOptions) -> None:
         answer: dict[str, Any] = {}
         failure: ProxyCCLError | None = None
         try:
@@ -51,10 +59,11 @@ class Rdma:
         try:
             for peer in peers:
                 self._theirs[peer] = answers[peer]
-                address = answers[peer].get("endpoints", {}).get(str(communicator.rank))
+                address = answers[peer].get("endpoints", {}).get(str(self._communicator.rank))
                 if address is None:
-                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {communicator.rank}")
-                self._endpoints[peer].connect(bytes.fromhex(address), communicator.timeout)
+                    own = self._communicator.rank
+                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {own}")
+                self._endpoints[peer].connect(bytes.fromhex(address), self._communicator.timeout)
         except ProxyCCLError as error:
             failure = error
         self._exchange({}, failure)  # nobody sends to a queue pair that is not ready to receive

@@ -166,6 +166,9 @@ def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: Rank
     topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
     with pytest.raises(RuntimeUnavailableError, match="ranks 0 and 1: rank 1 lacks it: there is no RDMA device"):
         topology.transports()
+    bystander = Topology.find(2, processes(replace(own, **RDMA), there, replace(own, **RDMA)), runtime, None)
+    with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
+        bystander.uses_verbs()  # every rank hears of it
 
 
 def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -> None:
