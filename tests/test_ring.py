@@ -158,10 +158,10 @@ def test_a_flush_does_not_wait_for_other_channels() -> None:
             runtime = comm.runtime
             blocked, free, held = (runtime.create_stream() for _ in range(3))
             gate = comm.empty(1, "int32").fill(0)
-            comm.compile(PRODUCE, "hold")(1, 1, gate, stream=blocked)
             copies, _ = comm.connection(1).owned
-            runtime.order_streams(blocked.handle, copies.handle)
+            comm.compile(PRODUCE, "hold")(1, 1, gate, stream=blocked)
             try:
+                runtime.order_streams(blocked.handle, copies.handle)
                 kernel(1, 1, channels, 0, 1, 64, stream=free)
                 free.synchronize()
                 assert channels[0].counters.puts == 1
