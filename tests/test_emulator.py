@@ -7,7 +7,9 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -680,3 +682,22 @@ def test_arguments_outlive_the_launch_that_uses_them() -> None:
             kernel(1, 1, np.full(100_000, 20 * i + j, np.int32), out[20 * i + j :])
         runtime.synchronize()
     assert np.array_equal(out, np.arange(40))
+
+
+def test_streams_come_and_go_while_other_threads_wait_for_all_of_them() -> None:
+    """Ranks that are threads may share a runtime; one closes its streams while another synchronizes."""
+    runtime, ended = HostRuntime(), threading.Event()
+
+    def wait_for_all() -> None:
+        while not ended.is_set():
+            runtime.synchronize()
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(wait_for_all) for _ in range(2)]
+        try:
+            for _ in range(500):
+                runtime.create_stream().close()
+        finally:
+            ended.set()
+        for done in waiting:
+            done.result(WAIT)

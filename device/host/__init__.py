@@ -59,6 +59,18 @@ class HostStream(OwnedStream):
         self.handle = int(ffi.cast("uintptr_t", self._stream))
         # A stream that nobody refers to any more finishes its work and takes its thread with it.
         super().__init__(lib.proxyccl_host_stream_destroy, self._stream)
+        self._end = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the stream when what is queued is done, and when nobody waits for that in `finish`."""
+        with self._end:
+            super().close()
+
+    def finish(self) -> None:
+        """Waits for all that was queued, whoever closes the stream meanwhile."""
+        with self._end:
+            if not self.closed:
+                self.synchronize()
 
     def synchronize(self) -> None:
         """Waits for all that was queued."""
@@ -145,6 +157,7 @@ class HostRuntime:
         self._allocations: dict[int, weakref.ref[SharedMemory]] = {}
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
         self._default_stream = self.create_stream()
         self._modules: dict[str, Any] = {}
 
@@ -208,8 +221,13 @@ class HostRuntime:
     def create_stream(self, *, for_proxy: bool = False) -> HostStream:
         """A stream; one for the proxy runs its copies in the proxy's thread unless `async_copies` was asked for."""
         stream = HostStream(run_inline=for_proxy and not self._async_copies)
-        self._streams.add(stream)
+        with self._streams_lock:
+            self._streams.add(stream)
         return stream
+
+    def _all_streams(self) -> list[HostStream]:
+        with self._streams_lock:
+            return list(self._streams)
 
     def create_event(self) -> HostEvent:
         """An event."""
@@ -223,7 +241,7 @@ class HostRuntime:
             stream._require_open()
             return stream.handle
         handle = foreign_stream_handle(stream)
-        if not any(handle == own.handle for own in self._streams):
+        if not any(handle == own.handle for own in self._all_streams()):
             raise ArgumentError(
                 "stream", f"{stream!r} is no stream of the host runtime; make one with runtime.create_stream()"
             )
@@ -235,7 +253,7 @@ class HostRuntime:
 
     def order_streams(self, first: int, then: int) -> None:
         """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
-        if any(stream.handle == first and not stream.closed for stream in self._streams):
+        if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
             event = self.create_event()
             event.record(first)
             status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", then), ffi.cast("void *", event.handle), 0)
@@ -263,9 +281,8 @@ class HostRuntime:
     def synchronize(self) -> None:
         """Waits for every stream made by this runtime."""
         done = self.in_flight.take()
-        for stream in list(self._streams):
-            if not stream.closed:
-                stream.synchronize()
+        for stream in self._all_streams():  # those of other ranks too
+            stream.finish()
         del done
 
     def compile(self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = ()) -> Module:
