@@ -98,10 +98,6 @@ class Rdma:
             "endpoints": {peer: endpoint.address.hex() for peer, endpoint in self._endpoints.items()},
         }
 
-    def describe(self) -> str:
-        """One line on the device; empty where this rank needs none."""
-        return self._device.describe() if self._device is not None else ""
-
     @property
     def used(self) -> bool:
         """Whether this rank has a device open."""

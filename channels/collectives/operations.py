@@ -18,7 +18,7 @@ from proxyccl.channels.control import encode_fields
 from proxyccl.device.arrays import Array, ArrayView, as_view, fingerprint, reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.kernel import Kernel, Launch
+from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 
 if TYPE_CHECKING:
@@ -293,15 +293,13 @@ class Collectives:
         even, nbytes = share * comm.local_world_size, share * dtype.itemsize
         own = target.ptr + comm.local_rank * nbytes
 
-        def kernel(file: str, name: str, *of: str) -> Kernel:
-            return comm.runtime.shipped(file, name, *of)
-
+        shipped = comm.runtime.shipped
+        reduce = shipped("all_reduce_two_shot.h", "all_reduce_two_shot", dtype.name, op)
         launches: list[Launch] = []
         if share:
             partial = "sum" if op == "avg" else op  # who has all parts divides
-            scatter = kernel("all_reduce_two_shot.h", "reduce_scatter", dtype.name, partial)
-            reduce = kernel("all_reduce_two_shot.h", "all_reduce_two_shot", dtype.name, op)
-            gather = kernel("moves.h", "all_gather")
+            scatter = shipped("all_reduce_two_shot.h", "reduce_scatter", dtype.name, partial)
+            gather = shipped("moves.h", "all_gather")
             team = inside.device_pointer
             launches += [
                 scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
@@ -310,7 +308,6 @@ class Collectives:
             ]
         if even < source.size:
             rest, offset = self.team(), even * dtype.itemsize
-            reduce = kernel("all_reduce_two_shot.h", "all_reduce_two_shot", dtype.name, op)
             pointers = (rest.device_pointer, source.ptr + offset, target.ptr + offset)
             launches.append(reduce.prepare(rest.grid(0), rest.threads, *pointers, source.size - even))
 
