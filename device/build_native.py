@@ -14,7 +14,6 @@ typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 #define PROXYCCL_MAX_TRIGGER_BYTES ...
 #define PROXYCCL_WINDOW_BYTES ...
 #define PROXYCCL_NO_PEER ...
-#define PROXYCCL_NO_SLOT ...
 enum { PROXYCCL_OP_CUSTOM, PROXYCCL_OP_DATA, PROXYCCL_OP_SIGNAL, PROXYCCL_OP_FLUSH, ... };
 enum { PROXYCCL_SIZE_BITS, PROXYCCL_OFFSET_BITS, PROXYCCL_MEMORY_BITS, PROXYCCL_OP_BITS, PROXYCCL_CHANNEL_BITS,
        PROXYCCL_MAX_MEMORIES, PROXYCCL_MAX_CHANNELS, ... };
@@ -60,10 +59,40 @@ typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t slot_packets; uint32_t epoch_packets; uint32_t call_epochs;
   uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
+
+enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND,
+       PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
+typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct {
-  uint32_t experts_per_rank; uint32_t topk; uint32_t longest; uint32_t *counts; uint32_t *departures; uint32_t *slots;
-  uint32_t *positions; uint32_t *arrivals; uint32_t *groups; uint32_t *rows; uint32_t *tally; ...;
-} ProxycclRouting;
+  uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows; ...;
+} ProxycclExpertReport;
+typedef struct { uint64_t dispatches; uint64_t combines; ...; } ProxycclExpertCounters;
+typedef struct {
+  uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
+  const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
+  uint32_t segment_tokens; uint32_t blocks; uint32_t local_combine; uint32_t weight_bytes;
+  uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
+  uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes; uint64_t inbox;
+  uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
+  uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t taken;
+  ProxycclControl *control; char *workspace; char **peers; const ProxycclProxyChannel *out_channels;
+  const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclExpertReport *report;
+  ProxycclExpertCounters *counters; ...;
+} ProxycclExperts;
+typedef struct {
+  int32_t *tokens; int32_t *counts; int32_t *rows; int32_t *places; int32_t *sent_places; int32_t *expert_ids;
+  int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; ...;
+} ProxycclExpertLayout;
+typedef struct {
+  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t again; uint64_t ticket; uint64_t row_bytes;
+  const char *input; const int32_t *expert_ids; const char *weights; const int32_t *scatter; char *output;
+  char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
+} ProxycclDispatch;
+typedef struct {
+  uint32_t phases; uint32_t tokens; uint64_t hidden; const char *rows; const float *weights; char *output;
+  ProxycclExpertLayout layout; ...;
+} ProxycclCombine;
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS,
@@ -111,7 +140,7 @@ ffi.set_source(
 #include "proxyccl/handles.h"
 #include "team.h"
 #include "packet_team.h"
-#include "routing.h"
+#include "experts.h"
 #include "runtime.h"
 #include "launch.h"
 
@@ -152,7 +181,7 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
         "device/include/proxyccl/handles.h",
         "device/kernels/team.h",
         "device/kernels/packet_team.h",
-        "device/kernels/routing.h",
+        "device/kernels/experts.h",
     ],
     include_dirs=["device", "device/include", "device/host", "device/kernels"],
     # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.

@@ -15,8 +15,22 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from proxyccl.device.dtypes import DTYPES
+
 INCLUDE_DIR = Path(__file__).parent / "include"
 KERNEL_DIR = Path(__file__).parent / "kernels"
+
+
+def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) -> str:
+    """What is compiled for a shipped kernel: its file, and an instance for an element type where it has them."""
+    name = "_".join(filter(None, (kernel, dtype, op)))
+    source = f'#include "{file}"\n'
+    if dtype is None:
+        return source
+    element = DTYPES[dtype].c_name
+    if op is None:
+        return source + f"PROXYCCL_TYPED_KERNEL({kernel}, {name}, {element})\n"
+    return source + f"PROXYCCL_REDUCTION({kernel}, {name}, {element}, {op.capitalize()})\n"
 
 
 def cache_dir() -> Path:

@@ -23,6 +23,14 @@ class ResourceError(ProxyCCLError):
     """A limited resource ran out: memory ids, channel ids, device memory."""
 
 
+class CapacityError(ProxyCCLError):
+    """More arrived than a fixed maximum allows. `needed` is how much that was; nothing was overwritten."""
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 class ClosedError(ProxyCCLError):
     """The object was closed, or its communicator failed before."""
 

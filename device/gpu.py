@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from proxyccl.device._native import ffi
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
+from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached, shipped_source
 from proxyccl.device.driver import Driver
-from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import (
     ArgumentError,
     DriverError,
@@ -529,9 +528,7 @@ class GpuRuntime:
             known = self._kernels.get(key)
         if known is not None:
             return known
-        source = f'#include "{file}"\n'
-        if dtype is not None and op is not None:
-            source += f"PROXYCCL_REDUCTION({kernel}, {name}, {DTYPES[dtype].c_name}, {op.capitalize()})\n"
+        source = shipped_source(file, kernel, dtype, op)
         made = self._kernel(self._load(source, (f"-I{KERNEL_DIR}",)), name)
         with self._lock:
             return self._kernels.setdefault(key, made)

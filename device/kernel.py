@@ -63,6 +63,10 @@ class Launch:
         self.prepared.grid, self.prepared.block = _dimensions(grid, "grid"), _dimensions(block, "block")
         self.prepared.shared_bytes, self.prepared.parameters = shared, self._parameters
 
+    def replace(self, index: int, raw: bytes) -> None:
+        """Changes an argument that is a struct, for launches from now on; those that were queued keep theirs."""
+        self._values[index][:] = raw
+
     def __call__(self, stream: StreamLike = None) -> None:
         """Queues the launch on the stream."""
         handle = self._runtime.stream_handle(stream)

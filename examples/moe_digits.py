@@ -181,7 +181,6 @@ class DistributedExperts:
 
     def _prepare(self, tokens: Floats, expert_ids: Ids, weights: Weights) -> None:
         self._counts = self._moe.prepare(self._upload(tokens), self._upload(expert_ids), self._upload(weights))
-        self._slots = self._comm.empty((*expert_ids.shape, HIDDEN), "float64")
         self.tally.tokens += len(tokens)
 
     def _dispatch(self, values: Floats | None, *, weighted: bool) -> list[Floats]:
@@ -191,9 +190,9 @@ class DistributedExperts:
         self._count_rows()
         return np.split(rows, np.cumsum(self._counts)[:-1])
 
-    def _combine(self, rows: list[Floats], *, weighted: bool, slots: Array | None = None) -> Floats:
+    def _combine(self, rows: list[Floats], *, weighted: bool) -> Floats:
         self._count_rows()
-        result: Floats = self._moe.combine(self._upload(np.concatenate(rows)), weighted=weighted, slots=slots).numpy()
+        result: Floats = self._moe.combine(self._upload(np.concatenate(rows)), weighted=weighted).numpy()
         return result
 
     def _count_rows(self) -> None:
@@ -205,8 +204,8 @@ class DistributedExperts:
         """See `Layer`."""
         self.tally.timed(lambda: self._prepare(tokens, expert_ids, weights))
         rows = self.tally.timed(lambda: self._dispatch(None, weighted=False))
-        results = [expert.forward(part) for expert, part in zip(self.experts, rows, strict=True)]
-        output: Floats = self.tally.timed(lambda: self._combine(results, weighted=True, slots=self._slots))
+        self._results = [expert.forward(part) for expert, part in zip(self.experts, rows, strict=True)]
+        output: Floats = self.tally.timed(lambda: self._combine(self._results, weighted=True))
         return output
 
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
@@ -218,7 +217,11 @@ class DistributedExperts:
         errors = self.tally.timed(lambda: self._dispatch(error, weighted=True))
         back = [expert.backward(part, rate) for expert, part in zip(self.experts, errors, strict=True)]
         tokens_error: Floats = self.tally.timed(lambda: self._combine(back, weighted=False))
-        return tokens_error, (self._slots.numpy() * error[:, None]).sum(axis=2)
+        # What a weight's result adds to the error is known where the result is.
+        plain = self.tally.timed(lambda: self._dispatch(error, weighted=False))
+        dots = np.concatenate([(a * b).sum(axis=1) for a, b in zip(self._results, plain, strict=True)])
+        weights_error: Floats = self.tally.timed(lambda: self._moe.collect(self._upload(dots)).numpy())
+        return tokens_error, weights_error
 
 
 def softmax(scores: Floats) -> Floats:

@@ -114,7 +114,7 @@ def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> No
         assert f".text.{name}\0".encode() in cubin
 
 
-@pytest.mark.parametrize("source", ["moves.h", "dispatch_combine.h", "host_library.h"])
+@pytest.mark.parametrize("source", ["moves.h", "expert_dispatch.h", "host_library.h"])
 def test_shipped_kernels_leave_registers_for_a_whole_block(nvrtc: Nvrtc, source: str) -> None:
     """A launch with more threads than a kernel's registers allow is refused, and no compile fails for it."""
     instances = "FOR_EACH_ALGORITHM(float, float32, Sum, sum)\n" if source == "host_library.h" else ""

@@ -33,8 +33,16 @@ _COLLECTIVES = (
     "broadcast",
     "barrier",
     "prepare",
-    "dispatch",
-    "combine",
+    "prepare with weights",
+    "redispatch",
+    "collect",
+    *(
+        call + weights + indices
+        for call in ("dispatch", "dispatch_send")
+        for weights in ("", " with weights")
+        for indices in ("", " by indices")
+    ),
+    *(call + weights for call in ("combine", "combine_send") for weights in ("", " with weights")),
 )
 _DTYPE_CODES = {name: code for code, name in enumerate(DTYPES)}
 _PLANS = 512
@@ -234,21 +242,21 @@ class Collectives:
         self._move("broadcast", source, target, source.nbytes, algorithm, self._comm.stream_for(stream, x), key, root)
         return result
 
-    def barrier(self, stream: StreamLike) -> None:
-        """See `Communicator.barrier`."""
-
-        key: Key = ("barrier",)
+    def barrier(self, stream: StreamLike, *, intra_node_only: bool = False) -> None:
+        """See `Communicator.barrier`. With `intra_node_only` the ranks of each node wait for one another only."""
+        inside = intra_node_only and self._comm.topology.node_count > 1
+        key: Key = ("barrier", inside)
         if self._repeat(key, None, None, stream):
             return
 
         def plan() -> Plan:
-            if self._comm.world_size == 1:
+            if (self._comm.local_world_size if inside else self._comm.world_size) == 1:
                 return lambda _: None
-            team = self.team()
+            team = self.levels()[0] if inside else self.team()
             kernel = self._comm.runtime.shipped("moves.h", "barrier")
             return kernel.prepare(1, team.threads, team.device_pointer)
 
-        self._run(("barrier", "uint8", "sum", None, 0, 1), (), plan, stream, key)
+        self._run(("barrier", "uint8", "sum", None, int(inside), 1), (), plan, stream, key)
 
     # -- plans ---
 

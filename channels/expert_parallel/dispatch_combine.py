@@ -1,22 +1,26 @@
-"""MoE dispatch and combine: tokens travel to the ranks of their experts, and what the experts made of them comes back.
-
-It knows routing and not models: experts are rows of an array, and whatever runs between dispatch and combine is the
-caller's. Its tables are described in device/kernels/routing.h.
-"""
+"""The standalone flow of MoE dispatch and combine: prepare, dispatch, the caller's experts, combine."""
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.collectives.operations import encode_call
-from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.channels.expert_parallel.arguments import input_array, output_array
+from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.context import (
+    GATHER,
+    LAYOUT,
+    RECEIVE,
+    ROUTE,
+    SEND,
+    DispatchCombineContext,
+    agree_on,
+)
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 
@@ -25,35 +29,31 @@ if TYPE_CHECKING:
     from proxyccl.device.runtime import StreamLike
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-_FILE = "dispatch_combine.h"
-_MAX_ROWS = 2**31 - 1  # rows and slots are 32-bit numbers in the tables
 
 
 @dataclass(frozen=True)
 class _Prepared:
-    """One routing: what `prepare` was given, and what it found out.
+    """One routing.
 
     Attributes:
         counts: int64 [world_size, experts]: rows of each rank for each expert.
         per_expert: int64 [experts_per_rank]: rows of each of this rank's experts.
+        row_weights: float32 [R], where weights were given.
     """
 
     tokens: ArrayView
-    expert_ids: ArrayView
-    weights: ArrayView | None
+    desc: EPAllToAllLayoutDesc
     counts: NDArray[np.int64]
     per_expert: NDArray[np.int64]
-
-    @property
-    def rows(self) -> int:
-        return int(self.per_expert.sum())
+    row_weights: ArrayView | None
 
 
 class DispatchCombine:
     """Routes tokens to experts that are spread over ranks, and combines what comes back.
 
     Rank r holds the experts r * experts_per_rank to (r + 1) * experts_per_rank - 1. All ranks construct the object
-    together and make the same calls in the same order; their numbers of tokens may differ.
+    together and make the same calls in the same order; their numbers of tokens may differ. It moves rows as
+    `EPAll2AllLayer` does.
 
     The flow is `prepare`, `dispatch`, the caller's experts, `combine`::
 
@@ -68,7 +68,7 @@ class DispatchCombine:
     Dispatch and combine are adjoint, so the same routing carries the gradients back. With dy of shape [T, hidden]
     for the output, ``dispatch(dy, weighted=True)`` gives the gradient of the experts' results, and
     ``combine(dx, weighted=False)`` takes that of the experts' inputs to the tokens. The gradient of the weights is
-    ``(slots * dy[:, None]).sum(-1)``, with the array `slots` of the forward `combine`.
+    ``collect((results * moe.dispatch(dy)[0]).sum(-1))``.
 
     Args:
         communicator: the ranks.
@@ -79,6 +79,7 @@ class DispatchCombine:
         dtype: "float32", "float64", "float16" or "bfloat16", of tokens and rows.
         algorithm: None, or "proxy" to move all data through the proxy. Without it data takes the links of the
             topology: mapped memory, and the proxy where there is none.
+        num_sm: the most blocks of a kernel.
 
     Raises:
         ArgumentError: an argument is wrong, or differs between ranks.
@@ -95,78 +96,47 @@ class DispatchCombine:
         topk: int,
         dtype: Any = "float32",
         algorithm: str | None = None,
+        num_sm: int = 20,
     ) -> None:
         communicator.require_usable()
         element = as_dtype(dtype)
-        if element.name not in DTYPES:
+        if element.name not in TOKEN_DTYPES:
             raise ArgumentError("dtype", f"{element} is none of {', '.join(DTYPES)}")
         if algorithm not in (None, "proxy"):
             raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
-        numbers = {"hidden": hidden, "max_tokens": max_tokens, "experts_per_rank": experts_per_rank, "topk": topk}
-        for argument, value in numbers.items():
-            if not isinstance(value, int) or value < 1:
-                raise ArgumentError(argument, f"must be a positive integer, not {value!r}")
-        ranks = communicator.world_size
-        if ranks * max_tokens * topk > _MAX_ROWS:
-            raise ArgumentError(
-                "max_tokens", f"{max_tokens} tokens of {topk} experts on {ranks} ranks are more than {_MAX_ROWS} rows"
-            )
-        _agree(communicator, {**numbers, "dtype": element.name, "algorithm": algorithm})
-
-        self._comm = communicator
+        if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
+            raise ArgumentError("experts_per_rank", f"must be a positive integer, not {experts_per_rank!r}")
+        config = EPConfig(
+            max_tokens=max_tokens,
+            hidden=hidden,
+            topk=topk,
+            num_experts=experts_per_rank * communicator.world_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+            local_world_size=communicator.local_world_size,
+            token_dtype=element,
+        )
+        agree_on(communicator, {"experts_per_rank": experts_per_rank, "dtype": element.name, "algorithm": algorithm})
+        self._ctx = DispatchCombineContext(communicator, config, num_sm=num_sm, proxied=algorithm == "proxy")
         self.hidden, self.max_tokens, self.experts_per_rank, self.topk = hidden, max_tokens, experts_per_rank, topk
         self.dtype = element
-        self._algorithm = algorithm
         self._prepared: _Prepared | None = None
-        self._returned: Array | None = None
-        self._team = communicator.collectives.team(proxied=algorithm == "proxy")
-        shipped = communicator.runtime.shipped
-        self._route, self._collect = shipped(_FILE, "expert_route"), shipped(_FILE, "expert_collect")
-        self._dispatch = shipped(_FILE, "expert_dispatch", element.name)
-        self._combine = shipped(_FILE, "expert_combine", element.name)
-        self._allocate_tables()
-
-    def _allocate_tables(self) -> None:
-        comm, experts, slots = self._comm, self.num_experts, self.max_tokens * self.topk
-        routing = ffi.new("ProxycclRouting *")
-        routing.experts_per_rank, routing.topk = self.experts_per_rank, self.topk
-        shapes: dict[str, tuple[int, ...]] = {
-            "counts": (comm.world_size, experts + 1),
-            "departures": (experts + 1,),
-            "slots": (slots,),
-            "positions": (slots,),
-            "arrivals": (experts + 1,),
-            "groups": (experts + 1,),
-            "rows": (comm.world_size * slots,),
-            "tally": (self._team.threads, experts),
-        }
-        # One allocation for all tables; each starts on a line of its own.
-        offsets, end = {}, 0
-        for name, shape in shapes.items():
-            offsets[name] = end
-            end += -(-4 * math.prod(shape) // 128) * 128
-        self._tables = comm.empty(end, "uint8")
-        for name, offset in offsets.items():
-            setattr(routing, name, ffi.cast("uint32_t *", self._tables.ptr + offset))
-        self._counts_pointer, self._counts_shape = self._tables.ptr + offsets["counts"], shapes["counts"]
-        raw = np.frombuffer(ffi.buffer(routing), np.uint8)
-        self._routing = comm.empty(raw.size, "uint8").upload(raw)
 
     def __repr__(self) -> str:
         return (
-            f"<DispatchCombine of {self.num_experts} experts on {self._comm.world_size} ranks, top {self.topk}, "
-            f"{self.hidden} x {self.dtype}>"
+            f"<DispatchCombine of {self.num_experts} experts on {self._ctx.ep_config.world_size} ranks, "
+            f"top {self.topk}, {self.hidden} x {self.dtype}>"
         )
 
     @property
     def num_experts(self) -> int:
         """Number of experts of all ranks; as an expert id, it drops a slot."""
-        return self._comm.world_size * self.experts_per_rank
+        return self._ctx.ep_config.num_experts
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: rows that `dispatch` sends from this rank to each rank, itself included."""
-        own = self._require_prepared().counts[self._comm.rank]
+        """[world_size]: slots of this rank's tokens for each rank's experts, its own included."""
+        own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
 
@@ -175,13 +145,13 @@ class DispatchCombine:
     ) -> NDArray[np.int64]:
         """Exchanges the routing, and returns when it is known how many rows every rank gets.
 
-        The arrays are read again by `dispatch` and `combine`: leave them unchanged until then.
+        The tokens are read again by `dispatch`: leave them unchanged until then.
 
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
             expert_ids: int32 [T, topk]: the experts of each token. The id `num_experts` drops the slot: nothing is
                 sent for it, and it adds nothing.
-            weights: float32 [T, topk]: the weight of each expert's result; None for 1.
+            weights: float32 [T, topk]: the weight of each expert's result; None for 1. On all ranks alike.
             stream: where to queue the work; None for the default stream.
 
         Returns:
@@ -194,44 +164,49 @@ class DispatchCombine:
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._prepared = None
-        comm = self._comm
-        view = self._input(tokens, "tokens", (-1, self.hidden), self.dtype.name)
+        ctx, comm = self._ctx, self._ctx.communicator
+        view = input_array(comm, tokens, "tokens", (-1, self.hidden), self.dtype.name)
         count = view.shape[0]
         if count > self.max_tokens:
             raise ArgumentError("tokens", f"{count} tokens are more than max_tokens, {self.max_tokens}")
-        ids = self._input(expert_ids, "expert_ids", (count, self.topk), "int32")
-        scales = None if weights is None else self._input(weights, "weights", (count, self.topk), "float32")
-
+        ids = input_array(comm, expert_ids, "expert_ids", (count, self.topk), "int32")
+        scales = None
+        if weights is not None:
+            scales = input_array(comm, weights, "weights", (count, self.topk), "float32")
         stream = comm.stream_for(stream, tokens)
         handle = comm.runtime.stream_handle(stream)
-        self._agree("prepare")
-        launch = self._route.prepare(
-            1, self._team.threads, self._team.device_pointer, self._routing, ids.ptr, count * self.topk
-        )
-        comm.launch(launch, stream, (ids.owner,))
+
+        desc = ctx.describe("prepare", view, scales, None)
+        ctx.begin(ROUTE | GATHER, desc, view, ids, scales, stream)
+        rows = ctx.await_rows(desc)
+        bad = ctx.bad_expert()
+        if bad is not None:
+            ctx.receive(LAYOUT, desc, view, ids, scales, None, 0, None, None, stream)
+            rank, slot = bad
+            raise ArgumentError(
+                "expert_ids",
+                f"[{slot // self.topk}, {slot % self.topk}] on rank {rank} is none of the {self.num_experts} experts, "
+                f"nor {self.num_experts}, which drops the slot",
+            )
+        row_weights = None
+        if scales is not None:
+            made = ctx.new_array(view.owner, (rows,), "float32")
+            row_weights = input_array(comm, made, "weights", (rows,), "float32")
+        ctx.receive(LAYOUT, desc, view, ids, scales, None, rows, (None, row_weights), None, stream)
         event = comm.runtime.create_event()
         event.record(handle)
         event.synchronize()
-        comm.check()  # a wait that was given up has left counts that are none
-        table = np.empty(self._counts_shape, np.uint32)
-        comm.runtime.copy(table.ctypes.data, self._counts_pointer, table.nbytes)
-        for rank, slot in enumerate(table[:, -1].tolist()):
-            if slot != lib.PROXYCCL_NO_SLOT:
-                raise ArgumentError(
-                    "expert_ids",
-                    f"[{slot // self.topk}, {slot % self.topk}] on rank {rank} is none of the {self.num_experts} "
-                    f"experts, nor {self.num_experts}, which drops the slot",
-                )
-        counts = table[:, :-1].astype(np.int64)
+        comm.check()
+        counts = ctx.download(desc.counts).astype(np.int64)
         first = comm.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
-        self._prepared = _Prepared(view, ids, scales, counts, per_expert)
+        self._prepared = _Prepared(view, desc, counts, per_expert, row_weights)
         return per_expert.copy()
 
     def dispatch(
         self, x: Any = None, *, weighted: bool = False, out: Any = None, stream: StreamLike = None
     ) -> tuple[Any, NDArray[np.int64]]:
-        """Sends each token's row to the ranks of its experts: one row for each slot that is not dropped.
+        """Sends each token's row to its experts: one row for each slot that is not dropped.
 
         Args:
             x: [T, hidden] of `dtype`, to send over the routing that was prepared; None for the prepared tokens.
@@ -249,136 +224,64 @@ class DispatchCombine:
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        prepared, comm = self._require_prepared(), self._comm
+        prepared, comm = self._require_prepared(), self._ctx.communicator
         source = prepared.tokens
         if x is not None:
-            source = self._input(x, "x", prepared.tokens.shape, self.dtype.name)
-        result, target = self._output(out, source, (prepared.rows, self.hidden), spare_rows=True)
+            source = input_array(comm, x, "x", prepared.tokens.shape, self.dtype.name)
+        shape = (prepared.desc.rows, self.hidden)
+        result, target = output_array(self._ctx, out, source, shape, self.dtype, spare_rows=True)
         stream = comm.stream_for(stream, source.owner)
         comm.runtime.stream_handle(stream)
-        self._agree("dispatch")
-        launch = self._dispatch.prepare(
-            self._team.blocks,
-            self._team.threads,
-            self._team.device_pointer,
-            self._routing,
-            source.ptr,
-            prepared.weights.ptr if weighted and prepared.weights is not None else None,
-            target.ptr,
-            self.hidden,
-        )
-        comm.launch(launch, stream, (self, source.owner, prepared, target.owner))
+        self._ctx.repeat(prepared.desc, source, target, stream)
+        if weighted and prepared.row_weights is not None:
+            self._ctx.scale(target, prepared.row_weights, stream)
         return result, prepared.per_expert.copy()
 
-    def combine(
-        self, rows: Any, *, weighted: bool = True, out: Any = None, slots: Any = None, stream: StreamLike = None
-    ) -> Any:
+    def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
         """Sends the experts' rows back, and sums those of each token.
 
-        The sum is made in the order of k, in float32 (float64 for float64), and rounded once.
+        The sum is made in the order of k, in float32 (float64 for float64), and rounded once; across nodes each node's
+        part of it is.
 
         Args:
             rows: [R, hidden] of `dtype`, in the order in which `dispatch` gave them; spare rows behind them are
                 ignored.
             weighted: multiply each row by its slot's weight.
             out: [T, hidden]; None for a new array.
-            slots: [T, topk, hidden] that takes the rows themselves, before weights, zero where a slot was dropped;
-                None if they are not wanted.
             stream: as for `dispatch`.
 
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        prepared, comm = self._require_prepared(), self._comm
-        tokens = prepared.tokens.shape[0]
-        source = self._input(rows, "rows", (-1, self.hidden), self.dtype.name)
-        if source.shape[0] < prepared.rows:
-            raise ArgumentError("rows", f"has {source.shape[0]} rows, {prepared.rows} were dispatched to this rank")
-        result, target = self._output(out, source, (tokens, self.hidden))
-        if slots is None:
-            if self._returned is None:
-                self._returned = comm.empty((self.max_tokens, self.topk, self.hidden), self.dtype)
-            returned = self._returned.view()
-        else:
-            returned = self._output(slots, source, (tokens, self.topk, self.hidden), argument="slots")[1]
-            _refuse_overlap("slots", returned, target)
+        prepared, comm = self._require_prepared(), self._ctx.communicator
+        source = input_array(comm, rows, "rows", (-1, self.hidden), self.dtype.name)
+        if source.shape[0] < prepared.desc.rows:
+            raise ArgumentError("rows", f"has {source.shape[0]} rows, {prepared.desc.rows} came to this rank")
+        shape = (prepared.tokens.shape[0], self.hidden)
+        result, target = output_array(self._ctx, out, source, shape, self.dtype)
         stream = comm.stream_for(stream, rows)
         comm.runtime.stream_handle(stream)
-        self._agree("combine")
-        grid = self._team.blocks, self._team.threads
-        collect = self._collect.prepare(
-            *grid,
-            self._team.device_pointer,
-            self._routing,
-            source.ptr,
-            returned.ptr,
-            self.hidden * self.dtype.itemsize,
-        )
-        scales = prepared.weights.ptr if weighted and prepared.weights is not None else None
-        combine = self._combine.prepare(*grid, self._routing, returned.ptr, scales, target.ptr, tokens, self.hidden)
-
-        def plan(handle: StreamLike) -> None:
-            if slots is not None and returned.nbytes:
-                comm.runtime.fill(returned.ptr, 0, returned.nbytes, handle)
-            collect(handle)
-            combine(handle)
-
-        comm.launch(plan, stream, (self, source.owner, prepared, target.owner, returned.owner))
+        scales = prepared.row_weights if weighted else None
+        self._ctx.combine("combine", SEND | RECEIVE, prepared.desc, source, scales, target, stream)
         return result
 
-    # -- arguments ---
+    def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
+        """Brings a number for each row back to the slot that the row is for.
+
+        Args:
+            values: [R] of float32 or `dtype`, in the order of `dispatch`.
+            stream: as for `dispatch`.
+
+        Returns:
+            [T, topk] of the same type; zero for dropped slots. Raises as `dispatch`.
+        """
+        prepared, comm = self._require_prepared(), self._ctx.communicator
+        dtype = self._ctx.collected_type(comm.collectives.input(values, "values"))
+        view = input_array(comm, values, "values", (prepared.desc.rows,), dtype)
+        return self._ctx.collect(prepared.desc, view, comm.stream_for(stream, values))
 
     def _require_prepared(self) -> _Prepared:
-        self._comm.require_usable()
+        self._ctx.require_usable()
         if self._prepared is None:
             raise ArgumentError("prepare", "no routing: call prepare() first")
         return self._prepared
-
-    def _agree(self, call: str) -> None:
-        self._comm.agree(encode_call(call, self.dtype.name, algorithm=self._algorithm, count=self.hidden))
-
-    def _input(self, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-        """An argument of this shape, in which -1 stands for any number."""
-        view = self._comm.collectives.input(x, argument)
-        if view.dtype.name != dtype:
-            raise ArgumentError(argument, f"has element type {view.dtype}, {dtype} is wanted")
-        if len(view.shape) != len(shape) or any(w not in (-1, n) for n, w in zip(view.shape, shape, strict=True)):
-            wanted = ", ".join("any" if n == -1 else str(n) for n in shape)
-            raise ArgumentError(argument, f"has shape {view.shape}, ({wanted}) is wanted")
-        return view
-
-    def _output(
-        self,
-        out: Any,
-        source: ArrayView,
-        shape: tuple[int, ...],
-        *,
-        argument: str = "out",
-        spare_rows: bool = False,
-    ) -> tuple[Any, ArrayView]:
-        """What the caller gets back, and where it lies: `out`, or a new array."""
-        if out is None:
-            out = self._comm.collectives.new_like(source, shape)
-        view = self._input(out, argument, (-1, *shape[1:]) if spare_rows else shape, self.dtype.name)
-        if view.shape[0] < shape[0]:
-            raise ArgumentError(argument, f"has {view.shape[0]} rows, {shape[0]} are needed")
-        if not view.writable:
-            raise ArgumentError(argument, "the array is read-only")
-        _refuse_overlap(argument, view, source)
-        return out, view
-
-
-def _agree(communicator: Communicator, arguments: dict[str, Any]) -> None:
-    """Refuses arguments that differ between ranks, on all of them and by name."""
-    everyone = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(arguments).encode())]
-    for rank, theirs in enumerate(everyone):
-        for argument, value in everyone[0].items():
-            if theirs[argument] != value:
-                raise ArgumentError(
-                    argument, f"is {value!r} on rank 0 and {theirs[argument]!r} on rank {rank}; give all ranks the same"
-                )
-
-
-def _refuse_overlap(argument: str, one: ArrayView, other: ArrayView) -> None:
-    if one.ptr < other.ptr + other.nbytes and other.ptr < one.ptr + one.nbytes:
-        raise ArgumentError(argument, "overlaps another array of the call")

@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from proxyccl.device import _native
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached
-from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached, shipped_source
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.kernel import Kernel, Module, kernel_names
@@ -297,9 +296,7 @@ class HostRuntime:
         """A shipped kernel from the library built at install, or compiled now where `cxxflags` were given."""
         name = "_".join(filter(None, (kernel, dtype, op)))
         if self._cxxflags:
-            source = f'#include "{file}"\n'
-            if dtype is not None and op is not None:
-                source += f"PROXYCCL_REDUCTION({kernel}, {name}, {DTYPES[dtype].c_name}, {op.capitalize()})\n"
+            source = shipped_source(file, kernel, dtype, op)
             path = compile_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
         else:
             path = shipped_library(_LIBRARY_OF.get(file) or _LIBRARY_OF[dtype or ""])
@@ -349,7 +346,8 @@ class HostRuntime:
 # Which of the libraries that setup.py builds holds the kernels of a file where it has one of its own, or else those for
 # an element type; "": those that only move bytes.
 _LIBRARY_OF = {
-    "dispatch_combine.h": "dispatch_combine",
+    "expert_dispatch.h": "experts",
+    "expert_combine.h": "experts",
     "": "moves",
     "float32": "float",
     "float64": "float",

@@ -6,7 +6,11 @@ This module holds the public names and nothing else; see DESIGN.md for the rooms
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -15,6 +19,7 @@ from proxyccl.device.arrays import Array
 from proxyccl.device.errors import (
     AbortedError,
     ArgumentError,
+    CapacityError,
     ClosedError,
     CommunicatorError,
     CompileError,
@@ -42,11 +47,16 @@ __all__ = [
     "ArgumentError",
     "Array",
     "Bootstrap",
+    "CapacityError",
     "ClosedError",
     "Communicator",
     "CommunicatorError",
     "CompileError",
     "DispatchCombine",
+    "DispatchCombineContext",
+    "EPAll2AllLayer",
+    "EPAllToAllLayoutDesc",
+    "EPConfig",
     "Event",
     "HandlerError",
     "KernelError",

@@ -1,0 +1,478 @@
+"""EPAll2AllLayer: the all-to-all of a mixture of experts, from tokens to experts and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.channels.expert_parallel.arguments import input_array, output_array
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.context import (
+    GATHER,
+    LAYOUT,
+    RECEIVE,
+    ROUTE,
+    SEND,
+    DispatchCombineContext,
+    as_communicator,
+)
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.errors import ArgumentError, CapacityError
+
+if TYPE_CHECKING:
+    from proxyccl.device.runtime import StreamLike
+
+
+@dataclass(frozen=True)
+class PendingDispatch:
+    """A dispatch that was sent; `EPAll2AllLayer.dispatch_recv` takes it."""
+
+    desc: EPAllToAllLayoutDesc
+    tokens: ArrayView
+    expert_ids: ArrayView
+    weights: ArrayView | None
+    scatter: ArrayView | None
+    stream: StreamLike
+
+
+@dataclass(frozen=True)
+class PendingCombine:
+    """A combine that was sent; `EPAll2AllLayer.combine_recv` takes it."""
+
+    desc: EPAllToAllLayoutDesc
+    rows: ArrayView
+    weights: ArrayView | None
+    stream: StreamLike
+
+
+class EPAll2AllLayer:
+    """Sends tokens to the ranks of their experts, and sums what the experts made of them.
+
+    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node,
+    where it is passed on; it is spread over the rows of its experts where it arrives. All ranks construct the layer
+    together and make the same calls in the same order; their numbers of tokens may differ.
+
+    Calls are queued on the caller's stream. In the exact mode `dispatch` waits, on the CPU, for the number of rows that
+    come, and for nothing else; with `max_recv_tokens` it waits for nothing and can be captured in a graph.
+
+    Args:
+        ep_group: a `Communicator`, an MPI communicator or a torch process group. One that is no Communicator gets
+            one of its own, which `finalize` closes.
+        max_tokens: the most tokens of one rank in one dispatch.
+        hidden: elements of a token.
+        topk: experts that each token chooses, 1 to 16.
+        rank: this rank in the group.
+        num_tot_experts: experts of all ranks together; rank r has the r-th share of them.
+        local_world_size: ranks of a node.
+        world_size: ranks of the group.
+        dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
+        weight_dtype: of routing weights: one of the same.
+        num_sm: the most blocks, and so multiprocessors, that a kernel of the layer takes.
+        enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. Less crosses the link; the
+            result is rounded twice. For one node.
+        use_aot: take kernels that were compiled beforehand (`proxyccl compile`), and none that would have to be now.
+        max_recv_tokens: None for outputs of the exact size, or the number of rows that every output has.
+        capacity: see `DispatchCombineContext.create`.
+
+    Raises:
+        ArgumentError: an argument is wrong, is not the group's, or differs between ranks.
+        CompileError: with use_aot, a kernel was not compiled beforehand.
+        ResourceError: no memory or channel ids are left.
+    """
+
+    def __init__(
+        self,
+        ep_group: Any,
+        max_tokens: int,
+        hidden: int,
+        topk: int,
+        rank: int,
+        num_tot_experts: int,
+        local_world_size: int,
+        world_size: int,
+        dtype: Any = "bfloat16",
+        weight_dtype: Any = "float32",
+        num_sm: int = 20,
+        enable_local_combine: bool = False,
+        use_aot: bool = False,
+        *,
+        max_recv_tokens: int | None = None,
+        capacity: int = 2,
+    ) -> None:
+        if not isinstance(num_tot_experts, int) or num_tot_experts < 1:
+            raise ArgumentError("num_tot_experts", f"must be a positive integer, not {num_tot_experts!r}")
+        config = EPConfig(
+            max_tokens=max_tokens,
+            hidden=hidden,
+            topk=topk,
+            num_experts=num_tot_experts,
+            rank=rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            token_dtype=dtype,
+            weight_dtype=weight_dtype,
+        )
+        if enable_local_combine and not config.is_intra_node:
+            raise ArgumentError("enable_local_combine", "is for one node; across nodes each node's sum is sent")
+        if max_recv_tokens is not None and (not isinstance(max_recv_tokens, int) or max_recv_tokens < 1):
+            raise ArgumentError("max_recv_tokens", f"must be a positive number of rows, not {max_recv_tokens!r}")
+        communicator, owned = as_communicator(ep_group, config)
+        self.ep_config = config
+        self.max_recv_tokens = max_recv_tokens
+        self.ctx = DispatchCombineContext(
+            communicator,
+            config,
+            capacity=capacity,
+            num_sm=num_sm,
+            local_combine=bool(enable_local_combine),
+            owns_communicator=owned,
+        )
+        self._local_combine = bool(enable_local_combine)
+        self._sent: PendingDispatch | None = None
+        self._returned: PendingCombine | None = None
+
+    def __enter__(self) -> EPAll2AllLayer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finalize()
+
+    def __repr__(self) -> str:
+        config = self.ep_config
+        return (
+            f"<EPAll2AllLayer of {config.num_experts} experts on {config.world_size} ranks, top {config.topk}, "
+            f"{config.hidden} x {config.token}>"
+        )
+
+    def finalize(self) -> None:
+        """Releases the layer's memory. All ranks call it together; calling it twice does nothing."""
+        self.ctx.finalize()
+
+    def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
+        """Waits, on the stream, until all ranks have come here.
+
+        Args:
+            stream: as for `Communicator.barrier`.
+            intra_node_only: wait for the ranks of this node only. All ranks of the group call it all the same.
+        """
+        self.ctx.require_usable()
+        self.ctx.communicator.collectives.barrier(stream, intra_node_only=intra_node_only)
+
+    # -- dispatch ---
+
+    def dispatch(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any = None,
+        full_scatter_indices: Any = None,
+        *,
+        stream: StreamLike = None,
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        """Sends each token to its experts.
+
+        Args:
+            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
+            exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
+                is sent for it, and it adds zero in `combine`.
+            weight: [T, topk] of `weight_dtype`, to be sent along, or None; on all ranks alike.
+            full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot, if all ranks'
+                outputs were one buffer and all ranks' tokens one array, both in the order of ranks. It must be a
+                permutation of each rank's rows.
+            stream: where to queue it; as for `Communicator.all_reduce`.
+
+        Returns:
+            The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
+            then token, then k, unless full_scatter_indices say otherwise; their weights, [R], or None; and the
+            descriptor. With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are
+            filled.
+
+        Raises:
+            ArgumentError: an argument is wrong on this rank, and nothing was done; or an expert id is out of range on
+                any rank, which all ranks raise, and the layer can go on.
+            CapacityError: more rows came to a rank than max_recv_tokens; see `check`.
+            MismatchError: another rank makes another call.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        tokens, ids, weights, scatter, stream = self._dispatch_arguments(
+            input, exp_indices, weight, full_scatter_indices, stream
+        )
+        if self.max_recv_tokens is not None:
+            desc = self.ctx.describe("dispatch", tokens, weights, scatter)
+            pending = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
+            return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, stream)
+        self._refuse_capture(stream)
+        desc = self.ctx.describe("dispatch", tokens, weights, scatter)
+        self.ctx.begin(ROUTE | GATHER, desc, tokens, ids, weights, stream)
+        pending = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
+        return self._dispatch_exact(SEND | RECEIVE, pending, stream)
+
+    def dispatch_send(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any = None,
+        full_scatter_indices: Any = None,
+        *,
+        stream: StreamLike = None,
+    ) -> PendingDispatch:
+        """The first half of `dispatch`: queues what sends, and waits for nobody.
+
+        The arguments must stay as they are until `dispatch_recv`. One dispatch can be under way at a time.
+        """
+        tokens, ids, weights, scatter, stream = self._dispatch_arguments(
+            input, exp_indices, weight, full_scatter_indices, stream
+        )
+        desc = self.ctx.describe("dispatch_send", tokens, weights, scatter)
+        self.ctx.begin(ROUTE | SEND, desc, tokens, ids, weights, stream)
+        self._sent = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
+        return self._sent
+
+    def dispatch_recv(
+        self, pending: PendingDispatch, *, stream: StreamLike = None
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        """The second half: takes in what came. Returns and raises as `dispatch`."""
+        self.ctx.require_usable()
+        if pending is not self._sent or pending is None:
+            raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
+        stream = pending.stream if stream is None else stream
+        if self.max_recv_tokens is not None:
+            self._sent = None
+            return self._receive_fixed(GATHER | RECEIVE, pending, stream)
+        self._refuse_capture(stream)
+        self._sent = None
+        self.ctx.count(pending.desc, stream)
+        return self._dispatch_exact(RECEIVE, pending, stream)
+
+    def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
+        """Sends other values of the same tokens by the routing of an earlier dispatch: nothing is counted again.
+
+        It is the adjoint of `combine`.
+
+        Args:
+            input: [T, hidden] of `dtype`.
+            ep_a2a_layout_desc: of a dispatch of this layer.
+            stream: as for `dispatch`.
+
+        Returns:
+            The rows, as that dispatch ordered them.
+        """
+        desc = self._own_desc(ep_a2a_layout_desc)
+        config = self.ep_config
+        shape = (desc.num_dispatch_token_cur_rank, config.hidden)
+        return self._redispatch(self._input(input, "input", shape, config.token.name), desc, stream)
+
+    def _redispatch(self, tokens: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
+        self._refuse_under_way()
+        output = self.ctx.new_array(tokens.owner, (desc.rows, tokens.shape[1]), tokens.dtype)
+        self.ctx.repeat(desc, tokens, self._view(output), self._stream(stream, tokens.owner))
+        return output
+
+    def _dispatch_exact(
+        self, phases: int, pending: PendingDispatch, stream: StreamLike
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        desc, arguments = pending.desc, (pending.tokens, pending.expert_ids, pending.weights, pending.scatter)
+        rows = self.ctx.await_rows(desc)
+        bad = self.ctx.bad_expert()
+        if bad is not None:
+            end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must be let pass
+            self.ctx.receive(end, desc, *arguments, 0, None, None, stream)
+            raise self._bad_expert(*bad)
+        output, weights = self._new_output(pending, rows)
+        views = self._view(output), None if weights is None else self._view(weights)
+        self.ctx.receive(phases, desc, *arguments, rows, views, None, stream)
+        self._check_if_done(stream)
+        return output, weights, desc
+
+    def _receive_fixed(
+        self, phases: int, pending: PendingDispatch, stream: StreamLike
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        assert self.max_recv_tokens is not None
+        desc = pending.desc
+        output, weights = self._new_output(pending, self.max_recv_tokens)
+        desc.num_recv_tokens = self.ctx.new_array(pending.tokens.owner, (1,), "int32")
+        self.ctx.receive(
+            phases,
+            desc,
+            pending.tokens,
+            pending.expert_ids,
+            pending.weights,
+            pending.scatter,
+            self.max_recv_tokens,
+            (self._view(output), None if weights is None else self._view(weights)),
+            self._view(desc.num_recv_tokens),
+            stream,
+        )
+        self._check_if_done(stream)
+        return output, weights, desc
+
+    def _new_output(self, pending: PendingDispatch, rows: int) -> tuple[Any, Any]:
+        config, like = self.ep_config, pending.tokens.owner
+        output = self.ctx.new_array(like, (rows, config.hidden), config.token)
+        return output, None if pending.weights is None else self.ctx.new_array(like, (rows,), config.weight)
+
+    # -- combine ---
+
+    def combine(
+        self,
+        input: Any,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        *,
+        weights: Any = None,
+        out: Any = None,
+        stream: StreamLike = None,
+    ) -> Any:
+        """Sends the experts' rows back, and sums those of each token.
+
+        On one node the sum is made in the order of k, in float32 (float64 for float64), and rounded once. With
+        enable_local_combine each rank's part is rounded, and the parts are summed in the order of ranks. Across nodes
+        each node's part is.
+
+        Args:
+            input: [R, hidden] of `dtype`, in the order of the dispatch's output.
+            ep_a2a_layout_desc: of that dispatch.
+            weights: float32 [R]: what each row is multiplied by in the sum, such as the weights that the dispatch
+                returned; None for 1. On all ranks alike.
+            out: [T, hidden], or None for a new array.
+            stream: as for `dispatch`.
+
+        Returns:
+            `out`, or the new array. Raises as `dispatch`.
+        """
+        desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
+        output, target = self._combine_output(out, rows, desc)
+        self.ctx.combine("combine", SEND | RECEIVE, desc, rows, scales, target, stream)
+        return output
+
+    def combine_send(
+        self,
+        input: Any,
+        ep_a2a_layout_desc: EPAllToAllLayoutDesc,
+        *,
+        weights: Any = None,
+        stream: StreamLike = None,
+    ) -> PendingCombine:
+        """The first half of `combine`: queues what sends, and waits for nobody.
+
+        `input` and `weights` must stay as they are until `combine_recv`. One combine can be under way at a time.
+        """
+        desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
+        self.ctx.combine("combine_send", SEND, desc, rows, scales, None, stream)
+        self._returned = PendingCombine(desc, rows, scales, stream)
+        return self._returned
+
+    def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
+        """The second half: sums what came. Returns and raises as `combine`."""
+        self.ctx.require_usable()
+        if pending is not self._returned or pending is None:
+            raise ArgumentError("pending", "is not the combine of this layer that is under way")
+        output, target = self._combine_output(out, pending.rows, pending.desc)
+        self._returned = None
+        stream = pending.stream if stream is None else stream
+        self.ctx.combine("combine_recv", RECEIVE, pending.desc, pending.rows, pending.weights, target, stream)
+        return output
+
+    # -- checking ---
+
+    def check(self) -> None:
+        """Raises what the dispatches that have ended since the last check found, the same on all ranks that have waited
+        for them: with max_recv_tokens nothing else tells, as dispatch does not wait.
+
+        Raises:
+            CapacityError: more rows came to a rank than max_recv_tokens. Those that did not fit were left out, and
+                count as zero in `combine`.
+            ArgumentError: an expert id was out of range, or full_scatter_indices no permutation. Bad ids were dropped.
+        """
+        self.ctx.require_usable()
+        most, bad = self.ctx.most_rows(), self.ctx.bad_expert()
+        if self.ctx.bad_indices():
+            raise ArgumentError("full_scatter_indices", "are no permutation of this rank's rows")
+        if self.max_recv_tokens is None:
+            return
+        if bad is not None:
+            raise self._bad_expert(*bad)
+        if most > self.max_recv_tokens:
+            raise CapacityError(
+                f"{most} rows came to a rank, max_recv_tokens is {self.max_recv_tokens}; what did not fit was left out",
+                most,
+            )
+
+    def _check_if_done(self, stream: StreamLike) -> None:
+        if stream is None and self.ctx.runtime_name == "host":  # the call has waited for its end
+            self.check()
+
+    def _bad_expert(self, rank: int, slot: int) -> ArgumentError:
+        topk, experts = self.ep_config.topk, self.ep_config.num_experts
+        return ArgumentError(
+            "exp_indices",
+            f"[{slot // topk}, {slot % topk}] on rank {rank} is none of the {experts} experts, nor {experts}, which "
+            "drops the slot",
+        )
+
+    def _dispatch_arguments(
+        self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
+    ) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None, StreamLike]:
+        self._refuse_under_way()
+        config = self.ep_config
+        tokens = self._input(input, "input", (-1, config.hidden), config.token.name)
+        count = tokens.shape[0]
+        if count > config.max_tokens:
+            raise ArgumentError("input", f"{count} tokens are more than max_tokens, {config.max_tokens}")
+        ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
+        weights = scatter = None
+        if weight is not None:
+            weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
+        if full_scatter_indices is not None:
+            scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
+        stream = self._stream(stream, input)
+        return tokens, ids, weights, scatter, stream
+
+    def _combine_arguments(
+        self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike
+    ) -> tuple[EPAllToAllLayoutDesc, ArrayView, ArrayView | None, StreamLike]:
+        desc = self._own_desc(desc)
+        if self._returned is not None:
+            raise ArgumentError("combine", "another one is under way: combine_recv comes first")
+        config = self.ep_config
+        rows = self._input(input, "input", (desc.rows, config.hidden), config.token.name)
+        scales = None if weights is None else self._input(weights, "weights", (desc.rows,), "float32")
+        return desc, rows, scales, self._stream(stream, input)
+
+    def _combine_output(self, out: Any, rows: ArrayView, desc: EPAllToAllLayoutDesc) -> tuple[Any, ArrayView]:
+        shape = (desc.num_dispatch_token_cur_rank, self.ep_config.hidden)
+        return output_array(self.ctx, out, rows, shape, self.ep_config.token)
+
+    def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
+        self.ctx.require_usable()
+        if not isinstance(desc, EPAllToAllLayoutDesc) or desc.owner is not self.ctx:
+            raise ArgumentError("ep_a2a_layout_desc", "is not of a dispatch of this layer")
+        return desc
+
+    def _refuse_under_way(self) -> None:
+        self.ctx.require_usable()
+        if self._sent is not None:
+            raise ArgumentError("dispatch", "another one is under way: dispatch_recv comes first")
+
+    def _refuse_capture(self, stream: StreamLike) -> None:
+        runtime = self.ctx.communicator.runtime
+        if runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream)):
+            raise ArgumentError(
+                "max_recv_tokens", "a dispatch that is captured in a graph can't wait for its size: give a maximum"
+            )
+
+    def _stream(self, stream: StreamLike, x: Any) -> StreamLike:
+        comm = self.ctx.communicator
+        stream = comm.stream_for(stream, x)
+        comm.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+        return stream
+
+    def _view(self, array: Any) -> ArrayView:
+        return self.ctx.communicator.collectives.input(array, "out")
+
+    def _input(self, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
+        return input_array(self.ctx.communicator, x, argument, shape, dtype)

@@ -1,0 +1,161 @@
+"""The memory that expert parallelism's kernels share between ranks, and its geometry (device/kernels/experts.h)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.proxy_channel import connect_handles
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.errors import ResourceError
+
+if TYPE_CHECKING:
+    from proxyccl.channels.communicator import Communicator
+
+_LINE = 128
+_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row on its way back
+
+
+def _aligned(nbytes: int, to: int = _LINE) -> int:
+    return -(-nbytes // to) * to
+
+
+class _Areas:
+    """Hands out consecutive aligned areas."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, nbytes: int) -> int:
+        start = self.end
+        self.end = _aligned(start + nbytes)
+        return start
+
+
+class ExpertWorkspace:
+    """One rank's workspace, and what kernels must know to reach the others'. All ranks make it together.
+
+    Ranks of a node read and write each other's workspaces; what goes to other nodes goes through the proxy, to the rank
+    with the same number there. Where ranks of a node can't touch each other's memory, where nodes have different
+    numbers of ranks, or with `proxied`, every rank counts as a node of its own.
+
+    Attributes:
+        experts: the ProxycclExperts.
+        nodes: nodes as the kernels count them.
+        node: this rank's.
+        members: for each node its ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        config: EPConfig,
+        *,
+        blocks: int,
+        threads: int,
+        local_combine: bool,
+        proxied: bool = False,
+    ) -> None:
+        runtime, rank, ranks = communicator.runtime, communicator.rank, communicator.world_size
+        if ranks > lib.PROXYCCL_EXPERT_THREADS:
+            raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_EXPERT_THREADS} ranks")
+        topology = communicator.topology
+        mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
+        flags = communicator.all_gather_bytes(b"1" if mapped else b"0", "an expert-parallel layer")
+        members = topology.node_members()
+        if b"0" in flags or len({len(ranks_of_node) for ranks_of_node in members}) > 1:
+            members = [[peer] for peer in range(ranks)]
+        self.members = members
+        self.nodes, local_size = len(members), len(members[0])
+        self.node = next(n for n, of_node in enumerate(members) if rank in of_node)
+        local_rank = members[self.node].index(rank)
+
+        e = self.experts = ffi.new("ProxycclExperts *")
+        e.rank, e.world_size, e.local_rank, e.local_size = rank, ranks, local_rank, local_size
+        e.node, e.nodes = self.node, self.nodes
+        e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
+        e.blocks, e.segment_tokens = blocks, -(-config.max_tokens // blocks)
+        e.local_combine, e.weight_bytes = local_combine, config.weight.itemsize
+        # A row may also be a token's weights, when `collect` brings them back.
+        row_bytes = _aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
+
+        slots, routing = e.segment_tokens * config.topk, _Areas()
+        routing.take(ffi.sizeof("ProxycclExpertSegment"))
+        e.counts_offset = routing.take(4 * config.num_experts)
+        e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
+        e.places_offset = routing.take(4 * e.segment_tokens)
+        e.weights_offset = routing.take(e.weight_bytes * slots)
+        e.routing_bytes = routing.end
+        e.segment_bytes = e.segment_tokens * row_bytes
+        e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
+        e.slab_bytes = _aligned(blocks * (e.routing_bytes + e.segment_bytes))
+        e.partial_bytes = blocks * e.return_segment_bytes
+
+        groups = max(1, threads // (1 if runtime.name == "host" else 32))
+        areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
+        e.routed = areas.take(8 * ranks * blocks)
+        e.sent = areas.take(8 * ranks * blocks * groups)
+        e.read = areas.take(8 * local_size * blocks)
+        e.returned = areas.take(8 * local_size * blocks * groups)
+        e.taken = areas.take(8 * local_size * blocks)
+        e.inbox = areas.take(local_size * e.slab_bytes)
+        e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
+        own_returns = local_size if local_combine else config.topk
+        e.returns = areas.take(own_returns * e.partial_bytes)
+        e.return_rails = areas.take(self.nodes * config.topk * e.partial_bytes if crossing else 0)
+        e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
+
+        self._workspace = communicator.empty((areas.end,), "uint8")
+        self._memory = memory = communicator.register(self._workspace)
+        rails = [of_node[local_rank] for n, of_node in enumerate(members) if n != self.node]
+        channels: dict[int, Any] = {}
+        self._kept: list[object] = []
+        if self.nodes > 1:
+            channels, kept = connect_handles(communicator, memory, memory, rails, 2 * blocks)
+            self._kept.append(kept)
+
+        tables = _Areas()
+        handle = ffi.sizeof("ProxycclProxyChannel")
+        places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
+        peers_at, bases_at = tables.take(8 * local_size), tables.take(4 * blocks * config.num_experts)
+        counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
+        out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
+        self._tables = runtime.allocate(tables.end)
+        self._report = runtime.allocate_pinned(max(4096, ffi.sizeof("ProxycclExpertReport")))
+        image = bytearray(tables.end)
+
+        def put(offset: int, data: bytes) -> None:
+            image[offset : offset + len(data)] = data
+
+        place_of = {peer: n << 16 | i for n, of_node in enumerate(members) for i, peer in enumerate(of_node)}
+        put(places_at, bytes(ffi.buffer(ffi.new("uint32_t []", [place_of[peer] for peer in range(ranks)]))))
+        put(members_at, bytes(ffi.buffer(ffi.new("uint32_t []", [peer for of_node in members for peer in of_node]))))
+        peers = [memory.peer_ptr(peer) for peer in members[self.node]]
+        put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t []", peers))))
+        for n, of_node in enumerate(members):
+            for i, channel in enumerate(channels.get(of_node[local_rank], ())):
+                area, block = (out_at, i) if i < blocks else (back_at, i - blocks)
+                put(area + (n * blocks + block) * handle, channel.device_handle)
+        runtime.copy(self._tables.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(image))), len(image))
+
+        at = self._tables.ptr
+        e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
+        e.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        e.workspace, e.peers = ffi.cast("char *", memory.ptr), ffi.cast("char **", at + peers_at)
+        e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
+        e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
+        e.bases = ffi.cast("uint32_t *", at + bases_at)
+        e.report = ffi.cast("ProxycclExpertReport *", self._report.ptr)
+        e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
+
+    @property
+    def report(self) -> Any:
+        """The ProxycclExpertReport as the CPU sees it."""
+        return ffi.cast("ProxycclExpertReport *", self._report.host_ptr)
+
+    def close(self) -> None:
+        """Frees the memory. No kernel of any rank may use it any more."""
+        self._memory.close()
+        self._workspace.free()
+        self._tables.close()
+        self._report.close()

@@ -1,0 +1,377 @@
+// MoE combine: the experts' rows go back the way the tokens came, and each token's are summed.
+//
+// Every slot's row goes to the token's rank, or across nodes to the rank of the same node that has the token's rank's
+// number (its rail), which sums what its node made of the token; only that sum crosses. With local_combine each rank
+// sums its own rows of a token first. A sum is made in the order of k, in the accumulator's type, and rounded once.
+#ifndef PROXYCCL_EXPERT_COMBINE_H
+#define PROXYCCL_EXPERT_COMBINE_H
+
+#include "expert_team.h"
+#include "proxyccl/kernel.h"
+
+namespace proxyccl {
+
+// By a group: bytes [begin, end) of the sum of `count` rows, each times its weight if there are any.
+template <class T>
+PROXYCCL_OUT_OF_LINE void sumRows(char* out, const GroupSpace& space, uint32_t count, bool weighted, const Piece& piece,
+                             uint32_t lane) {
+  using A = typename Element<T>::Accumulator;
+  auto scaled = [&](uint32_t k, T value) {
+    const A wide = Element<T>::widen(value);
+    return weighted ? static_cast<A>(space.weight[k]) * wide : wide;
+  };
+  uint64_t begin = piece.begin / sizeof(T);
+  const uint64_t end = piece.end / sizeof(T);
+#if PROXYCCL_ON_HOST
+  constexpr uint32_t kTile = 64;  // long enough to be vectorised
+  for (; begin + kTile <= end; begin += kTile) {
+    A sum[kTile] = {};
+    for (uint32_t k = 0; k < count; ++k)
+      for (uint32_t i = 0; i < kTile; ++i) sum[i] += scaled(k, reinterpret_cast<const T*>(space.at[k])[begin + i]);
+    for (uint32_t i = 0; i < kTile; ++i) reinterpret_cast<T*>(out)[begin + i] = Element<T>::narrow(sum[i]);
+  }
+#else
+  uint64_t misaligned = reinterpret_cast<uintptr_t>(out) | piece.begin;
+  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(space.at[k]);
+  if (misaligned % 16 == 0) {
+    constexpr uint32_t kEach = 16 / sizeof(T), kWords = 2, kRows = 4;
+    struct Word {
+      T at[kEach];
+    };
+    const uint64_t words = piece.end / 16;
+    for (uint64_t word = piece.begin / 16 + lane; word < words; word += kWords * kGroupLanes) {
+      A sum[kWords][kEach] = {};
+      for (uint32_t first = 0; first < count; first += kRows) {
+        Bytes16 held[kRows][kWords];
+#pragma unroll
+        for (uint32_t k = 0; k < kRows; ++k)
+#pragma unroll
+          for (uint32_t w = 0; w < kWords; ++w)
+            if (first + k < count && word + w * kGroupLanes < words)
+              held[k][w] = reinterpret_cast<const Bytes16*>(space.at[first + k])[word + w * kGroupLanes];
+#pragma unroll
+        for (uint32_t k = 0; k < kRows; ++k) {
+          if (first + k >= count) break;
+#pragma unroll
+          for (uint32_t w = 0; w < kWords; ++w) {
+            const Word values = __builtin_bit_cast(Word, held[k][w]);
+#pragma unroll
+            for (uint32_t i = 0; i < kEach; ++i) sum[w][i] += scaled(first + k, values.at[i]);
+          }
+        }
+      }
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w) {
+        if (word + w * kGroupLanes >= words) break;
+        Word values;
+#pragma unroll
+        for (uint32_t i = 0; i < kEach; ++i) values.at[i] = Element<T>::narrow(sum[w][i]);
+        reinterpret_cast<Bytes16*>(out)[word + w * kGroupLanes] = __builtin_bit_cast(Bytes16, values);
+      }
+    }
+    begin = words * kEach > begin ? words * kEach : begin;
+  }
+#endif
+  for (uint64_t i = begin + lane; i < end; i += kGroupLanes) {
+    A sum = 0;
+    for (uint32_t k = 0; k < count; ++k) sum += scaled(k, reinterpret_cast<const T*>(space.at[k])[i]);
+    reinterpret_cast<T*>(out)[i] = Element<T>::narrow(sum);
+  }
+}
+
+// One combine, as one block sees it.
+template <class T>
+class Combine {
+ public:
+  PROXYCCL_DEVICE Combine(const ProxycclExperts& experts, const ProxycclCombine& call)
+      : team_(experts),
+        call_(call),
+        number_(experts.counters->combines + 1),
+        block_(blockIdx.x),
+        topk_(experts.topk),
+        row_bytes_(call.hidden * sizeof(T)),
+        stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
+        own_(experts, call.tokens, blockIdx.x) {}
+
+  // Waits until the node has summed what the combine before brought.
+  PROXYCCL_DEVICE void awaitTakers() const {
+    if (threadIdx.x < team_->local_size)
+      team_.await(team_.taken(threadIdx.x, block_), number_ - 1, team_.member(team_->node, threadIdx.x));
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE void send(const Workers& workers, const Group& group) const {
+    const uint32_t groups = Group::count(), ranks = team_->world_size;
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < ranks; ++s) {
+      const uint32_t items = segmentOf(s).items();
+      most = items > most ? items : most;
+    }
+    for (uint32_t first = 0; first < most; first += groups)
+      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count) {
+        for (uint32_t i = 1; i <= ranks; ++i) sendItem(group, first + v, (team_->rank + i) % ranks);
+        group.sync();
+        for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+          team_.raise(l, team_.returned(team_->local_rank, block_, v), flagValue(number_, first / groups + 1));
+      }
+  }
+
+  PROXYCCL_DEVICE void receive(const Workers& workers, const Group& group, uint32_t* finished) const {
+    const uint32_t groups = Group::count();
+    for (uint32_t i = 1; i <= team_->nodes; ++i) {  // other nodes' tokens first: their sums have the longer way
+      const uint32_t source = team_.member((team_->node + i) % team_->nodes, team_->local_rank);
+      const uint32_t items = segmentOf(source).items();
+      for (uint32_t first = 0; first < items; first += groups)
+        for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
+          if (first + v < items) takeItem(group, v, first + v, source);
+    }
+    if (team_->nodes == 1 || group.lane != 0) return;
+    fenceSystem();
+    if (atomicAdd(finished, 1u) + 1 != workers.count) return;
+    fenceSystem();
+    for (uint32_t node = 0; node < team_->nodes; ++node) {
+      if (node == team_->node) continue;
+      const uint64_t first = partialRow(0);
+      team_.post(team_->back_channels, node, partial(team_->partial_in, team_->node) + first,
+                 partial(team_->partial_out, node) + first, rowsFrom(node) * stride_);
+    }
+  }
+
+  // By the block, when receive() is done: the nodes' sums of each token become its row of the output.
+  PROXYCCL_DEVICE void sumNodes(const Group& group) const {
+    __syncthreads();
+    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
+      team_.awaitPost(team_->back_channels, threadIdx.x);
+    __syncthreads();
+    GroupSpace& space = group.space();
+    for (uint32_t item = group.number; item < own_.items(); item += Group::count()) {
+      const uint32_t i = item / own_.pieces;
+      const uint64_t token = own_.begin + i;
+      if (group.lane == 0) {  // no more nodes have a part of a token than it has slots
+        uint32_t count = 0;
+        for (uint32_t node = 0; node < team_->nodes; ++node) {
+          const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
+          if (place == PROXYCCL_NO_ROW) continue;
+          space.at[count++] = team_->workspace + partial(team_->partial_in, node) +
+                              partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+        }
+        space.count = count;
+      }
+      group.sync();
+      sumRows<T>(call_.output + token * row_bytes_, space, space.count, false,
+                 Piece(row_bytes_, item % own_.pieces, own_.pieces), group.lane);
+      group.sync();
+    }
+  }
+
+  PROXYCCL_DEVICE void acknowledge() const {
+    __syncthreads();
+    if (threadIdx.x < team_->local_size)
+      team_.raise(threadIdx.x, team_.taken(team_->local_rank, block_), number_);
+  }
+
+  PROXYCCL_DEVICE uint32_t itemsToReceive() const { return own_.items(); }
+
+ private:
+  PROXYCCL_DEVICE Segment segmentOf(uint32_t source) const {
+    return Segment(*team_, static_cast<uint32_t>(call_.layout.tokens[source]), block_);
+  }
+  PROXYCCL_DEVICE const int32_t* rowsOf(uint32_t source, uint64_t token) const {
+    return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
+  }
+  PROXYCCL_DEVICE uint64_t partial(uint64_t area, uint32_t node) const {
+    return area + (number_ % 2 * team_->nodes + node) * team_->partial_bytes;
+  }
+  PROXYCCL_DEVICE uint64_t partialRow(uint32_t place) const {
+    return block_ * team_->return_segment_bytes + place * stride_;
+  }
+  // Where, in the workspace of the rank that sums token i of a source, slot k's row goes.
+  PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k) const {
+    const uint64_t segment = topk_ * team_->return_segment_bytes;
+    const uint64_t area = team_.isNear(source)
+                              ? team_->returns
+                              : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
+    return area + block_ * segment + (i * topk_ + k) * stride_;
+  }
+  // Behind a row, for each of its pieces: different groups bring them.
+  PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
+    return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
+  }
+  // With local_combine: where the sum of a rank of the node goes.
+  PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
+    return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
+  }
+  PROXYCCL_DEVICE uint64_t rowsFrom(uint32_t node) const {
+    const uint32_t source = team_.member(node, team_->local_rank);
+    const Segment segment = segmentOf(source);
+    const int32_t* places =
+        call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin;
+    for (uint32_t i = segment.tokens; i > 0; --i)
+      if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
+    return 0;
+  }
+
+  // By a group: returns what this rank has of an item of a source.
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment segment = segmentOf(source);
+    if (item >= segment.items()) return;
+    const uint32_t to = team_.localOf(source), i = item / segment.pieces;
+    if (to == team_->local_rank && !team_->local_combine) return;  // read where it is
+    const Piece piece(row_bytes_, item % segment.pieces, segment.pieces);
+    const int32_t* rows = rowsOf(source, segment.begin + i);
+    if (team_->local_combine) return sendSum(group, rows, piece, team_->peers[to] + sumRow(team_->local_rank, i));
+    for (uint32_t k = 0; k < topk_; ++k) {
+      const int32_t row = rows[k];
+      if (row == PROXYCCL_NO_ROW) continue;
+      char* target = team_->peers[to] + slotRow(source, i, k);
+      if (row >= 0) {
+        copyToEach(&target, 1, piece.begin, call_.rows + row * row_bytes_ + piece.begin, piece.end - piece.begin,
+                   group.lane);
+      } else {  // it did not fit in the output, and counts as zero
+        for (uint64_t at = piece.begin + group.lane; at < piece.end; at += kGroupLanes) target[at] = 0;
+      }
+      if (call_.weights != nullptr && group.lane == 0)
+        weightOf(target, item % segment.pieces) = row >= 0 ? call_.weights[row] : 0;
+    }
+  }
+
+  PROXYCCL_DEVICE void sendSum(const Group& group, const int32_t* rows, const Piece& piece, char* target) const {
+    GroupSpace& space = group.space();
+    if (group.lane == 0) {
+      uint32_t count = 0, here = 0;
+      for (uint32_t k = 0; k < topk_; ++k) {
+        here += rows[k] != PROXYCCL_NO_ROW;
+        if (rows[k] < 0) continue;
+        space.weight[count] = call_.weights != nullptr ? call_.weights[rows[k]] : 1;
+        space.at[count++] = const_cast<char*>(call_.rows) + rows[k] * row_bytes_;
+      }
+      space.count = count << 16 | here;
+    }
+    group.sync();
+    if ((space.count & 0xffff) != 0)
+      sumRows<T>(target, space, space.count >> 16, call_.weights != nullptr, piece, group.lane);
+    group.sync();
+  }
+
+  // By a group: sums what this rank's node made of an item of a source: this rank, or one that has its number.
+  PROXYCCL_DEVICE void takeItem(const Group& group, uint32_t v, uint32_t item, uint32_t source) const {
+    const Segment segment = segmentOf(source);
+    const uint32_t i = item / segment.pieces, node = team_.nodeOf(source);
+    const uint64_t token = segment.begin + i;
+    const Piece piece(row_bytes_, item % segment.pieces, segment.pieces);
+    char* target = call_.output + token * row_bytes_;
+    if (team_->nodes > 1) {
+      const int32_t place =
+          node == team_->node
+              ? static_cast<int32_t>(i)
+              : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
+      if (place == PROXYCCL_NO_ROW) return;
+      target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
+               partialRow(static_cast<uint32_t>(place));
+    }
+    GroupSpace& space = group.space();
+    if (group.lane == 0) {
+      const int32_t* ids =
+          call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+      const uint64_t value = flagValue(number_, item / Group::count() + 1);
+      if (team_->local_combine) {
+        gatherSums(ids, v, value, i);
+      } else {
+        gatherSlots(ids, v, value, i, source, token, item % segment.pieces);
+      }
+    }
+    group.sync();
+    sumRows<T>(target, space, space.count, call_.weights != nullptr && !team_->local_combine, piece, group.lane);
+    group.sync();
+  }
+
+  // By one thread of a group: the addresses of a token's rows, when they are there.
+  PROXYCCL_DEVICE void gatherSlots(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i, uint32_t source,
+                                   uint64_t token, uint32_t piece) const {
+    GroupSpace& space = Group().space();
+    uint32_t count = 0;
+    for (uint32_t k = 0; k < topk_; ++k) {
+      const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
+      if (rank >= team_->world_size || !team_.isNear(rank)) continue;
+      if (rank == team_->rank) {
+        const int32_t row = rowsOf(source, token)[k];
+        if (row < 0) continue;
+        space.weight[count] = call_.weights != nullptr ? call_.weights[row] : 1;
+        space.at[count++] = const_cast<char*>(call_.rows) + row * row_bytes_;
+      } else {
+        team_.await(team_.returned(team_.localOf(rank), block_, v), value, rank);
+        char* at = team_->workspace + slotRow(source, i, k);
+        if (call_.weights != nullptr)
+          space.weight[count] = weightOf(at, piece);
+        space.at[count++] = at;
+      }
+    }
+    space.count = count;
+  }
+
+  PROXYCCL_DEVICE void gatherSums(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i) const {
+    GroupSpace& space = Group().space();
+    uint32_t count = 0;
+    // There are no more ranks with rows of a token than the token has slots.
+    for (uint32_t l = 0; l < team_->local_size; ++l) {
+      const uint32_t rank = team_.member(team_->node, l);
+      bool chosen = false;
+      for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) / team_->experts_per_rank == rank;
+      if (!chosen) continue;
+      team_.await(team_.returned(l, block_, v), value, rank);
+      space.at[count++] = team_->workspace + sumRow(l, i);
+    }
+    space.count = count;
+  }
+
+  const ExpertTeam team_;
+  const ProxycclCombine& call_;
+  const uint64_t number_;
+  const uint32_t block_, topk_;
+  const uint64_t row_bytes_, stride_;  // behind a row its pieces' weights
+  const Segment own_;
+};
+
+template <class T>
+PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
+  __shared__ uint32_t finished;
+  const Combine<T> combine(experts, call);
+  const Group group;
+  const uint32_t groups = Group::count();
+  const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
+  if (threadIdx.x == 0) finished = 0;
+  if (sends) combine.awaitTakers();
+  __syncthreads();
+  // What is much shares the block with what comes in; little is sent before anything is awaited.
+  const bool share = sends && receives && combine.itemsToReceive() > 4 * groups;
+  const Workers senders = {0, share ? groups / 2 : groups};
+  const Workers receivers = {share ? groups / 2 : 0, share ? groups - groups / 2 : groups};
+  if (sends && senders.include(group)) combine.send(senders, group);
+  if (receives && receivers.include(group)) combine.receive(receivers, group, &finished);
+  if (receives && experts.nodes > 1) combine.sumNodes(group);
+  if (receives) combine.acknowledge();
+  finishExperts(experts, &experts.counters->combines, receives);
+}
+
+// output[tokens][hidden] = each row times its weight. The two arrays may be one.
+template <class T>
+PROXYCCL_DEVICE void expert_scale(const ProxycclExperts&, const ProxycclCombine& call) {
+  using A = typename Element<T>::Accumulator;
+  const T* rows = reinterpret_cast<const T*>(call.rows);
+  forEach(call.tokens * call.hidden, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, [&](size_t i) {
+    const A weight = static_cast<A>(call.weights[i / call.hidden]);
+    reinterpret_cast<T*>(call.output)[i] = Element<T>::narrow(weight * Element<T>::widen(rows[i]));
+  });
+}
+
+}  // namespace proxyccl
+
+// A kernel `name` from the template `kernel` for one element type.
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                             \
+  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1) \
+      name(const ProxycclExperts experts, const ProxycclCombine call) {    \
+    ::proxyccl::kernel<T>(experts, call);                                  \
+  }                                                                        \
+  PROXYCCL_EXPORT_KERNEL(name)
+
+#endif

@@ -1,0 +1,564 @@
+// MoE dispatch: each token's row goes once to every rank of its node that has one of its experts, and once to every
+// other node, and is spread over the experts' rows where it arrives.
+//
+// A rank counts its own slots by expert, segment by segment, and tells everyone; with everyone's counts each rank knows
+// the row of every slot that comes to it. So rows can be on their way before anybody knows where they end.
+#ifndef PROXYCCL_EXPERT_DISPATCH_H
+#define PROXYCCL_EXPERT_DISPATCH_H
+
+#include "expert_team.h"
+#include "proxyccl/kernel.h"
+
+namespace proxyccl {
+
+// By one block: values[i] becomes the sum of those before it. Returns the sum of all.
+PROXYCCL_DEVICE uint32_t exclusiveScan(uint32_t* values, uint32_t n) {
+  __shared__ uint32_t sums[2][PROXYCCL_EXPERT_THREADS];
+  const uint32_t share = (n + blockDim.x - 1) / blockDim.x;
+  const uint32_t begin = threadIdx.x * share < n ? threadIdx.x * share : n;
+  const uint32_t end = begin + share < n ? begin + share : n;
+  uint32_t own = 0;
+  for (uint32_t i = begin; i < end; ++i) own += values[i];
+  uint32_t round = 0;
+  sums[round][threadIdx.x] = own;
+  __syncthreads();
+  for (uint32_t distance = 1; distance < blockDim.x; distance *= 2) {
+    const uint32_t before = threadIdx.x >= distance ? sums[round][threadIdx.x - distance] : 0;
+    sums[round ^ 1][threadIdx.x] = sums[round][threadIdx.x] + before;
+    round ^= 1;
+    __syncthreads();
+  }
+  uint32_t before = sums[round][threadIdx.x] - own;
+  const uint32_t total = sums[round][blockDim.x - 1];
+  for (uint32_t i = begin; i < end; ++i) {
+    const uint32_t value = values[i];
+    values[i] = before;
+    before += value;
+  }
+  __syncthreads();
+  return total;
+}
+
+PROXYCCL_DEVICE void copyElement(char* to, const char* from, uint32_t bytes) {
+  if (bytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = *reinterpret_cast<const uint32_t*>(from);
+  } else if (bytes == 8) {
+    *reinterpret_cast<uint64_t*>(to) = *reinterpret_cast<const uint64_t*>(from);
+  } else {
+    *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
+  }
+}
+
+// One dispatch, as one block sees it.
+class Dispatch {
+ public:
+  PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
+      : team_(experts),
+        call_(call),
+        number_(experts.counters->dispatches + 1),
+        block_(blockIdx.x),
+        topk_(experts.topk),
+        own_(experts, call.tokens, blockIdx.x) {}
+
+  PROXYCCL_DEVICE uint64_t number() const { return number_; }
+
+  // Waits until the node has read the dispatch before: its slabs can be written again.
+  PROXYCCL_DEVICE void awaitReaders() const {
+    const uint32_t blocks = team_->blocks;
+    for (uint32_t i = threadIdx.x; i < team_->local_size * blocks; i += blockDim.x)
+      team_.await(team_.read(i / blocks, i % blocks), number_ - 1, team_.member(team_->node, i / blocks));
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE void route() const {
+    char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(block_);
+    ProxycclExpertSlot* slots = slotsOf(own);
+    uint32_t* counts = countsOf(own);
+    const int32_t* ids = call_.expert_ids + static_cast<uint64_t>(own_.begin) * topk_;
+    const uint32_t n = own_.tokens * topk_, experts = team_.experts();
+
+    __shared__ uint32_t bad;
+    if (threadIdx.x == 0) bad = ~0u;
+    for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+    __syncthreads();
+    int32_t* kept = idsOf(team_->node, own_.begin);
+    for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
+      const uint32_t expert = static_cast<uint32_t>(ids[s]);
+      slots[s] = {expert < experts ? expert : PROXYCCL_NO_EXPERT, 0};
+      kept[s] = static_cast<int32_t>(expert < experts ? expert : experts);
+      if (expert > experts) atomicMin(&bad, own_.begin * topk_ + s);
+    }
+    countSlots(ids, n, slots, counts, experts);
+    if (call_.weights != nullptr)
+      copyBytes(own + team_->weights_offset,
+                call_.weights + static_cast<uint64_t>(own_.begin) * topk_ * team_->weight_bytes,
+                static_cast<uint64_t>(n) * team_->weight_bytes, threadIdx.x, blockDim.x);
+    if (threadIdx.x == 0) *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad, {0, 0}};
+    if (team_->nodes > 1) placeTokens();
+    syncThreadsDevice();
+
+    const uint64_t head = team_->slots_offset + n * sizeof(ProxycclExpertSlot);
+    const uint64_t weights = call_.weights == nullptr ? 0 : static_cast<uint64_t>(n) * team_->weight_bytes;
+    auto copy = [&](char* to) {
+      copyBytes(to, own, head, threadIdx.x, blockDim.x);
+      copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
+    };
+    for (uint32_t l = 0; l < team_->local_size; ++l)
+      if (l != team_->local_rank) copy(team_.inbox(l, team_->local_rank) + team_.routingAt(block_));
+    for (uint32_t node = 0; node < team_->nodes; ++node) {
+      if (node == team_->node) continue;
+      char* to = team_->workspace + team_.outbox(number_, node) + team_.routingAt(block_);
+      copy(to);
+      const int32_t* places = sentPlaces(node);
+      for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) placesOf(to)[i] = places[i];
+    }
+    syncThreadsSystem();
+    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.routed(team_->rank, block_), number_);
+    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
+      team_.post(team_->out_channels, threadIdx.x, team_.rail(number_, team_->node) + team_.routingAt(block_),
+                 team_.outbox(number_, threadIdx.x) + team_.routingAt(block_), team_->routing_bytes);
+  }
+
+  // Passes on within the node what the counterparts on other nodes told.
+  PROXYCCL_DEVICE void forwardRouting() const {
+    const uint32_t node = threadIdx.x;
+    if (node >= team_->nodes || node == team_->node) return;
+    team_.awaitPost(team_->out_channels, node);
+    for (uint32_t l = 0; l < team_->local_size; ++l)
+      team_.raise(l, team_.routed(team_.member(node, team_->local_rank), block_), number_);
+  }
+
+  // Waits for everyone's counts. Returns false, to all threads, where they did not come: then there are none.
+  PROXYCCL_DEVICE bool awaitRouting() const {
+    __shared__ bool lost;
+    const uint32_t blocks = team_->blocks;
+    for (uint32_t i = threadIdx.x; i < team_->world_size * blocks; i += blockDim.x)
+      team_.await(team_.routed(i / blocks, i % blocks), number_, i / blocks);
+    __syncthreads();
+    if (threadIdx.x == 0) lost = aborted(team_->control);
+    __syncthreads();
+    return !lost;
+  }
+
+  // The first row of this block's slots for each expert of this rank from each source: bases()[expert * ranks + source].
+  // Returns the number of rows.
+  PROXYCCL_DEVICE uint32_t findRows() const {
+    const uint32_t ranks = team_->world_size, n = ranks * team_->experts_per_rank;
+    uint32_t* first = bases();
+    auto counted = [&](uint32_t i, uint32_t blocks) {
+      const char* slab = team_.slabOf(number_, i % ranks);
+      const uint32_t expert = team_->rank * team_->experts_per_rank + i / ranks;
+      uint32_t slots = 0;
+      for (uint32_t b = 0; b < blocks; ++b) slots += countsOf(slab + team_.routingAt(b))[expert];
+      return slots;
+    };
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] = counted(i, team_->blocks);
+    __syncthreads();
+    const uint32_t rows = exclusiveScan(first, n);
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] += counted(i, block_);
+    __syncthreads();
+    return rows;
+  }
+
+  // By one block: what the CPU is told.
+  PROXYCCL_DEVICE void report(uint32_t rows) const {
+    __shared__ uint32_t bad_rank, bad_slot;
+    if (threadIdx.x == 0) bad_rank = bad_slot = ~0u;
+    __syncthreads();
+    const uint32_t n = team_->world_size * team_->blocks;
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+      if (segmentOf(i / team_->blocks, i % team_->blocks).bad_slot != ~0u) atomicMin(&bad_rank, i / team_->blocks);
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+      if (i / team_->blocks == bad_rank) atomicMin(&bad_slot, segmentOf(bad_rank, i % team_->blocks).bad_slot);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    ProxycclExpertReport* to = team_->report;
+    storeRelaxedSystem(&to->rows, rows);
+    storeRelaxedSystem(&to->bad_rank, bad_rank);
+    storeRelaxedSystem(&to->bad_slot, bad_slot);
+    storeReleaseSystem(&to->ticket, call_.ticket);
+  }
+
+  // By one block: the counts of all ranks, for the descriptor; and the most rows of any, which must fit.
+  PROXYCCL_DEVICE void keepCounts(uint32_t rows) const {
+    __shared__ uint32_t most;
+    const uint32_t experts = team_.experts(), ranks = team_->world_size;
+    for (uint32_t i = threadIdx.x; i < ranks * experts; i += blockDim.x) {
+      const char* slab = team_.slabOf(number_, i / experts);
+      uint32_t slots = 0;
+      for (uint32_t b = 0; b < team_->blocks; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
+      call_.layout.counts[i] = static_cast<int32_t>(slots);
+    }
+    for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
+      call_.layout.tokens[s] = static_cast<int32_t>(tokensOf()[s]);
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) {
+      uint32_t sum = 0;
+      for (uint32_t s = 0; s < ranks; ++s)
+        for (uint32_t e = 0; e < team_->experts_per_rank; ++e)
+          sum += static_cast<uint32_t>(call_.layout.counts[s * experts + rank * team_->experts_per_rank + e]);
+      atomicMax(&most, sum);
+    }
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    if (most > loadRelaxedSystem(&team_->report->most_rows)) storeRelaxedSystem(&team_->report->most_rows, most);
+    if (call_.received != nullptr) *call_.received = static_cast<int32_t>(rows < call_.capacity ? rows : call_.capacity);
+  }
+
+  PROXYCCL_DEVICE void send(const Workers& workers, const Group& group, uint32_t* finished) const {
+    const uint32_t groups = Group::count();
+    for (uint32_t first = 0; first < own_.items(); first += groups)
+      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
+        if (first + v < own_.items()) sendItem(group, v, first + v);
+    if (team_->nodes == 1 || group.lane != 0) return;
+    fenceSystem();
+    if (atomicAdd(finished, 1u) + 1 != workers.count) return;
+    fenceSystem();
+    for (uint32_t node = 0; node < team_->nodes; ++node) {
+      if (node == team_->node) continue;
+      const uint64_t first = rowAt(0);
+      team_.post(team_->out_channels, node, team_.rail(number_, team_->node) + first,
+                 team_.outbox(number_, node) + first, rowsSent(node) * rowStride(call_.row_bytes));
+    }
+  }
+
+  // What receive() needs to know of all, by the whole block. `rows` is what findRows() returned.
+  PROXYCCL_DEVICE void learnSources(uint32_t rows) const {
+    for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x)
+      tokensOf()[s] = call_.again ? static_cast<uint32_t>(call_.layout.tokens[s]) : segmentOf(s, 0).tokens;
+    Range& range = ownRows();
+    if (threadIdx.x == 0) range = {0, rows};
+    __syncthreads();
+    if (call_.scatter == nullptr || call_.again) return;
+    const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->blocks;
+    uint32_t own = 0;
+    for (uint32_t i = threadIdx.x; i < n * before; i += blockDim.x) {
+      const uint32_t segment = i / before;
+      own += countsOf(team_.slabOf(number_, segment / team_->blocks) +
+                      team_.routingAt(segment % team_->blocks))[i % before];
+    }
+    if (own != 0) atomicAdd(&range.first, own);
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE void receive(const Workers& workers, const Group& group) const {
+    if (team_->nodes > 1 && group.number == workers.first && movesRows()) forwardRows(group);
+    const uint32_t groups = Group::count(), ranks = team_->world_size;
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < ranks; ++s) {
+      const uint32_t items = Segment(*team_, tokensOf()[s], block_).items();
+      most = items > most ? items : most;
+    }
+    for (uint32_t first = 0; first < most; first += groups)
+      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
+        for (uint32_t i = 0; i < ranks; ++i) receiveItem(group, v, first + v, (team_->rank + i) % ranks);
+  }
+
+  // By the block, when it has received: the node may write its slabs again.
+  PROXYCCL_DEVICE void acknowledge() const {
+    __syncthreads();
+    if (threadIdx.x < team_->local_size)
+      team_.raise(threadIdx.x, team_.read(team_->local_rank, block_), number_);
+  }
+
+  PROXYCCL_DEVICE uint32_t itemsToSend() const { return own_.items(); }
+  PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
+
+ private:
+  PROXYCCL_DEVICE uint32_t* countsOf(const char* routing) const {
+    return reinterpret_cast<uint32_t*>(const_cast<char*>(routing) + team_->counts_offset);
+  }
+  PROXYCCL_DEVICE ProxycclExpertSlot* slotsOf(const char* routing) const {
+    return reinterpret_cast<ProxycclExpertSlot*>(const_cast<char*>(routing) + team_->slots_offset);
+  }
+  PROXYCCL_DEVICE int32_t* placesOf(const char* routing) const {
+    return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
+  }
+  PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
+    return *reinterpret_cast<const ProxycclExpertSegment*>(team_.slabOf(number_, source) + team_.routingAt(block));
+  }
+  PROXYCCL_DEVICE int32_t* idsOf(uint32_t node, uint32_t token) const {
+    return call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+  }
+  PROXYCCL_DEVICE int32_t* sentPlaces(uint32_t node) const {
+    return call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + own_.begin;
+  }
+  static PROXYCCL_DEVICE uint32_t* tokensOf() {
+    __shared__ uint32_t tokens[PROXYCCL_EXPERT_THREADS];
+    return tokens;
+  }
+  // This rank's rows among those of all ranks.
+  struct Range {
+    uint32_t first, count;
+  };
+  static PROXYCCL_DEVICE Range& ownRows() {
+    __shared__ Range range;
+    return range;
+  }
+  PROXYCCL_DEVICE uint32_t* bases() const {
+    __shared__ uint32_t few[2048];
+    const uint32_t n = team_.experts();
+    return n <= sizeof few / sizeof *few ? few : team_->bases + static_cast<uint64_t>(block_) * n;
+  }
+
+  // Each thread looks for its experts among all slots, so equal ones keep their order.
+  PROXYCCL_DEVICE void countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots, uint32_t* counts,
+                                  uint32_t experts) const {
+    constexpr uint32_t kTile = 1024;
+    __shared__ uint32_t tile[kTile];
+    for (uint32_t first = 0; first < n; first += kTile) {
+      const uint32_t size = n - first < kTile ? n - first : kTile;
+      __syncthreads();
+      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) tile[i] = static_cast<uint32_t>(ids[first + i]);
+      __syncthreads();
+      for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+        uint32_t count = counts[e];
+        for (uint32_t i = 0; i < size; ++i)
+          if (tile[i] == e) slots[first + i].position = count++;
+        counts[e] = count;
+      }
+    }
+  }
+
+  // Where in the segment's rows for each node a token lies: those that go there, one behind the other.
+  PROXYCCL_DEVICE void placeTokens() const {
+    const uint32_t node = threadIdx.x;
+    if (node >= team_->nodes) return;
+    int32_t place = 0;
+    for (uint32_t i = 0; i < own_.tokens; ++i) {
+      const int32_t* ids = call_.expert_ids + static_cast<uint64_t>(own_.begin + i) * topk_;
+      bool goes = false;
+      for (uint32_t k = 0; k < topk_; ++k) {
+        const uint32_t expert = static_cast<uint32_t>(ids[k]);
+        goes |= expert < team_.experts() && team_.nodeOf(expert / team_->experts_per_rank) == node;
+      }
+      sentPlaces(node)[i] = goes ? place++ : PROXYCCL_NO_ROW;
+    }
+  }
+  // Where in a slab this block's rows lie.
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
+    return team_.rowAt(block_, place, rowStride(call_.row_bytes));
+  }
+  PROXYCCL_DEVICE uint64_t rowsSent(uint32_t node) const {
+    const int32_t* places = sentPlaces(node);
+    for (uint32_t i = own_.tokens; i > 0; --i)
+      if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
+    return 0;
+  }
+
+  // By a group: pushes an item of this rank to everyone that needs it, and says so.
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t v, uint32_t item) const {
+    GroupSpace& space = group.space();
+    const uint32_t i = item / own_.pieces;
+    const uint64_t token = own_.begin + i;
+    if (group.lane == 0) {
+      const int32_t* ids = call_.expert_ids + token * topk_;
+      uint32_t count = 0, near = 0;
+      for (uint32_t k = 0; k < topk_; ++k) {
+        const uint32_t expert = static_cast<uint32_t>(ids[k]);
+        if (expert >= team_.experts()) continue;
+        const uint32_t rank = expert / team_->experts_per_rank, node = team_.nodeOf(rank);
+        if (rank == team_->rank) continue;  // read from the input
+        char* to = node == team_->node
+                       ? team_.inbox(team_.localOf(rank), team_->local_rank) + rowAt(i)
+                       : team_->workspace + team_.outbox(number_, node) + rowAt(sentPlaces(node)[i]);
+        bool known = false;
+        for (uint32_t other = 0; other < count; ++other) known |= space.at[other] == to;
+        if (known) continue;
+        if (node == team_->node) space.row[near++] = static_cast<int32_t>(team_.localOf(rank));
+        space.at[count++] = to;
+      }
+      space.count = count << 16 | near;
+    }
+    group.sync();
+    const uint32_t count = space.count >> 16, near = space.count & 0xffff;
+    const Piece piece(call_.row_bytes, item % own_.pieces, own_.pieces);
+    copyToEach(space.at, count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
+               piece.end - piece.begin, group.lane);
+    group.sync();
+    for (uint32_t i = group.lane; i < near; i += kGroupLanes)
+      team_.raise(space.row[i], team_.sent(team_->rank, block_, v), flagValue(number_, item / Group::count() + 1));
+    group.sync();
+  }
+
+  // By a group: waits for the rows of the counterparts on other nodes, and tells the node that they are there.
+  PROXYCCL_DEVICE void forwardRows(const Group& group) const {
+    const uint32_t groups = Group::count();
+    for (uint32_t node = 0; node < team_->nodes; ++node) {
+      if (node == team_->node) continue;
+      if (group.lane == 0) team_.awaitPost(team_->out_channels, node);
+      group.sync();
+      const uint32_t source = team_.member(node, team_->local_rank);
+      for (uint32_t i = group.lane; i < team_->local_size * groups; i += kGroupLanes)
+        team_.raise(i / groups, team_.sent(source, block_, i % groups), flagValue(number_, kAllItems));
+    }
+  }
+
+  // By a group: takes in an item of a source, if there is one and it comes here.
+  PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t v, uint32_t item, uint32_t source) const {
+    const Segment segment(*team_, tokensOf()[source], block_);
+    if (item >= segment.items()) return;
+    GroupSpace& space = group.space();
+    const uint32_t i = item / segment.pieces;
+    const bool tell = item % segment.pieces == 0 && !call_.again;
+    const uint64_t token = segment.begin + i, entry = static_cast<uint64_t>(source) * team_->max_tokens + token;
+    const bool near = team_.isNear(source);
+    const char* slab = team_.slabOf(number_, source);
+    const char* routing = slab + team_.routingAt(block_);
+    int32_t* rows = call_.layout.rows + entry * topk_;
+    for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+      if (call_.again) {
+        space.row[k] = rows[k];
+        continue;
+      }
+      const ProxycclExpertSlot slot = slotsOf(routing)[i * topk_ + k];
+      space.row[k] = rowOf(slot, source, token, k);
+      if (!tell) continue;
+      rows[k] = space.row[k];
+      if (!near && team_.localOf(source) == team_->local_rank)
+        idsOf(team_.nodeOf(source), token)[k] =
+            static_cast<int32_t>(slot.expert == PROXYCCL_NO_EXPERT ? team_.experts() : slot.expert);
+    }
+    int32_t place = static_cast<int32_t>(i);
+    if (!near) {
+      place = call_.again ? call_.layout.places[entry] : placesOf(routing)[i];
+      if (tell && group.lane == 0) call_.layout.places[entry] = place;
+    }
+    group.sync();
+    if (group.lane == 0) {
+      uint32_t count = 0;
+      for (uint32_t k = 0; k < topk_; ++k)
+        if (space.row[k] >= 0) space.at[count++] = call_.output + space.row[k] * call_.row_bytes;
+      space.count = count;
+    }
+    group.sync();
+    if (space.count != 0) {
+      if (movesRows()) {
+        const char* from = call_.input + token * call_.row_bytes;
+        if (source != team_->rank) {
+          team_.await(group, team_.sent(source, block_, v), flagValue(number_, item / Group::count() + 1), source);
+          from = slab + rowAt(place);
+        }
+        const Piece piece(call_.row_bytes, item % segment.pieces, segment.pieces);
+        copyToEach(space.at, space.count, piece.begin, from + piece.begin, piece.end - piece.begin, group.lane);
+      }
+      if (tell) describeRows(group, routing, i);
+    }
+    group.sync();
+  }
+
+  // The row here of a slot of a token.
+  PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const {
+    const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
+    if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
+    uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
+    if (call_.scatter != nullptr) {
+      uint64_t before = token;
+      for (uint32_t s = 0; s < source; ++s) before += tokensOf()[s];
+      row = static_cast<uint64_t>(static_cast<int64_t>(call_.scatter[before * topk_ + k]) - ownRows().first);
+      if (row >= ownRows().count) {
+        storeRelaxedSystem<uint32_t>(&team_->report->bad_index, 1);
+        return PROXYCCL_PAST_END;
+      }
+    }
+    return row < call_.capacity ? static_cast<int32_t>(row) : PROXYCCL_PAST_END;
+  }
+
+  // By a group: the descriptor's entries of the rows of a token.
+  PROXYCCL_DEVICE void describeRows(const Group& group, const char* routing, uint32_t i) const {
+    const GroupSpace& space = group.space();
+    int32_t first = PROXYCCL_NO_ROW;
+    for (uint32_t k = topk_; k > 0; --k)
+      if (space.row[k - 1] >= 0) first = space.row[k - 1];
+    for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+      const int32_t row = space.row[k];
+      if (row < 0) continue;
+      // With indices of the caller's the rows were filled with PROXYCCL_NO_ROW, and each must be taken once.
+      if (call_.scatter == nullptr) {
+        call_.layout.first_rows[row] = first;
+      } else if (atomicExch(&call_.layout.first_rows[row], first) != PROXYCCL_NO_ROW) {
+        storeRelaxedSystem<uint32_t>(&team_->report->bad_index, 1);
+      }
+      call_.layout.row_slots[row] = static_cast<int32_t>(k);
+      if (call_.output_weights != nullptr)
+        copyElement(call_.output_weights + static_cast<uint64_t>(row) * team_->weight_bytes,
+                    routing + team_->weights_offset + (static_cast<uint64_t>(i) * topk_ + k) * team_->weight_bytes,
+                    team_->weight_bytes);
+    }
+    for (uint32_t pair = group.lane; pair < topk_ * topk_; pair += kGroupLanes) {
+      const int32_t row = space.row[pair / topk_], other = space.row[pair % topk_];
+      if (row >= 0)
+        call_.layout.token_rows[static_cast<uint64_t>(row) * topk_ + pair % topk_] =
+            row == first && other >= 0 ? other : PROXYCCL_NO_ROW;
+    }
+  }
+
+  const ExpertTeam team_;
+  const ProxycclDispatch& call_;
+  const uint64_t number_;
+  const uint32_t block_, topk_;
+  const Segment own_;
+};
+
+}  // namespace proxyccl
+
+extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    expert_dispatch(const ProxycclExperts experts, const ProxycclDispatch call) {
+  using namespace proxyccl;
+  __shared__ uint32_t finished;
+  const Dispatch dispatch(experts, call);
+  const Group group;
+  const uint32_t groups = Group::count();
+  const bool sends = call.phases & PROXYCCL_EXPERT_SEND;
+  const bool receives = call.phases & (PROXYCCL_EXPERT_RECEIVE | PROXYCCL_EXPERT_LAYOUT);
+  if (threadIdx.x == 0) finished = 0;
+  if (call.phases & (PROXYCCL_EXPERT_ROUTE | PROXYCCL_EXPERT_SEND)) dispatch.awaitReaders();
+  if (call.phases & PROXYCCL_EXPERT_ROUTE) dispatch.route();
+  // Little is sent before the counts are awaited; what is much shares the block with what comes in.
+  const bool share = sends && receives && dispatch.itemsToSend() > 4 * groups;
+  const Workers senders = {0, share ? groups / 2 : groups};
+  const Workers receivers = {share ? groups / 2 : 0, share ? groups - groups / 2 : groups};
+  bool sound = true;
+  uint32_t rows = 0;
+  for (bool counted = false;; counted = true) {
+    if (sends && counted == share && senders.include(group)) dispatch.send(senders, group, &finished);
+    if (counted) break;
+    if (call.phases & PROXYCCL_EXPERT_GATHER) dispatch.forwardRouting();
+    if (!call.again && (receives || call.phases & PROXYCCL_EXPERT_GATHER)) {
+      sound = dispatch.awaitRouting();
+      if (sound && (receives || blockIdx.x == 0)) {
+        rows = dispatch.findRows();
+        if (blockIdx.x == 0 && call.phases & PROXYCCL_EXPERT_GATHER) dispatch.report(rows);
+      }
+    }
+    if (receives && sound) dispatch.learnSources(rows);
+  }
+  if (receives && sound) {
+    if (receivers.include(group)) dispatch.receive(receivers, group);
+    __syncthreads();
+    if (blockIdx.x == 0 && !call.again) dispatch.keepCounts(rows);
+    dispatch.acknowledge();
+  }
+  finishExperts(experts, &experts.counters->dispatches, receives);
+}
+PROXYCCL_EXPORT_KERNEL(expert_dispatch)
+
+// matrix[rows][topk] = each row's value in the column of the slot that it is for, zero elsewhere: what combine must sum
+// to bring a value for each row back to its slot.
+extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    expert_spread(const char* values, const int32_t* row_slots, char* matrix, uint32_t rows, uint32_t topk,
+                  uint32_t bytes) {
+  using namespace proxyccl;
+  const uint64_t zero = 0;
+  forEach(static_cast<uint64_t>(rows) * topk, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x,
+          [&](size_t i) {
+            const size_t row = i / topk;
+            const bool own = row_slots[row] == static_cast<int32_t>(i % topk);
+            copyElement(matrix + i * bytes, own ? values + row * bytes : reinterpret_cast<const char*>(&zero), bytes);
+          });
+}
+PROXYCCL_EXPORT_KERNEL(expert_spread)
+
+#endif

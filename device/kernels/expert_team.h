@@ -1,0 +1,214 @@
+// Geometry of the expert-parallel kernels (experts.h): segments, groups of threads, items of work, flags.
+//
+// A group is the threads that move one piece of a row together: a warp, or on a CPU one fiber, which copies faster
+// than many do bits of it. Group v of block b handles items v, v + groups, … of segment b of every source, on every
+// rank alike, so a flag for (source, block, group) says how many of them are there.
+#ifndef PROXYCCL_EXPERT_TEAM_H
+#define PROXYCCL_EXPERT_TEAM_H
+
+#include "experts.h"
+#include "proxyccl/copy.h"
+#include "proxyccl/proxyccl.h"
+
+namespace proxyccl {
+
+constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
+constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
+constexpr uint32_t kMaxPieces = 4;  // of a row
+// A flag's value is the number of the call, and below it how many items are there.
+constexpr uint32_t kItemBits = 32;
+constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
+
+PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
+
+// What each group keeps at hand: the addresses that its row goes to or comes from.
+struct GroupSpace {
+  char* at[PROXYCCL_MAX_TOPK];
+  float weight[PROXYCCL_MAX_TOPK];
+  int32_t row[PROXYCCL_MAX_TOPK];
+  uint32_t count;
+};
+PROXYCCL_DEVICE GroupSpace* groupSpaces() {
+  __shared__ GroupSpace spaces[kMaxGroups];
+  return spaces;
+}
+
+// One thread of a group.
+struct Group {
+  uint32_t number, lane;
+  PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
+  static PROXYCCL_DEVICE uint32_t count() { return blockDim.x / kGroupLanes; }
+  PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
+  // What one thread of the group wrote, the others see.
+  PROXYCCL_DEVICE void sync() const {
+#if !PROXYCCL_ON_HOST
+    syncWarp();
+#endif
+  }
+};
+
+// Some of a block's groups that share a job among them: each does the items of one or several group numbers.
+struct Workers {
+  uint32_t first, count;
+  PROXYCCL_DEVICE bool include(const Group& group) const { return group.number - first < count; }
+};
+
+// Segment `block` of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
+struct Segment {
+  uint32_t begin, tokens, pieces;
+  PROXYCCL_DEVICE Segment(const ProxycclExperts& e, uint32_t source_tokens, uint32_t block) {
+    begin = static_cast<uint64_t>(source_tokens) * block / e.blocks;
+    tokens = static_cast<uint64_t>(source_tokens) * (block + 1) / e.blocks - begin;
+    pieces = 1;
+#if !PROXYCCL_ON_HOST
+    // By the source's own number of tokens: all ranks know it, and all must agree.
+    const uint32_t longest = (source_tokens + e.blocks - 1) / e.blocks;
+    while (pieces < kMaxPieces && longest * pieces < 2 * Group::count()) pieces *= 2;
+#endif
+  }
+  PROXYCCL_DEVICE uint32_t items() const { return tokens * pieces; }
+};
+
+// Bytes between rows on their way, so that wide accesses are aligned. There is room for the layer's longest.
+PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15) / 16 * 16; }
+
+// The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words but for the last piece.
+struct Piece {
+  uint64_t begin, end;
+  PROXYCCL_DEVICE Piece(uint64_t row_bytes, uint32_t piece, uint32_t pieces) {
+    const uint64_t words = (row_bytes + 15) / 16;
+    begin = words * piece / pieces * 16;
+    end = piece + 1 == pieces ? row_bytes : words * (piece + 1) / pieces * 16;
+    if (begin > end) begin = end;
+  }
+};
+
+class ExpertTeam {
+ public:
+  PROXYCCL_DEVICE explicit ExpertTeam(const ProxycclExperts& experts) : e_(experts) {}
+  PROXYCCL_DEVICE const ProxycclExperts* operator->() const { return &e_; }
+  PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
+
+  PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
+  PROXYCCL_DEVICE uint32_t nodeOf(uint32_t rank) const { return e_.places[rank] >> 16; }
+  PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return e_.places[rank] & 0xffff; }
+  PROXYCCL_DEVICE bool isNear(uint32_t rank) const { return nodeOf(rank) == e_.node; }
+  PROXYCCL_DEVICE uint32_t member(uint32_t node, uint32_t local) const {
+    return e_.members[node * e_.local_size + local];
+  }
+  PROXYCCL_DEVICE uint32_t segmentStart(uint32_t tokens, uint32_t block) const {
+    return static_cast<uint64_t>(tokens) * block / e_.blocks;
+  }
+
+  // -- slabs ---
+  PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
+    return e_.peers[local] + e_.inbox + source_local * e_.slab_bytes;
+  }
+  // Offsets in a workspace.
+  PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
+    return e_.rail + (call % 2 * e_.nodes + node) * e_.slab_bytes;
+  }
+  PROXYCCL_DEVICE uint64_t outbox(uint64_t call, uint32_t node) const {
+    return e_.outbox + (call % 2 * e_.nodes + node) * e_.slab_bytes;
+  }
+  // Where what `source` sent to this rank or its node is read.
+  PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
+    const uint32_t local = localOf(source), node = nodeOf(source);
+    return node == e_.node ? inbox(e_.local_rank, local) : e_.peers[local] + rail(call, node);
+  }
+  PROXYCCL_DEVICE uint64_t routingAt(uint32_t block) const { return block * e_.routing_bytes; }
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t block, uint32_t place, uint64_t stride) const {
+    return e_.blocks * e_.routing_bytes + block * e_.segment_bytes + place * stride;
+  }
+
+  // -- flags, as offsets in a workspace ---
+  // Raised when block `block` of `source` has told its counts.
+  PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
+    return e_.routed + 8ull * (source * e_.blocks + block);
+  }
+  // How many rows of dispatch each of its groups has sent.
+  PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t block, uint32_t group) const {
+    return e_.sent + 8ull * ((static_cast<uint64_t>(source) * e_.blocks + block) * Group::count() + group);
+  }
+  // Raised when the block of a rank of the node has read what dispatch brought.
+  PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
+    return e_.read + 8ull * (local * e_.blocks + block);
+  }
+  // How many items of combine each group of a rank of the node has returned.
+  PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block, uint32_t group) const {
+    return e_.returned + 8ull * ((static_cast<uint64_t>(local) * e_.blocks + block) * Group::count() + group);
+  }
+  // Raised when the block of a rank of the node has summed what combine brought it.
+  PROXYCCL_DEVICE uint64_t taken(uint32_t local, uint32_t block) const {
+    return e_.taken + 8ull * (local * e_.blocks + block);
+  }
+  PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
+    storeReleaseSystem(reinterpret_cast<uint64_t*>(e_.peers[local] + flag), value);
+  }
+  // Waits until a flag of the own workspace has reached `value`.
+  PROXYCCL_DEVICE bool await(uint64_t flag, uint64_t value, uint32_t peer) const {
+    const uint64_t* word = reinterpret_cast<const uint64_t*>(e_.workspace + flag);
+    return waitUntil(e_.control, {PROXYCCL_WAIT_SM_SIGNAL, peer, 0, value},
+                     [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) >= value; });
+  }
+  // By a group.
+  PROXYCCL_DEVICE void await(const Group& group, uint64_t flag, uint64_t value, uint32_t peer) const {
+    if (group.lane == 0) await(flag, value, peer);
+    group.sync();
+  }
+
+  // -- the way to other nodes ---
+  PROXYCCL_DEVICE void post(const ProxycclProxyChannel* channels, uint32_t node, uint64_t dst, uint64_t src,
+                            uint64_t bytes) const {
+    const ProxyChannelDeviceHandle channel{channels[node * e_.blocks + blockIdx.x]};
+    if (bytes == 0) return channel.signal();
+    channel.putWithSignal(dst, src, bytes);
+  }
+  PROXYCCL_DEVICE void awaitPost(const ProxycclProxyChannel* channels, uint32_t node) const {
+    ProxyChannelDeviceHandle{channels[node * e_.blocks + blockIdx.x]}.wait();
+  }
+
+ private:
+  const ProxycclExperts& e_;
+};
+
+// Ends a kernel: the last block advances `calls`, if this kernel is a call's last.
+PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
+  __syncthreads();
+  if (threadIdx.x != 0 || !last) return;
+  if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return;
+  storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
+  storeRelaxedDevice<uint64_t>(calls, *calls + 1);
+}
+
+// By a group: bytes [0, bytes) of `src` to each of `count` places. They are read once.
+PROXYCCL_OUT_OF_LINE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src,
+                                     uint64_t bytes, uint32_t lane) {
+#if !PROXYCCL_ON_HOST
+  uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
+  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);
+  if (misaligned % 16 == 0) {
+    constexpr uint32_t kInFlight = 8;
+    const Bytes16* from = reinterpret_cast<const Bytes16*>(src);
+    const uint32_t words = bytes / 16;
+    for (uint32_t first = lane; first < words; first += kInFlight * kGroupLanes) {
+      Bytes16 held[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i)
+        if (first + i * kGroupLanes < words) held[i] = from[first + i * kGroupLanes];
+      for (uint32_t k = 0; k < count; ++k) {
+        Bytes16* to = reinterpret_cast<Bytes16*>(targets[k] + offset);
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i)
+          if (first + i * kGroupLanes < words) to[first + i * kGroupLanes] = held[i];
+      }
+    }
+    return;
+  }
+#endif
+  for (uint32_t k = 0; k < count; ++k) copyBytes(targets[k] + offset, src, bytes, lane, kGroupLanes);
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,137 @@
+/* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
+ *
+ * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into `blocks` segments of consecutive
+ * tokens; block b of every rank handles segment b of every source, so blocks meet no others but for the counts.
+ *
+ * Every rank has a workspace, the same on all, which the ranks of its node map. It holds flags (8-byte words that
+ * peers store and this rank polls), and slabs. A slab is what one source sends to one place: for each segment its
+ * routing, then for each segment its tokens' rows.
+ *
+ *   inbox   [local_size]        what the ranks of the node send here
+ *   rail    [2][nodes]          what this rank's counterparts on other nodes send to this node: all its ranks read it here
+ *   outbox  [2][nodes]          what this rank sends to its counterparts, for the proxy to fetch
+ *   returns                     experts' rows on their way back to the tokens' ranks, and to rails
+ *   partial_in, partial_out [2][nodes]   sums of a node on their way back to the tokens' ranks
+ *
+ * What crosses nodes is double-buffered by the parity of the call. Nothing else guards it: a rank sends call n + 1 only
+ * when its node has read call n, and starts call n + 2 only when it has received n + 1 from every node. Within a node
+ * readers raise a flag when they have read.
+ */
+#ifndef PROXYCCL_EXPERTS_H
+#define PROXYCCL_EXPERTS_H
+
+#include "proxyccl/handles.h"
+
+enum {
+  PROXYCCL_MAX_TOPK = 16,
+  PROXYCCL_EXPERT_THREADS = 512, /* the most threads in a block of these kernels */
+  /* Phases of a dispatch, in any split over kernels that keeps their order. */
+  PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and tell everyone */
+  PROXYCCL_EXPERT_GATHER = 2,  /* hear everyone's counts, and report them to the CPU */
+  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: push rows */
+  PROXYCCL_EXPERT_RECEIVE = 8, /* of both: take them in */
+  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of these two: find out where the rows of a dispatch would go */
+  /* Instead of a row: */
+  PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
+  PROXYCCL_PAST_END = -2, /* its row is here, and does not fit in the output */
+};
+#define PROXYCCL_NO_EXPERT 0xffffffffu
+
+/* At the head of a segment's routing; behind it, at the offsets of ProxycclExperts:
+ *   uint32 counts[experts]            slots of the segment for each expert
+ *   ProxycclExpertSlot slots[segment_tokens * topk]
+ *   int32 places[segment_tokens]      across nodes: where in the segment's rows each token lies, or PROXYCCL_NO_ROW
+ *   weights[segment_tokens * topk] */
+typedef struct ProxycclExpertSegment {
+  uint32_t tokens;   /* of the whole source */
+  uint32_t bad_slot; /* the first slot whose expert id is none, or 0xffffffff */
+  uint32_t reserved[2];
+} ProxycclExpertSegment;
+
+typedef struct ProxycclExpertSlot {
+  uint32_t expert;   /* or PROXYCCL_NO_EXPERT */
+  uint32_t position; /* among the segment's slots for this expert */
+} ProxycclExpertSlot;
+
+/* Pinned: what the CPU reads of a dispatch without waiting for the stream. */
+typedef struct ProxycclExpertReport {
+  uint64_t ticket;    /* of the dispatch that the first three are about; stored behind them */
+  uint32_t rows;      /* that this rank gets */
+  uint32_t bad_rank;  /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
+  uint32_t bad_slot;  /* and which */
+  uint32_t bad_index; /* 1 if full_scatter_indices were no permutation of this rank's rows */
+  uint32_t most_rows; /* of any rank in any dispatch, since the CPU last set it to 0 */
+} ProxycclExpertReport;
+
+/* Device memory, advanced by the last block of a kernel and never by the host: a captured graph replays. */
+typedef struct ProxycclExpertCounters {
+  uint64_t dispatches, combines; /* calls that have ended */
+  uint32_t blocks_done;
+} ProxycclExpertCounters;
+
+/* What every kernel of a layer takes, by value. */
+typedef struct ProxycclExperts {
+  uint32_t rank, world_size;
+  uint32_t local_rank, local_size, node, nodes;
+  const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
+  const uint32_t* members; /* [nodes][local_size]: ranks */
+  uint32_t experts_per_rank, topk, max_tokens, segment_tokens, blocks;
+  uint32_t local_combine, weight_bytes;
+  uint64_t segment_bytes;        /* of the rows of a segment, at the longest that they can be */
+  uint64_t return_segment_bytes; /* the same on their way back, for one row of each token */
+  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
+  uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
+  /* In a workspace. */
+  uint64_t inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
+  uint64_t routed, sent, read, returned, taken; /* flags; see expert_team.h */
+  ProxycclControl* control;
+  char* workspace;
+  char** peers;                              /* [local_size]: the workspaces of the node */
+  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch */
+  const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
+  uint32_t* bases;                           /* [blocks][experts] */
+  ProxycclExpertReport* report;
+  ProxycclExpertCounters* counters;
+} ProxycclExperts;
+
+/* Where one dispatch put everything; combine and later dispatches by the same routing read it. Device memory. */
+typedef struct ProxycclExpertLayout {
+  int32_t* tokens;      /* [world_size]: of each rank */
+  int32_t* counts;      /* [world_size][experts] */
+  int32_t* rows;        /* [world_size][max_tokens][topk]: the row here of each rank's slots */
+  int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its segment's rows */
+  int32_t* sent_places; /* [nodes][max_tokens]: the same of this rank's tokens, for each node */
+  int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
+  int32_t* first_rows;  /* [rows]: of the same token on this rank */
+  int32_t* token_rows;  /* [rows][topk]: of the token that has its first row here, each slot's row */
+  int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
+} ProxycclExpertLayout;
+
+typedef struct ProxycclDispatch {
+  uint32_t phases;
+  uint32_t tokens;   /* of this rank */
+  uint32_t capacity; /* rows of the output */
+  uint32_t again;    /* by a layout that exists: nothing is counted */
+  uint64_t ticket;   /* for the report */
+  uint64_t row_bytes;
+  const char* input;           /* [tokens][row_bytes] */
+  const int32_t* expert_ids;   /* [tokens][topk] */
+  const char* weights;         /* [tokens][topk], or null */
+  const int32_t* scatter;      /* [all ranks' tokens][topk], or null */
+  char* output;                /* [capacity][row_bytes] */
+  char* output_weights;        /* [capacity], or null */
+  int32_t* received;           /* how many rows there are, or null */
+  ProxycclExpertLayout layout;
+} ProxycclDispatch;
+
+typedef struct ProxycclCombine {
+  uint32_t phases;
+  uint32_t tokens;
+  uint64_t hidden;
+  const char* rows;     /* [R][hidden] */
+  const float* weights; /* [R], or null */
+  char* output;         /* [tokens][hidden] */
+  ProxycclExpertLayout layout;
+} ProxycclCombine;
+
+#endif

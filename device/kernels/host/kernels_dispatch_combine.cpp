@@ -1,1 +1,0 @@
-#include "dispatch_combine.h"
