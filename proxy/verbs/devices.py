@@ -16,6 +16,7 @@ from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, load
 
 SYSFS = Path("/sys")
 _CLASS = "class/infiniband"
+_UsedGids = dict[int, list[tuple[int, str]]]  # by port: indices and texts
 
 
 @dataclass(frozen=True)
@@ -135,33 +136,41 @@ def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
     """The RDMA devices of this machine, by name; an empty list where there is none.
 
     Most is read from sysfs and needs no rights and no package. The link's MTU and the device's limits and abilities
-    come from pyverbs and are None without it.
+    come from pyverbs and are None without it. pyverbs also tells which places of a table of GIDs are in use, with one
+    call: there may be a thousand, each of them a file.
 
     Args:
         root: where sysfs is mounted. pyverbs knows this machine's alone, and is not asked about another.
     """
     directory = root / _CLASS
-    devices = [_read_device(path) for path in sorted(directory.iterdir())] if directory.is_dir() else []
-    if not devices or root != SYSFS:
-        return devices
+    paths = sorted(directory.iterdir()) if directory.is_dir() else []
+    if not paths or root != SYSFS:
+        return [_read_device(path) for path in paths]
     try:
         api = load()
     except RuntimeUnavailableError:
-        return devices
-    return [_asked(api, device) for device in devices]
+        return [_read_device(path) for path in paths]
+    return [_ask_device(api, path) for path in paths]
 
 
-def _asked(api: Pyverbs, device: RdmaDevice) -> RdmaDevice:
+def _ask_device(api: Pyverbs, path: Path) -> RdmaDevice:
+    calls = "ibv_query_device, ibv_query_port or ibv_query_gid_table"
     try:
-        with api.open(device.name) as context, api.calling("ibv_query_device or ibv_query_port", device.name):
+        with api.open(path.name) as context, api.calling(calls, path.name):
             limits = context.query_device()
-            ports = [(port, context.query_port(port.number)) for port in device.ports]
+            ports = {number: context.query_port(number) for number in _port_numbers(path)}
+            table = context.query_gid_table(sum(port.gid_tbl_len for port in ports.values()))
     except ProxyCCLError as error:
-        return replace(device, problem=str(error))
+        return replace(_read_device(path), problem=str(error))
+    used: _UsedGids = {number: [] for number in ports}
+    for gid in table:
+        used[gid.port_num].append((gid.gid_index, gid.gid_str()))
+    device = _read_device(path, used)
     return replace(
         device,
         ports=tuple(
-            replace(port, active_mtu=MTUS[told.active_mtu - 1], max_message=told.max_msg_sz) for port, told in ports
+            replace(port, active_mtu=MTUS[ports[port.number].active_mtu - 1], max_message=ports[port.number].max_msg_sz)
+            for port in device.ports
         ),
         atomics=limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE"),
         max_queue_pairs=limits.max_qp,
@@ -190,20 +199,27 @@ def _number(text: str) -> int | None:
         return None
 
 
-def _read_device(path: Path) -> RdmaDevice:
+def _port_numbers(device: Path) -> list[int]:
+    return sorted(int(path.name) for path in (device / "ports").glob("[0-9]*"))
+
+
+def _read_device(path: Path, used: _UsedGids | None = None) -> RdmaDevice:
     numa_node = _number(_read(path / "device/numa_node"))
-    ports = (_read_port(port) for port in sorted((path / "ports").glob("[0-9]*"), key=lambda port: int(port.name)))
+    ports = ((number, path / "ports" / str(number)) for number in _port_numbers(path))
     return RdmaDevice(
         name=path.name,
         guid=_read(path / "node_guid"),
         numa_node=numa_node if numa_node is not None and numa_node >= 0 else None,
-        ports=tuple(ports),
+        ports=tuple(
+            _read_port(port, number, _used_gids(port / "gids") if used is None else used[number])
+            for number, port in ports
+        ),
     )
 
 
-def _read_port(path: Path) -> RdmaPort:
-    number, layer = int(path.name), _read(path / "link_layer").lower()
-    gids = tuple(_read_gids(path, layer))
+def _read_port(path: Path, number: int, used: Iterable[tuple[int, str]]) -> RdmaPort:
+    layer = _read(path / "link_layer").lower()
+    gids = tuple(_read_gids(path, layer, used))
     rate = _read(path / "rate").partition(" ")[0]
     netdevs = [gid.netdev for gid in gids if gid.netdev is not None]
     return RdmaPort(
@@ -217,8 +233,8 @@ def _read_port(path: Path) -> RdmaPort:
     )
 
 
-def _read_gids(port: Path, link_layer: str) -> Iterable[RdmaGid]:
-    for index, text in _used_gids(port / "gids"):
+def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> Iterable[RdmaGid]:
+    for index, text in used:
         try:
             address = ipaddress.IPv6Address(text)
         except ValueError:
@@ -230,7 +246,7 @@ def _read_gids(port: Path, link_layer: str) -> Iterable[RdmaGid]:
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Indices and texts of a table's GIDs. It may have a thousand places, a file each, and nearly all of them empty."""
+    """Indices and texts of a table's GIDs: nearly all of its places are empty."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
