@@ -527,6 +527,8 @@ class Communicator:
             return self._failure
 
     def _proxy_failed(self, failure: ProxyFailure) -> None:
+        if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None:
+            self._watcher.look_for_end(failure.peer)
         trigger = failure.trigger
         self._failure_cause = failure.reason
         self.control.raise_abort(

@@ -283,6 +283,7 @@ class Watcher:
     """
 
     INTERVAL_MS = 20
+    ENDING_MS = 1000
 
     def __init__(
         self,
@@ -342,6 +343,18 @@ class Watcher:
 
     def _peer_lost(self, peer: int) -> None:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
+
+    def look_for_end(self, peer: int) -> None:
+        """Files that a peer of this host is lost if its process ends now: for a rank whose transfer to it has failed.
+
+        The system first takes the memory of a process that ends from the RDMA device, and only then tells of the end.
+        """
+        ending = select.poll()
+        for descriptor, rank in self._descriptors.items():
+            if rank == peer:
+                ending.register(descriptor, select.POLLIN)
+                if ending.poll(self.ENDING_MS):
+                    self._peer_lost(peer)
 
     def pass_on(self) -> None:
         """Raises the abort word of every peer with this rank's record."""
