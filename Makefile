@@ -38,7 +38,7 @@ test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python tests/rdma/kernels.py && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/two_machines.py; \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/two_machines.py; \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
 	else \

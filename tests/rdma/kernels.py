@@ -1,11 +1,13 @@
 """Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
 
-python tests/rdma/kernels.py      compiles them and the example's into the cache, outside of the machine
+python tests/rdma/kernels.py      compiles them, the example's and all Python files, outside of the machine
 """
 
+import compileall
 import sys
 from pathlib import Path
 
+import proxyccl
 from proxyccl import open_runtime
 
 KERNELS = r"""
@@ -43,7 +45,11 @@ extern "C" __global__ void count(Channels channels, int turns, unsigned long* va
 """
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent.parent.parent / "examples"))
+    TESTS = Path(__file__).resolve().parent.parent
+    EXAMPLES = TESTS.parent / "examples"
+    for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
+        compileall.compile_dir(directory, quiet=1)
+    sys.path.insert(0, str(EXAMPLES))
 
     import gpu_data_interchange
 

@@ -133,8 +133,9 @@ class Machine:
             **wiring.environment,
         }
         initramfs.write_bytes(first_file_system(command, environment))
-        # panic=-1 restarts a kernel that panics, which -no-reboot makes the end.
-        kernel = f'console=ttyS0 quiet panic=-1 mitigations=off WIRE="{wiring.script}"'
+        # panic=-1 restarts a kernel that panics, which -no-reboot makes the end. The cores' TSC is this machine's own;
+        # the kernel doubts that of two cores, and reads a device instead whenever somebody looks at a clock.
+        kernel = f'console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable WIRE="{wiring.script}"'
         self._process = subprocess.Popen(
             [
                 *("setpriv", "--pdeathsig", "KILL"),  # however this program ends, the machine ends with it
