@@ -388,7 +388,7 @@ def moved_by_proxies(case: Case, algorithm: str | None) -> list[tuple[int, int]]
         barrier(comm)  # a peer that has received has seen the trigger counted
         if comm.proxy_if_started is None:
             return 0, 0
-        counters = [comm.proxy.counters(channel) for channel in range(8)]
+        counters = [comm.proxy.counters(channel) for channel in range(64)]
         return sum(c.triggers for c in counters), sum(c.bytes for c in counters)
 
     return run_ranks(2, body)

@@ -117,7 +117,7 @@ class ExpertWorkspace:
         tables = _Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
         places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        peers_at, bases_at = tables.take(8 * local_size), tables.take(4 * blocks * config.num_experts)
+        peers_at, bases_at = tables.take(8 * local_size), tables.take(8 * blocks * config.num_experts)
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)

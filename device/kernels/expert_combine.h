@@ -147,17 +147,12 @@ class Combine {
     for (uint32_t item = group.number; item < own_.items(); item += Group::count()) {
       const uint32_t i = item / own_.pieces;
       const uint64_t token = own_.begin + i;
-      if (group.lane == 0) {  // no more nodes have a part of a token than it has slots
-        uint32_t count = 0;
-        for (uint32_t node = 0; node < team_->nodes; ++node) {
-          const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
-          if (place == PROXYCCL_NO_ROW) continue;
-          space.at[count++] = team_->workspace + partial(team_->partial_in, node) +
-                              partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
-        }
-        space.count = count;
-      }
-      group.sync();
+      group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
+        const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
+        entry->at = team_->workspace + partial(team_->partial_in, node) +
+                    partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+        return place != PROXYCCL_NO_ROW;
+      });
       sumRows<T>(call_.output + token * row_bytes_, space, space.count, false,
                  Piece(row_bytes_, item % own_.pieces, own_.pieces), group.lane);
       group.sync();
@@ -220,37 +215,40 @@ class Combine {
     const Piece piece(row_bytes_, item % segment.pieces, segment.pieces);
     const int32_t* rows = rowsOf(source, segment.begin + i);
     if (team_->local_combine) return sendSum(group, rows, piece, team_->peers[to] + sumRow(team_->local_rank, i));
-    for (uint32_t k = 0; k < topk_; ++k) {
-      const int32_t row = rows[k];
-      if (row == PROXYCCL_NO_ROW) continue;
-      char* target = team_->peers[to] + slotRow(source, i, k);
+    GroupSpace& space = group.space();
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      *entry = {team_->peers[to] + slotRow(source, i, k), rows[k], 0};
+      return entry->number != PROXYCCL_NO_ROW;
+    });
+    for (uint32_t slot = 0; slot < space.count; ++slot) {
+      char* target = space.at[slot];
+      const int64_t row = space.number[slot];
       if (row >= 0) {
-        copyToEach(&target, 1, piece.begin, call_.rows + row * row_bytes_ + piece.begin, piece.end - piece.begin,
-                   group.lane);
+        copyToEach(&space.at[slot], 1, piece.begin, call_.rows + row * row_bytes_ + piece.begin,
+                   piece.end - piece.begin, group.lane);
       } else {  // it did not fit in the output, and counts as zero
         for (uint64_t at = piece.begin + group.lane; at < piece.end; at += kGroupLanes) target[at] = 0;
       }
       if (call_.weights != nullptr && group.lane == 0)
         weightOf(target, item % segment.pieces) = row >= 0 ? call_.weights[row] : 0;
     }
+    group.sync();
   }
 
   PROXYCCL_DEVICE void sendSum(const Group& group, const int32_t* rows, const Piece& piece, char* target) const {
-    GroupSpace& space = group.space();
-    if (group.lane == 0) {
-      uint32_t count = 0, here = 0;
-      for (uint32_t k = 0; k < topk_; ++k) {
-        here += rows[k] != PROXYCCL_NO_ROW;
-        if (rows[k] < 0) continue;
-        space.weight[count] = call_.weights != nullptr ? call_.weights[rows[k]] : 1;
-        space.at[count++] = const_cast<char*>(call_.rows) + rows[k] * row_bytes_;
-      }
-      space.count = count << 16 | here;
-    }
+    // Also where no row of the token fitted in the output a sum is awaited; it is zero.
+    bool here = false;
+    for (uint32_t k = 0; k < topk_; ++k) here |= rows[k] != PROXYCCL_NO_ROW;
+    if (!here) return;
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
+    sumRows<T>(target, group.space(), group.space().count, call_.weights != nullptr, piece, group.lane);
     group.sync();
-    if ((space.count & 0xffff) != 0)
-      sumRows<T>(target, space, space.count >> 16, call_.weights != nullptr, piece, group.lane);
-    group.sync();
+  }
+  PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
+    if (row < 0) return false;
+    entry->weight = call_.weights != nullptr ? call_.weights[row] : 1;
+    entry->at = const_cast<char*>(call_.rows) + row * row_bytes_;
+    return true;
   }
 
   // By a group: sums what this rank's node made of an item of a source: this rank, or one that has its number.
@@ -269,59 +267,37 @@ class Combine {
       target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
                partialRow(static_cast<uint32_t>(place));
     }
-    GroupSpace& space = group.space();
-    if (group.lane == 0) {
-      const int32_t* ids =
-          call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
-      const uint64_t value = flagValue(number_, item / Group::count() + 1);
-      if (team_->local_combine) {
-        gatherSums(ids, v, value, i);
-      } else {
-        gatherSlots(ids, v, value, i, source, token, item % segment.pieces);
-      }
+    const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+    const uint64_t value = flagValue(number_, item / Group::count() + 1);
+    if (team_->local_combine) {
+      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, v, value, i, l, entry); });
+    } else {
+      const int32_t* rows = rowsOf(source, token);
+      group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+        const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
+        if (rank >= team_->world_size || !team_.isNear(rank)) return false;
+        if (rank == team_->rank) return ownRow(rows[k], entry);
+        team_.await(team_.returned(team_.localOf(rank), block_, v), value, rank);
+        entry->at = team_->workspace + slotRow(source, i, k);
+        if (call_.weights != nullptr) entry->weight = weightOf(entry->at, item % segment.pieces);
+        return true;
+      });
     }
-    group.sync();
+    const GroupSpace& space = group.space();
     sumRows<T>(target, space, space.count, call_.weights != nullptr && !team_->local_combine, piece, group.lane);
     group.sync();
   }
 
-  // By one thread of a group: the addresses of a token's rows, when they are there.
-  PROXYCCL_DEVICE void gatherSlots(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i, uint32_t source,
-                                   uint64_t token, uint32_t piece) const {
-    GroupSpace& space = Group().space();
-    uint32_t count = 0;
-    for (uint32_t k = 0; k < topk_; ++k) {
-      const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
-      if (rank >= team_->world_size || !team_.isNear(rank)) continue;
-      if (rank == team_->rank) {
-        const int32_t row = rowsOf(source, token)[k];
-        if (row < 0) continue;
-        space.weight[count] = call_.weights != nullptr ? call_.weights[row] : 1;
-        space.at[count++] = const_cast<char*>(call_.rows) + row * row_bytes_;
-      } else {
-        team_.await(team_.returned(team_.localOf(rank), block_, v), value, rank);
-        char* at = team_->workspace + slotRow(source, i, k);
-        if (call_.weights != nullptr)
-          space.weight[count] = weightOf(at, piece);
-        space.at[count++] = at;
-      }
-    }
-    space.count = count;
-  }
-
-  PROXYCCL_DEVICE void gatherSums(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i) const {
-    GroupSpace& space = Group().space();
-    uint32_t count = 0;
-    // There are no more ranks with rows of a token than the token has slots.
-    for (uint32_t l = 0; l < team_->local_size; ++l) {
-      const uint32_t rank = team_.member(team_->node, l);
-      bool chosen = false;
-      for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) / team_->experts_per_rank == rank;
-      if (!chosen) continue;
-      team_.await(team_.returned(l, block_, v), value, rank);
-      space.at[count++] = team_->workspace + sumRow(l, i);
-    }
-    space.count = count;
+  // By one thread: the sum that a rank of the node made of its rows of a token, when it is there.
+  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i, uint32_t local,
+                               RowEntry* entry) const {
+    const uint32_t rank = team_.member(team_->node, local);
+    bool chosen = false;
+    for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) / team_->experts_per_rank == rank;
+    if (!chosen) return false;
+    team_.await(team_.returned(local, block_, v), value, rank);
+    entry->at = team_->workspace + sumRow(local, i);
+    return true;
   }
 
   const ExpertTeam team_;

@@ -143,19 +143,22 @@ class Dispatch {
   // The first row of this block's slots for each expert of this rank from each source: bases()[expert * ranks + source].
   // Returns the number of rows.
   PROXYCCL_DEVICE uint32_t findRows() const {
-    const uint32_t ranks = team_->world_size, n = ranks * team_->experts_per_rank;
-    uint32_t* first = bases();
-    auto counted = [&](uint32_t i, uint32_t blocks) {
-      const char* slab = team_.slabOf(number_, i % ranks);
-      const uint32_t expert = team_->rank * team_->experts_per_rank + i / ranks;
-      uint32_t slots = 0;
-      for (uint32_t b = 0; b < blocks; ++b) slots += countsOf(slab + team_.routingAt(b))[expert];
-      return slots;
-    };
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] = counted(i, team_->blocks);
+    const uint32_t ranks = team_->world_size, per_rank = team_->experts_per_rank, n = ranks * per_rank;
+    uint32_t *first = bases(), *before = first + n;
+    for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
+    __syncthreads();
+    for (uint32_t i = threadIdx.x; i < n * team_->blocks; i += blockDim.x) {
+      const uint32_t segment = i / per_rank, source = segment / team_->blocks, block = segment % team_->blocks;
+      const uint32_t slots = countsOf(team_.slabOf(number_, source) +
+                                      team_.routingAt(block))[team_->rank * per_rank + i % per_rank];
+      const uint32_t entry = i % per_rank * ranks + source;
+      if (slots == 0) continue;
+      atomicAdd(&first[entry], slots);
+      if (block < block_) atomicAdd(&before[entry], slots);
+    }
     __syncthreads();
     const uint32_t rows = exclusiveScan(first, n);
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] += counted(i, block_);
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] += before[i];
     __syncthreads();
     return rows;
   }
@@ -184,23 +187,25 @@ class Dispatch {
   PROXYCCL_DEVICE void keepCounts(uint32_t rows) const {
     __shared__ uint32_t most;
     const uint32_t experts = team_.experts(), ranks = team_->world_size;
+    if (threadIdx.x == 0) most = 0;
+    __syncthreads();
+    // A rank's rows are summed where its sources' counts were: those have been read.
+    uint32_t* rows_of = tokensOf();
+    for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x) {
+      call_.layout.tokens[s] = static_cast<int32_t>(rows_of[s]);
+      rows_of[s] = 0;
+    }
+    __syncthreads();
     for (uint32_t i = threadIdx.x; i < ranks * experts; i += blockDim.x) {
       const char* slab = team_.slabOf(number_, i / experts);
       uint32_t slots = 0;
+#pragma unroll 8
       for (uint32_t b = 0; b < team_->blocks; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
       call_.layout.counts[i] = static_cast<int32_t>(slots);
+      if (slots != 0) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
     }
-    for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
-      call_.layout.tokens[s] = static_cast<int32_t>(tokensOf()[s]);
-    if (threadIdx.x == 0) most = 0;
     __syncthreads();
-    for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) {
-      uint32_t sum = 0;
-      for (uint32_t s = 0; s < ranks; ++s)
-        for (uint32_t e = 0; e < team_->experts_per_rank; ++e)
-          sum += static_cast<uint32_t>(call_.layout.counts[s * experts + rank * team_->experts_per_rank + e]);
-      atomicMax(&most, sum);
-    }
+    for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) atomicMax(&most, rows_of[rank]);
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (most > loadRelaxedSystem(&team_->report->most_rows)) storeRelaxedSystem(&team_->report->most_rows, most);
@@ -299,7 +304,7 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* bases() const {
     __shared__ uint32_t few[2048];
-    const uint32_t n = team_.experts();
+    const uint32_t n = 2 * team_.experts();
     return n <= sizeof few / sizeof *few ? few : team_->bases + static_cast<uint64_t>(block_) * n;
   }
 
@@ -353,33 +358,43 @@ class Dispatch {
     GroupSpace& space = group.space();
     const uint32_t i = item / own_.pieces;
     const uint64_t token = own_.begin + i;
-    if (group.lane == 0) {
-      const int32_t* ids = call_.expert_ids + token * topk_;
-      uint32_t count = 0, near = 0;
-      for (uint32_t k = 0; k < topk_; ++k) {
-        const uint32_t expert = static_cast<uint32_t>(ids[k]);
-        if (expert >= team_.experts()) continue;
-        const uint32_t rank = expert / team_->experts_per_rank, node = team_.nodeOf(rank);
-        if (rank == team_->rank) continue;  // read from the input
-        char* to = node == team_->node
-                       ? team_.inbox(team_.localOf(rank), team_->local_rank) + rowAt(i)
-                       : team_->workspace + team_.outbox(number_, node) + rowAt(sentPlaces(node)[i]);
-        bool known = false;
-        for (uint32_t other = 0; other < count; ++other) known |= space.at[other] == to;
-        if (known) continue;
-        if (node == team_->node) space.row[near++] = static_cast<int32_t>(team_.localOf(rank));
-        space.at[count++] = to;
+    const int32_t* ids = call_.expert_ids + token * topk_;
+    // Where each slot's row goes: to a rank of the node by its number, to another node by that and kFar.
+    constexpr int32_t kFar = 1 << 16;
+    for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+      const uint32_t expert = static_cast<uint32_t>(ids[k]);
+      int32_t goal = PROXYCCL_NO_ROW;
+      if (expert < team_.experts()) {
+        const uint32_t rank = expert / team_->experts_per_rank, place = team_->places[rank];
+        if (place >> 16 != team_->node) {
+          goal = kFar | static_cast<int32_t>(place >> 16);
+        } else if (rank != team_->rank) {  // own rows are read from the input
+          goal = static_cast<int32_t>(place & 0xffff);
+        }
       }
-      space.count = count << 16 | near;
+      space.row[k] = goal;
     }
     group.sync();
-    const uint32_t count = space.count >> 16, near = space.count & 0xffff;
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      const int32_t goal = space.row[k];
+      if (goal == PROXYCCL_NO_ROW) return false;
+      for (uint32_t other = 0; other < k; ++other)
+        if (space.row[other] == goal) return false;
+      const uint32_t node = static_cast<uint32_t>(goal & ~kFar);
+      entry->number = goal;
+      entry->at = goal & kFar
+                      ? team_->workspace + team_.outbox(number_, node) + rowAt(sentPlaces(node)[i])
+                      : team_.inbox(static_cast<uint32_t>(goal), team_->local_rank) + rowAt(i);
+      return true;
+    });
     const Piece piece(call_.row_bytes, item % own_.pieces, own_.pieces);
-    copyToEach(space.at, count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
+    copyToEach(space.at, space.count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
                piece.end - piece.begin, group.lane);
     group.sync();
-    for (uint32_t i = group.lane; i < near; i += kGroupLanes)
-      team_.raise(space.row[i], team_.sent(team_->rank, block_, v), flagValue(number_, item / Group::count() + 1));
+    for (uint32_t target = group.lane; target < space.count; target += kGroupLanes)
+      if (!(space.number[target] & kFar))
+        team_.raise(static_cast<uint32_t>(space.number[target]), team_.sent(team_->rank, block_, v),
+                    flagValue(number_, item / Group::count() + 1));
     group.sync();
   }
 
@@ -427,13 +442,11 @@ class Dispatch {
       if (tell && group.lane == 0) call_.layout.places[entry] = place;
     }
     group.sync();
-    if (group.lane == 0) {
-      uint32_t count = 0;
-      for (uint32_t k = 0; k < topk_; ++k)
-        if (space.row[k] >= 0) space.at[count++] = call_.output + space.row[k] * call_.row_bytes;
-      space.count = count;
-    }
-    group.sync();
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      const int32_t row = space.row[k];
+      entry->at = call_.output + row * call_.row_bytes;
+      return row >= 0;
+    });
     if (space.count != 0) {
       if (movesRows()) {
         const char* from = call_.input + token * call_.row_bytes;

@@ -21,9 +21,17 @@ constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// What each group keeps at hand: the addresses that its row goes to or comes from.
+// Where a row of a token goes to or comes from.
+struct RowEntry {
+  char* at;
+  int32_t number;
+  float weight;
+};
+
+// What each group keeps at hand.
 struct GroupSpace {
   char* at[PROXYCCL_MAX_TOPK];
+  int32_t number[PROXYCCL_MAX_TOPK];
   float weight[PROXYCCL_MAX_TOPK];
   int32_t row[PROXYCCL_MAX_TOPK];
   uint32_t count;
@@ -44,6 +52,39 @@ struct Group {
 #if !PROXYCCL_ON_HOST
     syncWarp();
 #endif
+  }
+
+  // Lists, in order, the entries for which find(i, &entry) is true, i < n, each found by one thread; there are no more
+  // than a token has slots.
+  template <class Find>
+  PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
+    GroupSpace& space = this->space();
+    uint32_t count = 0;
+    for (uint32_t first = 0; first < n; first += kGroupLanes) {
+      RowEntry entry;
+      const bool found = first + lane < n && find(first + lane, &entry);
+#if PROXYCCL_ON_HOST
+      const uint64_t all = found;
+#else
+      const uint64_t all = ballotWarp(found);
+#endif
+      if (found) {
+        const uint32_t slot = count + countBits(all & ((1ull << lane) - 1));
+        space.at[slot] = entry.at;
+        space.number[slot] = entry.number;
+        space.weight[slot] = entry.weight;
+      }
+      count += countBits(all);
+    }
+    if (lane == 0) space.count = count;
+    sync();
+  }
+
+ private:
+  static PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) {
+    uint32_t count = 0;
+    for (; bits != 0; bits &= bits - 1) ++count;
+    return count;
   }
 };
 

@@ -89,7 +89,7 @@ typedef struct ProxycclExperts {
   char** peers;                              /* [local_size]: the workspaces of the node */
   const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
-  uint32_t* bases;                           /* [blocks][experts] */
+  uint32_t* bases;                           /* [blocks][2][experts] */
   ProxycclExpertReport* report;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;

@@ -1,0 +1,188 @@
+"""MoE dispatch and combine beside NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
+
+Every token chooses `--topk` different experts at random. A size is what one rank sends to others, each token once to
+each rank that has one of its experts: NCCL moves as many bytes, which somebody has packed for it and nobody unpacks. Ours
+includes the counting, and a compact output ordered by expert. How it is measured: side_by_side.py; the output has room
+for as many rows as the fullest rank gets, so nothing waits for the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from program import common_arguments
+from side_by_side import COLUMNS, DTYPES, Case, Contender, Job, differing, fresh_seed, poison, random_inputs, show
+
+from proxyccl import EPAll2AllLayer
+from proxyccl.channels.tools import options
+from proxyccl.channels.tools.report import Report, Table
+
+
+@dataclass(frozen=True)
+class Routing:
+    """One rank's tokens, and what must come of them.
+
+    Attributes:
+        tokens, expert_ids: of this rank.
+        rows: [R, hidden] that this rank gets.
+        most_rows: of any rank.
+        crossing: for each rank the tokens that this rank sends there; to itself none.
+        arriving: for each rank the tokens that come from there.
+    """
+
+    tokens: torch.Tensor
+    expert_ids: torch.Tensor
+    rows: torch.Tensor
+    most_rows: int
+    crossing: list[int]
+    arriving: list[int]
+
+    @classmethod
+    def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: torch.dtype) -> Routing:
+        seed, per_rank = fresh_seed(job), experts // job.ranks
+        tokens = [x.view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
+        ids = []
+        for rank in range(job.ranks):
+            generator = torch.Generator(job.device).manual_seed(seed + job.ranks + rank)
+            scores = torch.rand(count, experts, generator=generator, device=job.device)
+            ids.append(scores.topk(topk, dim=1).indices.to(torch.int32))
+        every = torch.stack(ids)  # [ranks, count, topk]
+        here = every // per_rank == job.rank
+        order = torch.argsort(every[here], stable=True)
+        sources = here.nonzero()[order]
+        rows = torch.stack(tokens)[sources[:, 0], sources[:, 1]]
+        most = max(int((every // per_rank == rank).sum()) for rank in range(job.ranks))
+        goes = [[int((of_rank // per_rank == to).any(1).sum()) for to in range(job.ranks)] for of_rank in ids]
+        for rank in range(job.ranks):
+            goes[rank][rank] = 0
+        mine = job.rank
+        return cls(tokens[mine], ids[mine], rows, most, goes[mine], [goes[s][mine] for s in range(job.ranks)])
+
+
+def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer]) -> list[Contender]:
+    """Ours, with each layer a dispatch, a combine and both; then NCCL's way there and back."""
+    stream, topk = job.stream.cuda_stream, routing.expert_ids.shape[1]
+    hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
+    summed = routing.tokens * topk  # each expert gives back what it got
+    found: list[Contender] = []
+
+    def ours(name: str, layer: EPAll2AllLayer) -> list[Contender]:
+        state: dict[str, Any] = {}
+        combined = torch.empty_like(routing.tokens)
+
+        def dispatch() -> None:
+            state["rows"], _, state["desc"] = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+
+        def wrong_rows() -> int:
+            return differing(state["rows"][: len(routing.rows)], routing.rows)
+
+        def poison_rows() -> None:
+            if "rows" in state:
+                poison(state["rows"])
+
+        def combine() -> None:
+            layer.combine(state["given"], state["kept"], out=combined, stream=stream)
+
+        def prepare_combine() -> None:
+            if "given" not in state:
+                given, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+                state.update(given=given.clone(), kept=kept)
+            poison(combined)
+
+        def pair() -> None:
+            rows, _, desc = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+            layer.combine(rows, desc, out=combined, stream=stream)
+
+        return [
+            Contender(f"dispatch, {name}", True, dispatch, poison_rows, lambda _: wrong_rows()),
+            Contender(f"combine, {name}", True, combine, prepare_combine, lambda _: differing(combined, summed)),
+            Contender(f"both, {name}", True, pair, lambda: poison(combined), lambda _: differing(combined, summed)),
+        ]
+
+    for name, layer in layers.items():
+        found += ours(name, layer)
+
+    out, back = ([*routing.crossing], [*routing.arriving])
+    sent = torch.ones(sum(out), hidden, dtype=dtype, device=job.device)
+    came = torch.empty(sum(back), hidden, dtype=dtype, device=job.device)
+    for name, source, target, ins, outs in (("there", sent, came, out, back), ("back", came, sent, back, out)):
+        found.append(
+            Contender(
+                f"NCCL, {name}",
+                False,
+                lambda source=source, target=target, ins=ins, outs=outs: dist.all_to_all_single(
+                    target, source, output_split_sizes=outs, input_split_sizes=ins
+                ),
+                lambda source=source, target=target: (source.fill_(1), poison(target)),
+                lambda _, target=target: differing(target, torch.ones_like(target)),
+            )
+        )
+    return found
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=options.count, nargs="+", default=[128, 4096], help="of a rank")
+    parser.add_argument("--hidden", type=options.count, default=7168)
+    parser.add_argument("--topk", type=options.count, default=8)
+    parser.add_argument("--experts", type=options.count, default=256, help="of all ranks")
+    parser.add_argument("-d", "--dtype", choices=list(DTYPES), default="bfloat16")
+    parser.add_argument("--num-sm", type=options.count, nargs="+", default=[24])
+    parser.add_argument("-r", "--repeats", type=options.count, default=15)
+    parsed = parser.parse_args()
+    rows: list[Report] = []
+    skipped: list[str] = []
+    with Job(parsed.seconds) as job:
+        job.heading(
+            "dispatch and combine",
+            f"hidden {parsed.hidden}, top {parsed.topk} of {parsed.experts} experts; CUDA-graph replays, time a call; "
+            f"median of {parsed.repeats}, maximum over ranks; algbw is what crosses the link",
+        )
+        table = Table(COLUMNS)
+        if job.first:
+            table.header()
+        dtype = DTYPES[parsed.dtype]
+        for count in parsed.tokens:
+            routing = Routing.random(job, count, parsed.hidden, parsed.topk, parsed.experts, dtype)
+            for blocks in parsed.num_sm:
+                if not job.in_time():
+                    skipped.append(f"{count} tokens, {blocks} SMs")
+                    continue
+                layers = {
+                    f"{blocks} SMs{', local' if local else ''}": EPAll2AllLayer(
+                        job.comm,
+                        count,
+                        parsed.hidden,
+                        parsed.topk,
+                        job.rank,
+                        parsed.experts,
+                        job.comm.local_world_size,
+                        job.ranks,
+                        dtype=dtype,
+                        num_sm=blocks,
+                        enable_local_combine=local,
+                        max_recv_tokens=routing.most_rows,
+                    )
+                    for local in (True, False)
+                }
+                timings = job.measure(contenders(job, routing, layers), parsed.repeats)
+                nbytes = job.world.allreduce(sum(routing.crossing)) // job.ranks * parsed.hidden * dtype.itemsize
+                rows += show(job, table, Case(nbytes, count, parsed.dtype, None, 1.0), timings)
+                for layer in layers.values():
+                    layer.finalize()
+        report: Report = {
+            "benchmark": "expert_parallel",
+            "hidden": parsed.hidden,
+            "topk": parsed.topk,
+            "experts": parsed.experts,
+            "method": f"CUDA-graph replay, fixed maximum, median of {parsed.repeats}, maximum over ranks",
+        }
+        return job.finish(parsed, rows, skipped, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
