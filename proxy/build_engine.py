@@ -34,6 +34,8 @@ int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uin
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
 ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info);
 void proxyccl_worker_stop(ProxycclWorker *worker);
+uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
+uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
 typedef struct { ...; } ProxycclRuntimeTable;
@@ -53,6 +55,25 @@ typedef struct {
 int proxyccl_verbs_built(void);
 const char *proxyccl_verbs_refused(const ProxycclVerbsOptions *options);
 ProxycclConnection *proxyccl_verbs_connection(const ProxycclVerbsOptions *options);
+
+enum { PROXYCCL_STAGED_COPY_OUT, PROXYCCL_STAGED_COPY_IN, PROXYCCL_STAGED_REFUSED, ... };
+typedef enum {
+  PROXYCCL_STAGED_BAD_COUNT, PROXYCCL_STAGED_BAD_LENGTH, PROXYCCL_STAGED_BAD_RANGE, PROXYCCL_STAGED_BAD_WORD, ...
+} ProxycclStagedRefusal;
+enum {
+  PROXYCCL_STAGED_LANDINGS, PROXYCCL_STAGED_MESSAGES, PROXYCCL_STAGED_ALIGN, PROXYCCL_STAGED_WORDS_BYTES, ...
+};
+typedef struct { uint64_t base; uint64_t bytes; ...; } ProxycclLanding;
+void proxyccl_landing_set(ProxycclLanding *landing, uint64_t base, uint64_t bytes);
+typedef struct {
+  ProxycclVerbsOptions wire; uintptr_t area; uintptr_t device_area; uint32_t area_lkey; uint64_t peer_area;
+  uint64_t ring_bytes; uint64_t chunk_bytes; const ProxycclLanding *landings; uint64_t signals; uint64_t signals_bytes;
+  ...;
+} ProxycclStagedOptions;
+const char *proxyccl_staged_refused(const ProxycclStagedOptions *options);
+ProxycclConnection *proxyccl_staged_connection(const ProxycclStagedOptions *options,
+                                               const ProxycclRuntimeTable *runtime, void *const streams[2],
+                                               void *const events[2]);
 
 enum { PROXYCCL_VERBS_QP_OFFSET, ... };
 typedef enum {
@@ -93,6 +114,7 @@ ffi.set_source(
 #include "calls.h"
 #include "copy_transport.h"
 #include "engine.h"
+#include "staged_transport.h"
 #include "verbs_bare.h"
 #include "verbs_objects.h"
 #include "verbs_transport.h"
@@ -113,6 +135,7 @@ connection->transport->name; }
         "proxy/engine/calls.c",
         "proxy/engine/copy_transport.c",
         "proxy/engine/engine.c",
+        "proxy/engine/staged_transport.c",
         "proxy/engine/verbs_bare.c",
         "proxy/engine/verbs_objects.c",
         "proxy/engine/verbs_transport.c",
@@ -124,6 +147,7 @@ connection->transport->name; }
         "proxy/engine/engine.h",
         "proxy/engine/ring.h",
         "proxy/engine/runtime_table.h",
+        "proxy/engine/staged_transport.h",
         "proxy/engine/transport.h",
         "proxy/engine/verbs_bare.h",
         "proxy/engine/verbs_objects.h",

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ ffi, lib = _engine.ffi, _engine.lib
 COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
 FLUSHED_BYTES = 8 * MAX_CHANNELS
 EXTENTS_BYTES = 8 * MAX_MEMORIES
+_DRAIN_LOOK = 0.0002
 
 Handler = Callable[[Trigger], None]
 
@@ -119,6 +121,40 @@ class VerbsOptions:
 
 
 @dataclass(frozen=True)
+class StagedOptions:
+    """A queue pair and the memory that stands between it and what it can't reach (staged_transport.h).
+
+    Attributes:
+        wire: the queue pair; its `signal_rkey` is of the peer's area.
+        area: address of this end's, `staged_area_bytes` of zeroed pinned memory that is registered.
+        device_area: the device's address of it.
+        area_lkey: its local key.
+        peer_area: the peer's, by the address that the peer has registered.
+        ring_bytes: of the two rings in an area; the same on both ends, and a multiple of 64.
+        chunk_bytes: of a put, are moved at a time.
+        landings: address of the table of own memory that peers may have data put in (`Landings`).
+        signals: address of the own words that the peer may signal.
+        signals_bytes: their size.
+    """
+
+    wire: VerbsOptions
+    area: int
+    device_area: int
+    area_lkey: int
+    peer_area: int
+    ring_bytes: int
+    chunk_bytes: int
+    landings: int
+    signals: int
+    signals_bytes: int
+
+
+def staged_area_bytes(ring_bytes: int) -> int:
+    """The size of an area with rings of that size."""
+    return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
+
+
+@dataclass(frozen=True)
 class Connection:
     """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks.
 
@@ -138,6 +174,39 @@ class Connection:
     def transport(self) -> str:
         """The transport's name."""
         return str(ffi.string(lib.proxyccl_connection_transport(self.pointer)).decode())
+
+
+def _fill(native_options: Any, options: VerbsOptions | StagedOptions, names: tuple[str, ...]) -> None:
+    for name in names:
+        value = getattr(options, name)
+        try:
+            setattr(native_options, name, value)
+        except (OverflowError, TypeError) as error:
+            raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
+
+
+def _fill_verbs(native_options: Any, options: VerbsOptions) -> None:
+    native_options.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
+    _fill(
+        native_options,
+        options,
+        ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "scratch", "scratch_lkey"),
+    )
+
+
+def _require(refused: Any, *options: VerbsOptions | StagedOptions) -> None:
+    if refused:
+        name = ffi.string(refused).decode()
+        value = next(getattr(o, name) for o in options if hasattr(o, name))
+        raise ArgumentError(name, f"can't be {value!r}")
+
+
+def _require_verbs(pointer: Any) -> None:
+    if not pointer and ffi.errno == errno.ENOSYS:
+        raise RuntimeUnavailableError(
+            "RDMA: this build of ProxyCCL has no transport for it; build it where libibverbs' headers are "
+            "(Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
+        )
 
 
 def _leave_crowded_cores(workers: int) -> None:
@@ -320,24 +389,48 @@ class ProxyService:
             ResourceError: no connections are left.
         """
         native_options = ffi.new("ProxycclVerbsOptions *")
-        native_options.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
-        for name in ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "scratch", "scratch_lkey"):
-            value = getattr(options, name)
-            try:
-                setattr(native_options, name, value)
-            except (OverflowError, TypeError) as error:
-                raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
-        refused = lib.proxyccl_verbs_refused(native_options)
-        if refused:
-            name = ffi.string(refused).decode()
-            raise ArgumentError(name, f"can't be {getattr(options, name)!r}")
+        _fill_verbs(native_options, options)
+        _require(lib.proxyccl_verbs_refused(native_options), options)
         pointer = lib.proxyccl_verbs_connection(native_options)
-        if not pointer and ffi.errno == errno.ENOSYS:
-            raise RuntimeUnavailableError(
-                "RDMA: this build of ProxyCCL has no transport for it; build it where libibverbs' headers are "
-                "(Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
-            )
+        _require_verbs(pointer)
         return self._connect(pointer, peer, ())
+
+    def connect_staged(self, options: StagedOptions, *, peer: int | None = None) -> Connection:
+        """A connection that moves data through pinned memory on both sides, by copies and over a queue pair.
+
+        What the options name must live until the service is closed. An own memory that such a connection's triggers
+        name has its address for this rank's copies; a peer's has the address that the peer's copies know it by, and
+        the peer's number of the landing as its key. The peer's service must have such a connection to here, which does
+        the other half of the work.
+
+        Args:
+            options: the queue pair and the memory.
+            peer: the rank that it leads to, for failures to name.
+
+        Raises:
+            ArgumentError: an option can't be; the error names it.
+            RuntimeUnavailableError: this build has no verbs transport.
+            ResourceError: no connections are left.
+        """
+        native_options = ffi.new("ProxycclStagedOptions *")
+        _fill_verbs(native_options.wire, options.wire)
+        _fill(
+            native_options,
+            options,
+            ("area", "device_area", "area_lkey", "peer_area", "ring_bytes", "chunk_bytes", "signals", "signals_bytes"),
+        )
+        native_options.landings = ffi.cast("ProxycclLanding *", options.landings)
+        _require(lib.proxyccl_staged_refused(native_options), options, options.wire)
+        streams = [self.runtime.create_stream(for_proxy=True) for _ in range(2)]
+        events = [self.runtime.create_event() for _ in range(2)]
+        pointer = lib.proxyccl_staged_connection(
+            native_options,
+            self._table,
+            [ffi.cast("void *", stream.handle) for stream in streams],
+            [ffi.cast("void *", event.handle) for event in events],
+        )
+        _require_verbs(pointer)
+        return self._connect(pointer, peer, (*streams, *events))
 
     def _connect(self, pointer: Any, peer: int | None, owned: tuple[Stream | Event, ...]) -> Connection:
         if not pointer:
@@ -462,6 +555,28 @@ class ProxyService:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the proxy service is closed")
+
+    def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """Waits until what the rings held is done and nothing is outstanding. The workers go on.
+
+        Args:
+            timeout: in seconds.
+            given_up: asked meanwhile; once it is true nobody need wait.
+
+        Returns:
+            False if that did not come to be.
+        """
+        with self._lock:
+            if self._closed:
+                return False
+            asked = [lib.proxyccl_worker_drain(worker) for worker in self._workers]
+        deadline = time.monotonic() + timeout
+        for worker, thread, number in zip(self._workers, self._threads, asked, strict=True):
+            while lib.proxyccl_worker_drained(worker) != number:
+                if not thread.is_alive() or given_up() or time.monotonic() >= deadline:
+                    return False
+                time.sleep(_DRAIN_LOOK)
+        return True
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, ends the threads and frees everything.

@@ -35,10 +35,28 @@ _COMPLETIONS = (
 """By ibv_wc_status of infiniband/verbs.h: its name, and what it means."""
 
 
+_REFUSALS = {
+    lib.PROXYCCL_STAGED_BAD_COUNT: "the peer counts messages that can't be",
+    lib.PROXYCCL_STAGED_BAD_LENGTH: "a message of the peer is longer than the room for it",
+    lib.PROXYCCL_STAGED_BAD_RANGE: "the peer put data where this rank has offered it no memory",
+    lib.PROXYCCL_STAGED_BAD_WORD: "the peer signals what is no semaphore word of this rank",
+}
+"""What the staged transport refuses, by ProxycclStagedRefusal."""
+
+
 def status_text(transport: str, status: int) -> str:
-    """What a status of a transport means; empty for the copy transport, whose statuses are its driver's own."""
-    if transport != "verbs":
+    """What a status of a transport means; empty for the copy transport, whose statuses are its driver's own.
+
+    The staged transport's statuses continue those of the verbs transport, which it stands on.
+    """
+    if transport == "copy":
         return ""
+    if status >= lib.PROXYCCL_STAGED_REFUSED:
+        return f"refused: {_REFUSALS[status - lib.PROXYCCL_STAGED_REFUSED]}"
+    if status >= lib.PROXYCCL_STAGED_COPY_IN:
+        return f"the copy from pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_IN}"
+    if status >= lib.PROXYCCL_STAGED_COPY_OUT:
+        return f"the copy into pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_OUT}"
     completion = status - lib.PROXYCCL_VERBS_COMPLETION
     if completion < 0:
         return os.strerror(status)

@@ -42,6 +42,7 @@ struct ProxycclWorker {
   uint32_t current; /* ring to look at first; fair over returns to Python */
   int handling;     /* the current ring's next trigger is with a Python handler */
   int stop;
+  uint32_t drain_asked, drained; /* numbers of requests to tell when all is done */
 };
 
 static uint64_t now_ns(void) {
@@ -109,6 +110,14 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
   worker->connections[worker->connection_count] = connection;
   __atomic_store_n(&worker->connection_count, worker->connection_count + 1, __ATOMIC_RELEASE);
   return 0;
+}
+
+uint32_t proxyccl_worker_drain(ProxycclWorker *worker) {
+  return __atomic_add_fetch(&worker->drain_asked, 1, __ATOMIC_RELEASE);
+}
+
+uint32_t proxyccl_worker_drained(const ProxycclWorker *worker) {
+  return __atomic_load_n(&worker->drained, __ATOMIC_ACQUIRE);
 }
 
 void proxyccl_worker_stop(ProxycclWorker *worker) { __atomic_store_n(&worker->stop, 1, __ATOMIC_RELEASE); }
@@ -318,6 +327,7 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
   memset(info, 0, sizeof *info);
   for (;;) {
     const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
+    const uint32_t drain_asked = __atomic_load_n(&worker->drain_asked, __ATOMIC_ACQUIRE);
     uint32_t progress = 0;
     int held = 0;
     for (uint32_t visited = 0; visited < rings; ++visited) {
@@ -336,6 +346,8 @@ ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info)
       idle_since = 0;
       if (busy) continue;
     }
+    if (!outstanding && !held && worker->drained != drain_asked)
+      __atomic_store_n(&worker->drained, drain_asked, __ATOMIC_RELEASE);
     if (!outstanding && !held && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
     if (idle_since == 0) idle_since = now_ns();
     if (++looks % LOOKS_PER_CLOCK == 0) back_off(&worker->idle, idle_since, outstanding);

@@ -69,6 +69,10 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
 ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info);
 /* From any thread: run() returns when the rings are empty and nothing is outstanding. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
+/* Asks a running worker to tell when its rings were seen empty and nothing was outstanding. Returns the request's number;
+ * proxyccl_worker_drained() gives that of the last one told of. */
+uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
+uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 /* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before run() is called again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
