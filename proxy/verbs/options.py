@@ -23,6 +23,8 @@ _RANGES = {
     "retry_count": range(8),
     "rnr_retry_count": range(8),
     "send_depth": range(2, 1 << 16),
+    "staging_bytes": range(4096, (64 << 20) + 1),
+    "staging_chunk": range(64, (32 << 20) + 1),
 }
 _CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS}
 
@@ -47,6 +49,10 @@ class RdmaOptions:
         send_depth: work requests that a send queue takes, from 2; fewer where the device has less.
         signal: how a peer's counter is advanced: by an inline "write", by an atomic "fetch_add", or "auto": by what
             the device can do, a write if it can do both.
+        staging_bytes: pinned memory for each direction to each peer that the transport "staged" leads to, from 4 KiB to
+            64 MiB; of two ranks that differ the smaller counts.
+        staging_chunk: how much of a put goes through it at a time, from 64 bytes to 32 MiB; half of `staging_bytes` at
+            the most.
 
     Raises:
         ArgumentError: a value that can't be, with the field's name.
@@ -63,6 +69,8 @@ class RdmaOptions:
     rnr_retry_count: int = 7
     send_depth: int = 256
     signal: str = "auto"
+    staging_bytes: int = 2 << 20
+    staging_chunk: int = 256 << 10
 
     def __post_init__(self) -> None:
         for field in fields(self):
