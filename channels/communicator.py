@@ -112,9 +112,10 @@ class Communicator:
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
         idle: what an idle proxy does.
-        transport: what moves the data of ProxyChannels: "copy" or "verbs" for all pairs of ranks, or a dict with some
-            pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else copies within
-            a node and RDMA between nodes.
+        transport: what moves the data of ProxyChannels: "copy", "verbs" (RDMA) or "staged" (RDMA through pinned memory)
+            for all pairs of ranks, or a dict with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None
+            for ``PROXYCCL_TRANSPORT``, else copies within a node and RDMA between nodes, which is staged where a rank's
+            RDMA device can't register its GPU's memory.
         rdma: the RDMA device and its settings; None for what ``PROXYCCL_RDMA_*`` say, else what fits.
 
     Raises:
@@ -177,11 +178,13 @@ class Communicator:
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         uses_verbs = self.topology.uses_verbs()  # before a rank's own: where a pair has no transport, all ranks raise
-        self._transports = self.topology.transports()
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.all_gather_bytes(b"")
-        by_rdma = [peer for peer, name in self._transports.items() if name == "verbs"]
-        self.rdma = Rdma(self, by_rdma, rdma or RdmaOptions.from_environment(), exchange=uses_verbs)
+        self.rdma = Rdma(self, rdma or RdmaOptions.from_environment())
+        if uses_verbs:
+            self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
+            self.rdma.connect_endpoints(self.topology.transports())
+        self._transports = self.topology.transports()
         self._watcher = Watcher(self.rank, self.control, self._segments, pids, self._link_hosts())
         self._state = "open"
         _open_communicators.add(self)
@@ -691,7 +694,7 @@ class Communicator:
         return self._connections[peer]
 
     def transport(self, peer: int) -> str:
-        """What moves data to a peer: "copy" or "verbs"."""
+        """What moves data to a peer: "copy", "verbs" or "staged"."""
         return self._transports[peer]
 
     def peer_semaphore(self, peer: int, channel: int) -> int:
@@ -720,6 +723,9 @@ class Communicator:
                     except KernelError:
                         healthy = False
                 if healthy and _collective:
+                    # What this rank's triggers asked for reaches peers that are still there to take it.
+                    if self._proxy is not None and self.rdma.used:
+                        self._proxy.drain(self.timeout, lambda: self.control.aborted)
                     # Nobody unmaps what a peer may still write to.
                     self.all_gather_bytes(b"", "close")
                 elif healthy:

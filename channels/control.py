@@ -86,6 +86,7 @@ class ControlSegment:
     """A rank's control segment, own or a peer's."""
 
     service_offset = _SERVICE_OFFSET
+    semaphores_bytes = 8 * MAX_CHANNELS
 
     def __init__(self, memory: PinnedMemory) -> None:
         self.memory = memory

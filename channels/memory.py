@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import Memory
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class _Offer:
         handle: by which ranks of the same host map it; empty if they can't, and then `refusal` says why.
         address: by which RDMA reaches it.
         rkey: the key for RDMA; None where the rank uses none, or its device refuses the memory, as `rdma_refusal` says.
+        ptr: by which the rank's own copies reach it.
+        landing: the key for staged peers; None where the rank has none, or no key is left, as `staging_refusal` says.
     """
 
     nbytes: int
@@ -33,6 +35,9 @@ class _Offer:
     address: int
     rkey: int | None
     rdma_refusal: str
+    ptr: int
+    landing: int | None
+    staging_refusal: str
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "handle": self.handle.hex()}).encode()
@@ -109,18 +114,24 @@ class RegisteredMemory:
     def exchange(cls, communicator: Communicator, view: ArrayView) -> RegisteredMemory:
         """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
         handle, refusal, registration, rdma_refusal = b"", "", None, ""
+        landing, staging_refusal = None, ""
         if view.nbytes:
             try:
                 handle = communicator.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
                 refusal = str(error)
-            if communicator.rdma.used:
+            if communicator.rdma.reaches("verbs"):
                 try:
                     registration = communicator.rdma.register(view.ptr, view.nbytes, handle)
                 except ProxyCCLError as error:
                     rdma_refusal = str(error)
+            if communicator.rdma.reaches("staged"):
+                try:
+                    landing = communicator.rdma.landings.add(view.ptr, view.nbytes)
+                except ResourceError as error:
+                    staging_refusal = str(error)
         address, rkey = (registration.address, registration.rkey) if registration is not None else (view.ptr, None)
-        offer = _Offer(view.nbytes, handle, refusal, address, rkey, rdma_refusal)
+        offer = _Offer(view.nbytes, handle, refusal, address, rkey, rdma_refusal, view.ptr, landing, staging_refusal)
         offers = communicator.all_gather_bytes(offer.encode(), "register")
         return cls(communicator, view, [_Offer.decode(offer) for offer in offers], registration)
 
@@ -143,11 +154,11 @@ class RegisteredMemory:
         return self._id
 
     def source_id(self, peer: int) -> int:
-        """The first memory id of the own range for triggers to a peer: `id`, unless its RDMA device has other addresses
-        for the range.
+        """The first memory id of the own range for triggers to a peer: `id`, unless RDMA leads there whose device has
+        other addresses for the range.
         """
         registration = self._registration
-        if self._communicator.transport(peer) == "copy" or registration is None or registration.address == self.ptr:
+        if self._communicator.transport(peer) != "verbs" or registration is None or registration.address == self.ptr:
             return self.id
         self._require_open()
         if self._rdma_id is None:
@@ -178,9 +189,17 @@ class RegisteredMemory:
         if self._communicator.transport(peer) == "copy":
             return self.open(peer).ptr, 0
         offer = self._offers[peer]
+        if self._communicator.transport(peer) == "staged":
+            if offer.staging_refusal:
+                raise ArgumentError("memory", f"rank {peer}'s memory can't be staged: {offer.staging_refusal}")
+            return offer.ptr, offer.landing or 0
         for rank, side in ((self._communicator.rank, self._offers[self._communicator.rank]), (peer, offer)):
             if side.rdma_refusal:
-                raise ArgumentError("memory", f"rank {rank}'s memory can't be reached by RDMA: {side.rdma_refusal}")
+                raise ArgumentError(
+                    "memory",
+                    f"rank {rank}'s memory can't be reached by RDMA: {side.rdma_refusal}; "
+                    'transport="staged" takes data through pinned memory of the host',
+                )
         return offer.address, offer.rkey or 0
 
     def peer_ptr(self, peer: int) -> int:
@@ -229,6 +248,9 @@ class RegisteredMemory:
                 service.remove_memory(first, self.peer_nbytes(peer))
         if self._registration is not None:
             self._communicator.rdma.release(self._registration)
+        landing = self._offers[self._communicator.rank].landing
+        if landing is not None:
+            self._communicator.rdma.landings.remove(landing)
         if not self._communicator.closed:
             for peer in self._opened:
                 self._communicator.mappings.release(self._offers[peer].handle)

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
@@ -19,8 +19,10 @@ def host_name() -> str:
     return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
 
 
-TRANSPORTS = ("copy", "verbs")
-"""What can move the data of a ProxyChannel: a peer copy within a host, or an RDMA write."""
+TRANSPORTS = ("copy", "verbs", "staged")
+"""What can move the data of a ProxyChannel: a peer copy within a host; an RDMA write; or an RDMA write between pinned
+memory, with a copy on either side of it.
+"""
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
 """A transport for all pairs of ranks, or for some of them; None, and pairs that are not named, leave it open."""
@@ -33,6 +35,7 @@ class RankInfo:
     Attributes:
         rdma_missing: what it lacks for RDMA, in words; empty if nothing.
         transport: the transports that its caller chose, in one form (`encode_choice`).
+        rdma_refusal: why its RDMA device can't register its device's memory; empty if it can, or was not asked.
     """
 
     host: str
@@ -41,6 +44,7 @@ class RankInfo:
     device_id: str
     rdma_missing: str = "not asked for"
     transport: str = ""
+    rdma_refusal: str = ""
 
     @classmethod
     def own(cls, runtime: Runtime, rdma_missing: str = "not asked for", transport: str = "") -> RankInfo:
@@ -151,8 +155,8 @@ class Topology:
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """What moves data between two ranks: copies within a node, RDMA between nodes. Nodes that are rehearsed on one
-        host without RDMA use copies too.
+        """What moves data between two ranks: copies within a node, RDMA between nodes, which is staged where either
+        rank's memory can't be registered. Nodes that are rehearsed on one host without RDMA use copies too.
 
         Raises:
             RuntimeUnavailableError: nothing does.
@@ -165,7 +169,8 @@ class Topology:
         if chosen == "copy" or (chosen is None and self.nodes[first] == self.nodes[second]):
             return "copy"
         if lacking is None:
-            return "verbs"
+            refused = self.ranks[first].rdma_refusal or self.ranks[second].rdma_refusal
+            return chosen or ("staged" if refused else "verbs")
         if chosen is None and same_host:
             return "copy"
         missing = self.ranks[lacking].rdma_missing
@@ -178,7 +183,12 @@ class Topology:
     def uses_verbs(self) -> bool:
         """Whether any two ranks need RDMA; the same on all ranks, and for all of them an error where one has none."""
         transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
-        return "verbs" in transports
+        return not transports <= {"copy"}
+
+    def with_refusals(self, refusals: Sequence[str]) -> Topology:
+        """The same with every rank's `RankInfo.rdma_refusal`."""
+        told = zip(self.ranks, refusals, strict=True)
+        return replace(self, ranks=tuple(replace(info, rdma_refusal=refusal) for info, refusal in told))
 
     def all_accessible(self) -> bool:
         """Whether every rank's memory can be touched from here."""
