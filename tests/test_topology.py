@@ -161,6 +161,26 @@ def test_rehearsed_nodes_use_rdma_where_there_is_some(runtime: Runtime, own: Ran
     assert not without.uses_verbs()
 
 
+def test_a_pair_is_staged_where_either_rank_can_not_register_its_memory(runtime: Runtime, own: RankInfo) -> None:
+    choice = encode_choice({(0, 3): "verbs", (1, 3): "staged", (2, 4): "copy"}, 6)
+    infos = processes(*[replace(own, transport=choice, **RDMA)] * 6)
+    found = Topology.find(0, infos, runtime, 2)
+    assert found.transports() == {1: "copy", 2: "verbs", 3: "verbs", 4: "verbs", 5: "verbs"}
+    told = found.with_refusals(["", "", "no way", "no way", "", ""])
+    assert told.ranks[2].rdma_refusal == "no way"
+    assert told.transports() == {1: "copy", 2: "staged", 3: "verbs", 4: "verbs", 5: "verbs"}
+    expected = {(1, 3): "staged", (3, 1): "staged", (2, 3): "copy", (2, 4): "copy", (4, 3): "staged", (1, 5): "verbs"}
+    assert {pair: told.transport(*pair) for pair in expected} == expected
+    assert (found.nodes, found.accessible) == (told.nodes, told.accessible)
+
+
+def test_a_staged_pair_uses_verbs(runtime: Runtime, own: RankInfo) -> None:
+    infos = processes(*[replace(own, transport=encode_choice("staged", 2), **RDMA)] * 2)
+    topology = Topology.find(0, infos, runtime, None)
+    assert topology.transports() == {1: "staged"}
+    assert topology.uses_verbs()
+
+
 def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
     there = replace(own, host="elsewhere", rdma_missing="there is no RDMA device")
     topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
@@ -179,7 +199,11 @@ def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -
 
 @pytest.mark.parametrize(
     ("choice", "host", "missing", "message"),
-    [("copy", "elsewhere", "", "they share no host"), ("verbs", "", "no device", "rank 0 lacks it: no device")],
+    [
+        ("copy", "elsewhere", "", "they share no host"),
+        ("verbs", "", "no device", "rank 0 lacks it: no device"),
+        ("staged", "", "no device", "rank 0 lacks it: no device"),
+    ],
 )
 def test_a_transport_that_cant_be_is_refused(
     runtime: Runtime, own: RankInfo, choice: str, host: str, missing: str, message: str
@@ -200,7 +224,7 @@ def test_the_environment_chooses_the_transport(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PROXYCCL_TRANSPORT", "copy")
     assert encode_choice(None, 3) == encode_choice("copy", 3) != encode_choice({}, 3)
     monkeypatch.setenv("PROXYCCL_TRANSPORT", "pigeon")
-    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSPORT: 'pigeon' is none of copy, verbs"):
+    with pytest.raises(ArgumentError, match="PROXYCCL_TRANSPORT: 'pigeon' is none of copy, verbs, staged"):
         encode_choice(None, 3)
 
 

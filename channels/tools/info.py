@@ -20,11 +20,15 @@ from typing import TextIO
 from proxyccl.channels.tools.report import Report, machine, versions
 from proxyccl.device import RUNTIMES, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir
-from proxyccl.device.errors import CompileError, RuntimeUnavailableError
+from proxyccl.device.errors import CompileError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.host import compiler_version, find_compiler
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.verbs import pyverbs_api
-from proxyccl.proxy.verbs.devices import SYSFS, missing, rdma_devices
+from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
+from proxyccl.proxy.verbs.endpoint import VerbsDevice
+from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.verbs.registrations import Registrations
+from proxyccl.proxy.verbs.staging import refusal
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,25 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
         rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
         advice = f"ranks of one machine need none; to rehearse without a NIC: {rehearse}"
         findings.append(Finding("RDMA", "missing", False, lacks, advice))
+    elif root == SYSFS:
+        findings.append(_device_memory())
     return findings
+
+
+def _device_memory() -> Finding:
+    try:
+        options = RdmaOptions.from_environment()
+        runtime = open_runtime(None)
+        choice = choose_device(rdma_devices(), options, runtime.numa_node())
+        with VerbsDevice.open(choice, options) as device:
+            refused = refusal(Registrations(device), runtime)
+    except ProxyCCLError as error:
+        return Finding("RDMA", "memory", False, str(error))
+    name = f"memory of {runtime.name}:{runtime.device}"
+    if not refused:
+        return Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
+    advice = "nothing need be done: ranks go through pinned memory of the host, by the transport staged"
+    return Finding("RDMA", "memory", False, f"{device.name} does not reach {name}: {refused}", advice)
 
 
 def _mpi() -> list[Finding]:

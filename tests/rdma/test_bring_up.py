@@ -143,10 +143,23 @@ def test_discovery_tells_what_is_there(devices: list[RdmaDevice]) -> None:
 
 def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice]) -> None:
     findings = info._rdma()
-    assert [finding.name for finding in findings] == [*DEVICES, "pyverbs", "engine"]
+    assert [finding.name for finding in findings] == [*DEVICES, "pyverbs", "engine", "memory"]
+    assert findings[-1].detail == f"{DEVICES[0]} reaches memory of host:0: transport verbs"
     assert all(finding.available and not finding.advice for finding in findings)
     assert findings[0].detail == str(devices[0].ports[0])
     assert f"MTU 4096, {INTERFACES[0]}, GID 1 ::ffff:{ADDRESSES[0]} (RoCE v2)" in findings[0].detail
+
+
+def test_info_shows_whose_memory_goes_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(info, "refusal", lambda registrations, runtime: "no way")
+    finding = info._rdma()[-1]
+    assert (finding.name, finding.available) == ("memory", False)
+    assert finding.detail == f"{DEVICES[0]} does not reach memory of host:0: no way"
+    assert "the transport staged" in finding.advice
+    monkeypatch.setenv("PROXYCCL_RDMA_DEVICE", "mlx5_99")
+    finding = info._rdma()[-1]
+    assert (finding.name, finding.available) == ("memory", False)
+    assert "mlx5_99" in finding.detail
 
 
 def test_a_megabyte_crosses_between_two_endpoints(ends: Ends) -> None:
