@@ -52,9 +52,6 @@ def connect_handles(
         for _ in range(count):
             ids[peer].append(service.reserve_channel(opened[peer][1]))
     answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(ids).encode(), "proxy_channels")]
-    for peer, theirs_of in enumerate(answers):
-        if theirs_of.get(str(communicator.rank)) and communicator.transport(peer) == "staged":
-            communicator.connection(peer)  # what a peer stages is moved on here, whether or not this rank has a channel
     expected = communicator.runtime.allocate(max(1, len(peers) * count) * _LINE)
 
     channels: dict[int, list[ProxyChannel]] = {}

@@ -598,6 +598,8 @@ class ProxyService:
             lib.proxyccl_connection_destroy(connection.pointer)
             for resource in connection.owned:
                 with contextlib.suppress(ProxyCCLError):
+                    resource.synchronize()  # the memory that its copies use may go next
+                with contextlib.suppress(ProxyCCLError):
                     resource.close()
         for worker in self._workers:
             lib.proxyccl_worker_destroy(worker)

@@ -9,7 +9,7 @@ import pytest
 from ranks import Ranks
 from reference import Call
 
-from proxyccl import AbortedError, Communicator, Runtime
+from proxyccl import AbortedError, Array, Communicator, Runtime
 from proxyccl.channels import rdma
 from proxyccl.proxy.verbs.registrations import Registrations
 from rdma.kernels import KERNELS
@@ -46,16 +46,22 @@ def exchanged(comm: Communicator, part: int) -> dict[int, str]:
 
 
 def test_channels_and_collectives_are_the_same_over_it() -> None:
-    def body(comm: Communicator) -> None:
+    def body(comm: Communicator) -> tuple[Array, object]:
         there = [peer for peer in range(RANKS) if peer // LOCAL != comm.rank // LOCAL]
         staged = {peer: "staged" if peer in there else "copy" for peer in range(RANKS) if peer != comm.rank}
         assert exchanged(comm, 50_003) == staged
         assert {peer: comm.transport(peer) for peer in staged} == staged
         Call("all_reduce", "int64", "sum", None, 5003, seed=1).run(comm)
         Call("all_to_all", "int32", "sum", "proxy", 5003, seed=2).run(comm)
+        target = comm.empty(200_000, "uint8").fill(0)
+        channels = comm.proxy_channels(target, bytes_of(comm.rank, 200_000), peers=[(comm.rank + LOCAL) % RANKS])
+        comm.compile(KERNELS, "leave")(1, 1, channels, 200_000)
+        return target, channels
 
     with ranks(LOCAL, BETWEEN) as nodes:
-        nodes.run(body)
+        left = nodes.run(body)
+    for rank, (target, _) in enumerate(left):  # what nobody waited for was moved before any rank went
+        assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
 
 
 def put_and_flush(comm: Communicator) -> None:
