@@ -103,6 +103,7 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
     [
         *(f"killed_in_a_collective:{name}" for name in ("one_shot", "two_shot", "ring", "proxy")),
         "killed_in_a_kernel",
+        "killed_in_a_dispatch",
         "killed_before_a_registration",
     ],
 )

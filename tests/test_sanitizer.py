@@ -100,6 +100,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         ("all_reduce", "all_reduce_on_streams"),
         ("moves",),
         ("dispatch_combine",),
+        ("expert_parallel",),
         ("ring", "copy_streams"),
         ("channels", "grid", "timeout"),
     ],

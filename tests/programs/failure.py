@@ -18,7 +18,7 @@ import numpy as np
 from device_arrays import on_device
 from processes import FileBootstrap
 
-from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError, Trigger
+from proxyccl import Bootstrap, Communicator, EPAll2AllLayer, MpiBootstrap, ProxyCCLError, Trigger
 
 VICTIM = 1
 TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "2"))
@@ -100,6 +100,21 @@ def killed_in_a_kernel() -> None:
         die()
     kernel(1, 32, channels, channels.peers.index(VICTIM))
     report(comm.synchronize)
+    comm.close()
+
+
+def killed_in_a_dispatch() -> None:
+    comm = opened()
+    tokens, ids = on_device(comm, np.ones((64, 32), np.float32)), on_device(comm, np.full((64, 2), VICTIM, np.int32))
+    node = comm.local_world_size, comm.world_size
+    layer = EPAll2AllLayer(comm, 64, 32, 2, rank, comm.world_size, *node, dtype="float32")
+    rows, _, desc = layer.dispatch(tokens, ids)
+    meet()
+    if rank == VICTIM:
+        die()
+    report(lambda: layer.dispatch(tokens, ids))
+    report(lambda: layer.combine(rows, desc))  # and stays closed for use
+    layer.finalize()
     comm.close()
 
 
@@ -187,6 +202,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     for function in (
         killed_in_a_collective,
         killed_in_a_kernel,
+        killed_in_a_dispatch,
         killed_before_the_communicator,
         killed_before_a_registration,
         killed_before_close,

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from running import run_ranks
 
-from proxyccl import Communicator, DispatchCombine, WaitTimeoutError
+from proxyccl import Communicator, DispatchCombine, EPAll2AllLayer, WaitTimeoutError
 from proxyccl.device.host import HostRuntime
 
 
@@ -84,6 +84,34 @@ def dispatch_combine() -> None:
                 assert np.array_equal(moe.combine(rows), x * (ids < experts).sum(axis=1, keepdims=True))
 
     run(3, body)
+
+
+def expert_parallel() -> None:
+    """Two layers on one communicator, tokens that change between the calls, calls in halves, and a way back of rows."""
+
+    def body(comm: Communicator) -> None:
+        experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
+        layers = [
+            EPAll2AllLayer(comm, 40, hidden, 3, comm.rank, experts, *node, dtype="float32", num_sm=3)
+            for hidden in (33, 8)
+        ]
+        for tokens in (40, 7 * comm.rank, 40):
+            for layer, hidden in zip(layers, (33, 8), strict=True):
+                x = np.full((tokens, hidden), 1 + comm.rank, np.float32)
+                ids = (np.arange(3 * tokens, dtype=np.int32) % (experts + 1)).reshape(tokens, 3)
+                kept = (ids < experts).sum(axis=1, keepdims=True)
+                rows, weights, desc = layer.dispatch(x, ids, np.full((tokens, 3), 2, np.float32))
+                assert np.array_equal(layer.combine(rows, desc, weights=weights), 2 * x * kept)
+                pending = layer.combine_send(layer.redispatch(2 * x, desc), desc)
+                sent = layer.dispatch_send(x, ids)
+                assert np.array_equal(layer.combine_recv(pending), 2 * x * kept)
+                assert np.array_equal(layer.dispatch_recv(sent)[0], rows)
+            layer.ep_barrier_all()
+        for layer in layers:
+            layer.finalize()
+
+    run(3, body)
+    run(4, body, local_world_size=2)
 
 
 # -- ring, engine and channels ---

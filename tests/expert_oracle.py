@@ -1,0 +1,196 @@
+"""What the expert-parallel layer must give on every rank, in plain numpy over all ranks' arguments.
+
+Sums are made in the order that the layer promises and rounded where it promises, so results are compared for equality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Values = NDArray[Any]
+Integers = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fields of a rank's `EPAllToAllLayoutDesc`."""
+
+    num_dispatch_token_cur_rank: int
+    num_input_tokens_per_rank: Integers
+    send_reqs_recv_tensor: Integers | None
+    topk_indices_tensor: Integers
+    token_dst_scatter_idx: Integers
+    skipped_token_mapping_indices: Integers
+    skipped_token_topk_mapping_indices: Integers
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """Where the slots of all ranks go. Slots are counted by rank, then token, then k.
+
+    Attributes:
+        ids: [T, K] of each rank: the expert of each slot; `experts` drops it.
+        experts: number of experts of all ranks.
+        local_world_size: ranks of a node.
+        max_tokens: as the layer's.
+        scatter: [sum of T, K]: the row of each slot where the outputs of all ranks follow one another; None for rows
+            ordered by expert, then source rank, token and k.
+    """
+
+    ids: tuple[Integers, ...]
+    experts: int
+    local_world_size: int
+    max_tokens: int
+    scatter: Integers | None = None
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ids)
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+    @property
+    def topk(self) -> int:
+        return self.ids[0].shape[1]
+
+    @cached_property
+    def expert(self) -> Integers:
+        """Each slot's expert."""
+        return np.concatenate([ids.reshape(-1) for ids in self.ids])
+
+    @cached_property
+    def rank(self) -> Integers:
+        """The rank that each slot goes to; world_size where it is dropped."""
+        return self.expert // (self.experts // self.world_size)
+
+    @cached_property
+    def token(self) -> NDArray[np.intp]:
+        """The token of each slot, where the tokens of all ranks follow one another."""
+        return np.arange(len(self.expert)) // self.topk
+
+    @cached_property
+    def rows(self) -> list[int]:
+        """Rows that each rank gets: R."""
+        return [int((self.rank == rank).sum()) for rank in range(self.world_size)]
+
+    @cached_property
+    def row(self) -> Values:
+        """The row of each slot in the output of the rank that it goes to; -1 where it is dropped."""
+        if self.scatter is None:
+            place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
+        else:
+            place = self.scatter.reshape(-1).astype(np.int64)
+        before = np.concatenate([[0], np.cumsum(self.rows)])
+        return np.where(self.expert < self.experts, place - before[self.rank], -1)
+
+    def slots_of(self, rank: int) -> slice:
+        """A source rank's slots among those of all."""
+        before = sum(ids.size for ids in self.ids[:rank])
+        return slice(before, before + self.ids[rank].size)
+
+    def random_scatter(self, rng: np.random.Generator) -> Integers:
+        """Full scatter indices that permute the rows of each expert from each source rank."""
+        place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
+        for source in range(self.world_size):
+            slots = np.arange(len(self.expert))[self.slots_of(source)]
+            for expert in range(self.experts):
+                group = slots[self.expert[slots] == expert]
+                place[group] = rng.permutation(place[group])
+        return place.reshape(-1, self.topk).astype(np.int32)
+
+    def rows_from(self, slots: list[Values]) -> list[Values]:
+        """Each rank's rows, from [T, K, ...] of each rank."""
+        flat = np.concatenate([values.reshape(-1, *values.shape[2:]) for values in slots])
+        out = []
+        for rank, rows in enumerate(self.rows):
+            gets = self.rank == rank
+            array = np.empty((rows, *flat.shape[1:]), flat.dtype)
+            array[self.row[gets]] = flat[gets]
+            out.append(array)
+        return out
+
+    def slots_from(self, rows: list[Values]) -> list[Values]:
+        """[T, K, ...] of each rank, from each rank's rows; zero where a slot is dropped."""
+        flat = np.zeros((len(self.expert), *rows[0].shape[1:]), rows[0].dtype)
+        for rank, array in enumerate(rows):
+            gets = self.rank == rank
+            flat[gets] = array[self.row[gets]]
+        return [flat[self.slots_of(source)].reshape(*ids.shape, *flat.shape[1:]) for source, ids in enumerate(self.ids)]
+
+    def dispatch(self, inputs: list[Values]) -> list[Values]:
+        """[R, H] of each rank, from [T, H] of each rank."""
+        return self.rows_from([np.repeat(x[:, None], self.topk, axis=1) for x in inputs])
+
+    def combine(
+        self, rows: list[Values], weights: list[Values] | None = None, *, local_combine: bool = False
+    ) -> list[Values]:
+        """[T, H] of each rank, from [R, H] and [R] of each rank.
+
+        The slots of a token are added in the order of k: all at once on one node, by node across nodes, by rank with
+        `local_combine`. Each such part is rounded to the element type, then their sum.
+        """
+        dtype = rows[0].dtype
+        wide = np.dtype(np.float64 if dtype == np.float64 else np.float32)
+        part_of_rank = np.arange(self.world_size + 1) // self.local_world_size
+        if local_combine:
+            part_of_rank = np.arange(self.world_size + 1)
+        terms = self.slots_from([array.astype(wide) for array in rows])
+        if weights is not None:
+            scales = self.slots_from([array.astype(wide) for array in weights])
+            terms = [term * scale[:, :, None] for term, scale in zip(terms, scales, strict=True)]
+        out = []
+        for source, term in enumerate(terms):
+            part = part_of_rank[self.rank[self.slots_of(source)]].reshape(term.shape[:2])
+            total = np.zeros((term.shape[0], term.shape[2]), wide)
+            for number in range(part_of_rank[self.world_size - 1] + 1):
+                partial = np.zeros_like(total)
+                for k in range(self.topk):
+                    partial += np.where((part[:, k] == number)[:, None], term[:, k], 0)
+                total += partial.astype(dtype).astype(wide)
+            out.append(total.astype(dtype))
+        return out
+
+    def layout(self, rank: int) -> Layout:
+        """The fields of the descriptor of a rank."""
+        node, local = divmod(rank, self.local_world_size)
+        shape = self.nodes, self.max_tokens, self.topk
+        runs = np.full((self.nodes, 2, self.max_tokens), -1, np.int32)
+        experts, places = np.full(shape, -1, np.int32), np.full(shape, -1, np.int32)
+        for other in range(self.nodes):
+            source = other * self.local_world_size + local
+            slots, ids = self.slots_of(source), self.ids[source]
+            here = (self.rank[slots] // self.local_world_size == node).reshape(ids.shape)
+            experts[other, : len(ids)] = ids
+            shown = here | (other == node)
+            places[other, : len(ids)] = np.where(shown, self.row[slots].reshape(ids.shape), -1)
+            comes = np.concatenate([[False], here.any(axis=1), [False]]).astype(np.int8)
+            starts, ends = np.flatnonzero(np.diff(comes) == 1), np.flatnonzero(np.diff(comes) == -1)
+            runs[other, 0, : len(starts)], runs[other, 1, : len(ends)] = starts, ends
+        first, of_token = self._duplicates(rank)
+        return Layout(
+            num_dispatch_token_cur_rank=len(self.ids[rank]),
+            num_input_tokens_per_rank=np.array([len(ids) for ids in self.ids], np.int32),
+            send_reqs_recv_tensor=runs if self.nodes > 1 else None,
+            topk_indices_tensor=experts if self.nodes > 1 else self.ids[rank],
+            token_dst_scatter_idx=places,
+            skipped_token_mapping_indices=first,
+            skipped_token_topk_mapping_indices=of_token,
+        )
+
+    def _duplicates(self, rank: int) -> tuple[Integers, Integers]:
+        """Of a rank's rows, the first row of the same token; and for such a first row those of its token, by k."""
+        first = np.full(self.rows[rank], -1, np.int32)
+        of_token = np.full((self.rows[rank], self.topk), -1, np.int32)
+        first_of: dict[int, int] = {}
+        for slot in np.flatnonzero(self.rank == rank).tolist():
+            row = int(self.row[slot])
+            first[row] = first_of.setdefault(int(self.token[slot]), row)
+            of_token[first[row], slot % self.topk] = row
+        return first, of_token
