@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from functools import cached_property
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ranks import Ranks
 from reference import numpy_dtype, unit_roundoff
-from running import run_ranks
+from running import TESTS, run_mpi, run_ranks
 
 from proxyccl import (
     ArgumentError,
@@ -26,7 +27,9 @@ from proxyccl import (
     CapacityError,
     ClosedError,
     Communicator,
+    DispatchCombineContext,
     EPAll2AllLayer,
+    EPConfig,
     MismatchError,
 )
 from proxyccl.device.kernel import Launch
@@ -391,8 +394,9 @@ def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
         Case((2, 1, 1), hidden=800_001, dtype="float16", topk=1),
         Case((1, 2, 2), hidden=400_000, topk=1, experts_per_rank=1),
         Case((40, 40, 40), hidden=16, experts_per_rank=64, topk=16),
+        Case((1100, 1, 600), hidden=3, topk=16, num_sm=1),
     ],
-    ids=["many rounds", "long rows", "one expert a rank", "many experts"],
+    ids=["many tokens", "long rows", "one expert a rank", "many experts", "one block"],
 )
 @pytest.mark.parametrize("local_world_size", [3, 1])
 def test_sizes(case: Case, local_world_size: int) -> None:
@@ -540,6 +544,23 @@ def test_weights_may_be_left_out(pair: Ranks) -> None:
     pair.run(body)
 
 
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_weights_of_every_type(weight_dtype: str, local_world_size: int) -> None:
+    plan = plan_of(Case((9, 6), topk=5, local_world_size=local_world_size))
+    weights = [array.astype(numpy_dtype(weight_dtype)) for array in plan.weights]
+    expected = plan.routing.rows_from(weights)
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        with plan.case.layer(comm, weight_dtype=weight_dtype) as layer:
+            arrays = plan.inputs[rank], plan.routing.ids[rank], weights[rank]
+            got = layer.dispatch(*(on_device(comm, array) for array in arrays))[1]
+            same(got, expected[rank], "weights")
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_combine_rounds_once(pair: Ranks, dtype: str) -> None:
     """Within the bound of its accumulation (two roundings a term) and of the one to the element type."""
@@ -633,6 +654,66 @@ def test_a_finalized_layer_leaves_the_communicator_open(pair: Ranks) -> None:
     pair.run(body)
 
 
+# -- groups, configuration and buffers ---
+
+
+@pytest.mark.host_only(reason="with arrays of the host")
+@pytest.mark.parametrize("local_world_size", [4, 2])
+@pytest.mark.parametrize("kind", ["mpi", "torch"])
+def test_ranks_as_processes(kind: str, local_world_size: int, tmp_path: Path) -> None:
+    if kind == "torch":
+        pytest.importorskip("torch")
+    env = {"PROXYCCL_LOCAL_WORLD_SIZE": str(local_world_size)}
+    program = TESTS / "programs" / "expert_parallel.py"
+    result = run_mpi(4, program, kind, str(local_world_size), str(tmp_path / "meeting"), env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("correct") == 4
+
+
+def config(comm: Communicator, **options: Any) -> EPConfig:
+    values: dict[str, Any] = {
+        "max_tokens": 8,
+        "hidden": 5,
+        "topk": 3,
+        "num_experts": 6,
+        "rank": comm.rank,
+        "world_size": comm.world_size,
+        "local_world_size": comm.local_world_size,
+        "token_dtype": "float32",
+        "weight_dtype": "float32",
+        "offset_dtype": "int32",
+    }
+    return EPConfig(**{**values, **options})
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_a_configuration_knows_its_experts_and_nodes(local_world_size: int) -> None:
+    def body(comm: Communicator) -> None:
+        made = config(comm)
+        assert made.num_experts_per_rank == 3
+        assert made.is_intra_node == (local_world_size == 2)
+        with pytest.raises(FrozenInstanceError):
+            made.hidden = 6  # type: ignore[misc]
+        assert made == config(comm)
+        assert made != config(comm, hidden=6)
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
+def test_output_buffers_grow_and_weights_have_one_number_a_row(pair: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        context = DispatchCombineContext.create(config(comm), capacity=2, ep_group=comm)
+        for rows in (1, 48, 300, 10):
+            output, weights = context.reallocate_dispatch_output_buf(rows)
+            assert output.shape[0] >= rows
+            assert output.shape[1:] == (5,)
+            assert weights.shape == output.shape[:1]
+        context.finalize()
+        comm.barrier()
+
+    pair.run(body)
+
+
 # -- a fixed maximum of rows ---
 
 
@@ -688,6 +769,7 @@ def refused(argument: str, call: Callable[[], object], match: str | None = None)
         ("max_tokens", 2**31),
         ("hidden", -1),
         ("topk", 0),
+        ("topk", 17),
         ("rank", 1),
         ("rank", -1),
         ("num_tot_experts", 0),
