@@ -395,12 +395,13 @@ def test_local_combine(pair: Ranks, dtype: str, local_combine: bool) -> None:
         Case((1, 2, 2), hidden=400_000, topk=1, experts_per_rank=1),
         Case((40, 40, 40), hidden=16, experts_per_rank=64, topk=16),
         Case((1100, 1, 600), hidden=3, topk=16, num_sm=1),
+        Case((3, 5, 2), hidden=9001, dtype="bfloat16", topk=8),
     ],
-    ids=["many tokens", "long rows", "one expert a rank", "many experts", "one block"],
+    ids=["many tokens", "long rows", "one expert a rank", "many experts", "one block", "rows in pieces"],
 )
-@pytest.mark.parametrize("local_world_size", [3, 1])
-def test_sizes(case: Case, local_world_size: int) -> None:
-    plan = plan_of(replace(case, local_world_size=local_world_size))
+@pytest.mark.parametrize(("local_world_size", "local_combine"), [(3, False), (3, True), (1, False)])
+def test_sizes(case: Case, local_world_size: int, local_combine: bool) -> None:
+    plan = plan_of(replace(case, local_world_size=local_world_size, local_combine=local_combine))
     run_ranks(3, lambda comm: check(comm, plan), local_world_size=local_world_size)
 
 
@@ -751,6 +752,57 @@ def test_a_fixed_maximum(local_world_size: int, spare: int) -> None:
     run_ranks(3, body, local_world_size=local_world_size)
 
 
+@pytest.mark.parametrize(("local_world_size", "local_combine"), [(3, False), (3, True), (1, False)])
+def test_rows_past_a_fixed_maximum_are_not_written_and_count_as_zero(
+    local_world_size: int, local_combine: bool
+) -> None:
+    case = Case((14, 3, 9), topk=4, hidden=12, local_world_size=local_world_size, local_combine=local_combine)
+    plan = plan_of(case)
+    rows = plan.routing.rows
+    most = min(rows) + 1
+    assert most < max(rows)  # some rank's rows don't fit
+
+    def cut(values: Values) -> Values:
+        there = values.copy()
+        there[most:] = 0
+        return there
+
+    combined = plan.routing.combine([cut(values) for values in plan.results], local_combine=local_combine)
+    scales = [cut(values) for values in plan.scales]
+    scaled = plan.routing.combine(plan.results, scales, local_combine=local_combine)
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+
+        def first(values: Values) -> Any:
+            there = np.zeros((most, *values.shape[1:]), values.dtype)
+            there[: min(most, len(values))] = values[:most]
+            return on_device(comm, there)
+
+        with case.layer(comm, max_recv_tokens=most) as layer:
+            for _ in range(2):
+                output, weights, desc = dispatch_of(layer, plan, comm)
+                comm.synchronize()
+                filled = min(most, rows[rank])
+                assert on_host(desc.num_recv_tokens).tolist() == [filled]
+                same(on_host(output)[:filled], plan.rows[rank][:filled], "output")
+                same(on_host(weights)[:filled], plan.row_weights[rank][:filled], "weights")
+                with pytest.raises(CapacityError):
+                    layer.check()
+                layer.check()  # it was told once
+                results = first(plan.results[rank])
+                same_numbers(layer.combine(results, desc), combined[rank], "combine")
+                got = layer.combine(results, desc, weights=first(plan.scales[rank]))
+                same_numbers(got, scaled[rank], "weighted combine")
+            dispatch_of(layer, plan, comm)
+            comm.synchronize()
+            with pytest.raises(CapacityError):
+                dispatch_of(layer, plan, comm)
+        check(comm, plan)  # a layer without a maximum, on the same communicator
+
+    run_ranks(3, body, local_world_size=local_world_size)
+
+
 # -- what is refused ---
 
 
@@ -1065,48 +1117,43 @@ def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> 
     """torch's gradcheck of dispatch, experts and combine, over all ranks at once.
 
     A rank's gradient needs the other ranks' part in the way back, so the checked function takes and gives the tensors
-    of all ranks, and each rank's part of it runs in the rank's thread.
+    of all ranks, and each rank's part of it runs in the rank's thread. It is linear in each tensor, so differences are
+    as good over a long way; routing weights are in float32, and exact there.
     """
     plan = plan_of(Case((4, 3), hidden=3, topk=3, dtype="float64", local_world_size=local_world_size))
-    generator = torch.Generator().manual_seed(0)
+    rng = np.random.default_rng(0)
 
-    def random(*shape: int, dtype: Any = torch.float64) -> Any:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    def random(*shape: int) -> Any:
+        return torch.from_numpy(rng.integers(-64, 64, shape) / 32).requires_grad_()
 
     with Ranks(2, local_world_size=local_world_size) as ranks:
-        layers = ranks.run(lambda comm: plan.case.layer(comm, weight_dtype="float64"))
+        layers = ranks.run(plan.case.layer)
 
-        def forward(rank: int, x: Any, weight: Any, factor: Any) -> Any:
+        def output(rank: int, x: Any, weight: Any, factor: Any) -> Any:
             ids = torch.from_numpy(plan.routing.ids[rank])
-            rows, row_weights, desc = layers[rank].dispatch(x, ids, weight)
-            rows = torch.tanh(rows) * factor
+            rows, row_weights, desc = layers[rank].dispatch(x, ids, weight.float())
             if weighted:
-                return layers[rank].combine(rows, desc, weights=row_weights)
-            return layers[rank].combine(rows * row_weights[:, None], desc)
+                return layers[rank].combine(rows * factor, desc, weights=row_weights)
+            return layers[rank].combine(rows * factor * row_weights[:, None], desc)
 
         class Everywhere(torch.autograd.Function):  # type: ignore[misc]
             @staticmethod
             def forward(context: Any, *tensors: Any) -> Any:
-                leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-                parts = leaves[0::3], leaves[1::3], leaves[2::3]
+                context.leaves = [tensor.detach().requires_grad_() for tensor in tensors]
 
                 def body(comm: Communicator) -> Any:
                     with torch.enable_grad():
-                        return forward(comm.rank, *(part[comm.rank] for part in parts))
+                        return output(comm.rank, *context.leaves[3 * comm.rank : 3 * comm.rank + 3])
 
-                context.leaves, context.outputs = leaves, ranks.run(body)
+                context.outputs = ranks.run(body)
                 return tuple(output.detach() for output in context.outputs)
 
             @staticmethod
             def backward(context: Any, *gradients: Any) -> Any:
                 def body(comm: Communicator) -> Any:
-                    rank = comm.rank
-                    return torch.autograd.grad(
-                        context.outputs[rank],
-                        context.leaves[3 * rank : 3 * rank + 3],
-                        gradients[rank],
-                        retain_graph=True,
-                    )
+                    leaves = context.leaves[3 * comm.rank : 3 * comm.rank + 3]
+                    output = context.outputs[comm.rank]
+                    return torch.autograd.grad(output, leaves, gradients[comm.rank], retain_graph=True)
 
                 return tuple(gradient for part in ranks.run(body) for gradient in part)
 
@@ -1115,4 +1162,4 @@ def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> 
             for rank, tokens in enumerate(plan.case.tokens)
             for leaf in (random(tokens, 3), random(tokens, 3), random(plan.routing.rows[rank], 3))
         ]
-        assert torch.autograd.gradcheck(Everywhere.apply, leaves)
+        assert torch.autograd.gradcheck(Everywhere.apply, leaves, eps=1 / 32)
