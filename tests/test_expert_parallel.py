@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ranks import Ranks
 from reference import numpy_dtype, unit_roundoff
-from running import TESTS, run_mpi, run_ranks
+from running import TESTS, TIMEOUT, run_mpi, run_ranks
 
 from proxyccl import (
     ArgumentError,
@@ -31,6 +32,7 @@ from proxyccl import (
     EPAll2AllLayer,
     EPConfig,
     MismatchError,
+    WaitTimeoutError,
 )
 from proxyccl.device.kernel import Launch
 
@@ -885,6 +887,18 @@ def test_configurations_that_differ_between_ranks_are_refused_on_all(argument: s
     run_ranks(3, body)
 
 
+@pytest.mark.parametrize(("argument", "value"), [("weight_dtype", "float64"), ("max_recv_tokens", 20)])
+def test_options_that_differ_between_ranks_are_refused_on_all(argument: str, value: Any) -> None:
+    case = Case((3, 2, 1))
+    plan = plan_of(case)
+
+    def body(comm: Communicator) -> None:
+        refused(argument, lambda: case.layer(comm, **({argument: value} if comm.rank == 1 else {})))
+        check(comm, plan)
+
+    run_ranks(3, body)
+
+
 @pytest.mark.parametrize("local_world_size", [2, 1])
 @pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
 def test_an_expert_id_out_of_range_is_refused_on_all_ranks(local_world_size: int, bad: int) -> None:
@@ -1063,6 +1077,58 @@ def test_another_call_on_another_rank_is_a_mismatch() -> None:
         assert caught.value.argument == "collective"
 
     run_ranks(2, body)
+
+
+def test_weights_on_some_ranks_alone_are_a_mismatch() -> None:
+    plan = plan_of(Case((4, 4)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+        arrays = [plan.inputs[comm.rank], plan.routing.ids[comm.rank], plan.weights[comm.rank]][: 2 + comm.rank]
+
+        def call() -> None:
+            layer.dispatch(*(on_device(comm, array) for array in arrays))
+            comm.synchronize()
+
+        with pytest.raises(MismatchError):
+            call()
+
+    run_ranks(2, body)
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_time_out() -> None:
+    plan = plan_of(Case((4, 4)))
+    given_up = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+
+        def call() -> None:
+            dispatch_of(layer, plan, comm)
+            comm.synchronize()
+
+        if comm.rank == 1:
+            assert given_up.wait(TIMEOUT)
+        with pytest.raises(WaitTimeoutError) as caught:
+            call()
+        if comm.rank == 0:
+            assert (caught.value.rank, caught.value.peer) == (0, 1)
+            given_up.set()
+
+    run_ranks(2, body, timeout=1.0)
+
+
+def test_a_layer_of_a_closed_communicator_is_closed() -> None:
+    plan = plan_of(Case((4,)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+        comm.close()
+        with pytest.raises(ClosedError):
+            dispatch_of(layer, plan, comm)
+        layer.finalize()
+
+    run_ranks(1, body)
 
 
 # -- gradients ---
