@@ -830,7 +830,7 @@ def refused(argument: str, call: Callable[[], object], match: str | None = None)
         ("num_tot_experts", 3),
         ("local_world_size", 0),
         ("local_world_size", 3),
-        ("world_size", 3),
+        ("world_size", 4),
         ("dtype", "int32"),
         ("dtype", "float33"),
         ("weight_dtype", "int8"),
@@ -970,7 +970,7 @@ def test_wrong_arrays_are_refused_by_name() -> None:
                 refused(argument, lambda o=options, g=good: layer.combine(**{**g, **o}))
             refused("input", lambda: layer.redispatch(ones(4, 4), desc))
             refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
-            refused("desc", lambda: layer.redispatch(tokens, object()))
+            refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
             assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
             check_layer(comm, plan, layer)
 
@@ -1018,8 +1018,8 @@ def test_a_descriptor_of_another_layer_is_refused(pair: Ranks) -> None:
             _, _, desc = dispatch_of(layer, plan, comm)
             results = on_device(comm, plan.results[rank])
             refused("ep_a2a_layout_desc", lambda: other.combine(results, desc))
-            refused("desc", lambda: other.combine_send(results, desc))
-            refused("desc", lambda: other.redispatch(on_device(comm, plan.others[rank]), desc))
+            refused("ep_a2a_layout_desc", lambda: other.combine_send(results, desc))
+            refused("ep_a2a_layout_desc", lambda: other.redispatch(on_device(comm, plan.others[rank]), desc))
             same_numbers(layer.combine(results, desc), plan.combined[rank], "combine")
 
     pair.run(body)
