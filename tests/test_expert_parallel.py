@@ -657,6 +657,19 @@ def test_a_finalized_layer_leaves_the_communicator_open(pair: Ranks) -> None:
     pair.run(body)
 
 
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> None:
+    """Ids of channels and memory are few."""
+    plan = plan_of(Case((4, 6), local_world_size=local_world_size))
+
+    def body(comm: Communicator) -> None:
+        for _ in range(600):
+            plan.case.layer(comm).finalize()
+        check(comm, plan)
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
 # -- groups, configuration and buffers ---
 
 

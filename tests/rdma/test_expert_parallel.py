@@ -24,7 +24,9 @@ def test_dispatch_and_combine_twice_in_a_row() -> None:
 
     def body(comm: Communicator) -> None:
         rank = comm.rank
-        with EPAll2AllLayer(comm, MAX_TOKENS, HIDDEN, TOPK, rank, EXPERTS, LOCAL, RANKS, dtype="float32") as layer:
+        with EPAll2AllLayer(
+            comm, MAX_TOKENS, HIDDEN, TOPK, rank, EXPERTS, LOCAL, RANKS, dtype="float32", num_sm=2
+        ) as layer:
             for step, routing in enumerate(routings):
                 output, _, desc = layer.dispatch(inputs[step][rank], routing.ids[rank])
                 assert np.array_equal(output, rows[step][rank])
