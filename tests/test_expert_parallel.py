@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from ranks import Ranks
-from reference import numpy_dtype, unit_roundoff
+from reference import numpy_dtype, poison, unit_roundoff
 from running import TESTS, TIMEOUT, run_mpi, run_ranks
 
 from proxyccl import (
@@ -50,6 +50,9 @@ class Case:
         local_world_size: ranks of a node; None for all.
         routing: how the experts are chosen.
         scatter: None, "sorted" (what the layer does by itself) or "random": the full scatter indices that are given.
+        spare_tokens: how much larger max_tokens is than the most tokens.
+        spare_rows: None for outputs of the exact size, else how many more rows they have than the most that come.
+        halves: whether dispatch and combine are called in two halves.
     """
 
     tokens: tuple[int, ...]
@@ -62,6 +65,8 @@ class Case:
     scatter: str | None = None
     local_combine: bool = False
     spare_tokens: int = 0
+    spare_rows: int | None = None
+    halves: bool = False
     num_sm: int = 3
     seed: int = 0
 
@@ -111,7 +116,11 @@ class Case:
 
 
 class Plan:
-    """What all ranks of a case put in, and what each must get."""
+    """What all ranks of a case put in, and what each must get.
+
+    Attributes:
+        most_rows: the fixed maximum of rows; None in the exact mode.
+    """
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -124,6 +133,7 @@ class Plan:
         if case.scatter == "random":
             self.scatter = self.routing.random_scatter(np.random.default_rng((case.seed, 7)))
         self.routing = replace(self.routing, scatter=self.scatter)
+        self.most_rows = None if case.spare_rows is None else max(1, *self.routing.rows) + case.spare_rows
 
     @cached_property
     def inputs(self) -> list[Values]:
@@ -204,46 +214,78 @@ def same_numbers(got: Any, expected: Values, what: str) -> None:
     same(on_host(got) + np.zeros(1, expected.dtype), expected + np.zeros(1, expected.dtype), what)
 
 
-def same_layout(desc: Any, plan: Plan, rank: int, rows: int | None = None) -> None:
-    """All fields of the descriptor; of those by row, the first `rows`."""
+def same_rows(got: Any, expected: Values, most: int | None, what: str) -> None:
+    """The rows that came are the expected ones, and there are `most` rows, if that is given."""
+    assert most is None or on_host(got).shape[0] == most, what
+    same(got if most is None else on_host(got)[: len(expected)], expected, what)
+
+
+def same_layout(desc: Any, plan: Plan, rank: int) -> None:
+    """All fields of the descriptor; of those by row, the rows that came."""
     expected = plan.routing.layout(rank)
     for field in fields(expected):
         got, want = getattr(desc, field.name), getattr(expected, field.name)
         if want is None or isinstance(want, int):
             assert got == want, field.name
-        elif rows is not None and field.name.startswith("skipped"):
-            same(on_host(got)[:rows], want, field.name)
+        elif field.name.startswith("skipped"):
+            same_rows(got, want, plan.most_rows, field.name)
         else:
             same(got, want, field.name)
+
+
+def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
+    """The values behind a row of something else, so that odd rows are not aligned; and in front of others, if any."""
+    before, behind = 1, 0 if rows is None else rows - len(values)
+    padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
+    padded[before : before + len(values)] = values
+    return on_device(comm, padded)[before:]
 
 
 def dispatch_of(layer: EPAll2AllLayer, plan: Plan, comm: Communicator, **options: Any) -> Any:
     """The case's dispatch with weights."""
     rank = comm.rank
-    arrays = [on_device(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank])]
-    scatter = None if plan.scatter is None else on_device(comm, plan.scatter)
+    arrays = [placed(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank])]
+    scatter = None if plan.scatter is None else placed(comm, plan.scatter)
+    if plan.case.halves:
+        return layer.dispatch_recv(layer.dispatch_send(*arrays, scatter, **options))
     return layer.dispatch(*arrays, scatter, **options)
+
+
+def combine_of(layer: EPAll2AllLayer, plan: Plan, rows: Any, desc: Any, weights: Any = None, out: Any = None) -> Any:
+    if plan.case.halves:
+        return layer.combine_recv(layer.combine_send(rows, desc, weights=weights), out=out)
+    return layer.combine(rows, desc, weights=weights, out=out)
 
 
 def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
     """Every operation once; on the host with numpy's own arrays."""
-    rank = comm.rank
+    rank, most = comm.rank, plan.most_rows
+    count = plan.routing.rows[rank]
     rows, weights, desc = dispatch_of(layer, plan, comm)
-    same(rows, plan.rows[rank], "output")
-    same(weights, plan.row_weights[rank], "weights")
+    same_rows(rows, plan.rows[rank], most, "output")
+    same_rows(weights, plan.row_weights[rank], most, "weights")
     same_layout(desc, plan, rank)
+    if most is not None:
+        assert on_host(desc.num_recv_tokens).tolist() == [count]
 
-    results = on_device(comm, plan.results[rank])
-    same_numbers(layer.combine(results, desc), plan.combined[rank], "combine")
-    out = on_device(comm, np.ones_like(plan.combined[rank]))
-    scales = on_device(comm, plan.scales[rank])
-    assert layer.combine(results, desc, weights=scales, out=out) is out
-    same_numbers(out, plan.scaled[rank], "weighted combine")
-    same(layer.redispatch(on_device(comm, plan.others[rank]), desc), plan.other_rows[rank], "redispatch")
+    results, scales = placed(comm, plan.results[rank], most), placed(comm, plan.scales[rank], most)
+    same_numbers(combine_of(layer, plan, results, desc), plan.combined[rank], "combine")
+    expected = plan.scaled[rank]
+    guarded = poison((len(expected) + 2) * plan.case.hidden, expected.dtype).reshape(-1, plan.case.hidden)
+    edges = guarded[[0, -1]].tobytes()
+    base = on_device(comm, guarded)
+    out = base[1 : 1 + len(expected)]
+    assert combine_of(layer, plan, results, desc, scales, out) is out
+    same_numbers(out, expected, "weighted combine")
+    assert on_host(base)[[0, -1]].tobytes() == edges, "wrote outside the array"
+    again = layer.redispatch(placed(comm, plan.others[rank]), desc)
+    same_rows(again, plan.other_rows[rank], most, "redispatch")
+    if most is not None:
+        layer.check()
 
 
 def check(comm: Communicator, plan: Plan) -> None:
-    with plan.case.layer(comm) as layer:
+    with plan.case.layer(comm, max_recv_tokens=plan.most_rows) as layer:
         check_layer(comm, plan, layer)
 
 
@@ -355,6 +397,8 @@ def cases(draw: st.DrawFn, world: World) -> Case:
         routing=draw(st.sampled_from(ROUTINGS)),
         scatter=draw(st.sampled_from([None, "sorted", "random"])),
         local_combine=world.one_node and draw(st.booleans()),
+        spare_rows=draw(st.sampled_from([None, None, 0, 5])),
+        halves=draw(st.booleans()),
         num_sm=draw(st.sampled_from([1, 2, 5, 20])),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
@@ -735,34 +779,18 @@ def test_output_buffers_grow_and_weights_have_one_number_a_row(pair: Ranks) -> N
 
 @pytest.mark.parametrize("local_world_size", [3, 1])
 @pytest.mark.parametrize("spare", [0, 7])
-def test_a_fixed_maximum(local_world_size: int, spare: int) -> None:
-    plans = steps(Case((14, 0, 9), topk=3, hidden=12, local_world_size=local_world_size, routing="one expert"), 4)
+@pytest.mark.parametrize("halves", [False, True])
+def test_a_fixed_maximum(local_world_size: int, spare: int, halves: bool) -> None:
+    case = Case((14, 0, 9), topk=3, hidden=12, local_world_size=local_world_size, routing="one expert", halves=halves)
+    plans = steps(case, 4)
     most = max(max(plan.routing.rows) for plan in plans) + spare
+    for plan in plans:
+        plan.most_rows = most
 
     def body(comm: Communicator) -> None:
-        rank = comm.rank
-        with plans[0].case.layer(comm, max_recv_tokens=most) as layer:
+        with case.layer(comm, max_recv_tokens=most) as layer:
             for plan in plans:
-                rows, weights, desc = dispatch_of(layer, plan, comm)
-                count = plan.routing.rows[rank]
-                assert on_host(desc.num_recv_tokens).tolist() == [count]
-                assert on_host(rows).shape == (most, plan.case.hidden)
-                assert on_host(weights).shape == (most,)
-                same(on_host(rows)[:count], plan.rows[rank], "output")
-                same(on_host(weights)[:count], plan.row_weights[rank], "weights")
-                same_layout(desc, plan, rank, count)
-
-                def padded(values: Values) -> Any:
-                    filled = np.full((most, *values.shape[1:]), 7, values.dtype)
-                    filled[: len(values)] = values
-                    return on_device(comm, filled)
-
-                results, scales = padded(plan.results[rank]), padded(plan.scales[rank])
-                same_numbers(layer.combine(results, desc), plan.combined[rank], "combine")
-                same_numbers(layer.combine(results, desc, weights=scales), plan.scaled[rank], "weighted combine")
-                again = layer.redispatch(on_device(comm, plan.others[rank]), desc)
-                same(on_host(again)[:count], plan.other_rows[rank], "redispatch")
-                layer.check()
+                check_layer(comm, plan, layer)
 
     run_ranks(3, body, local_world_size=local_world_size)
 
