@@ -544,21 +544,25 @@ def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int
     run_ranks(2, body, local_world_size=local_world_size)
 
 
-def test_a_descriptor_serves_any_number_of_combines_and_redispatches() -> None:
-    plan = plan_of(Case((12, 9), topk=3))
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_a_descriptor_serves_any_number_of_calls_after_later_dispatches_too(local_world_size: int) -> None:
+    """As gradients ask for: they come when the whole batch has gone forward, the last call's first."""
+    plans = steps(Case((12, 9), topk=3, local_world_size=local_world_size), 3)
 
     def body(comm: Communicator) -> None:
         rank = comm.rank
-        with plan.case.layer(comm) as layer:
-            _, _, desc = dispatch_of(layer, plan, comm)
-            for _ in range(3):
-                again = layer.redispatch(on_device(comm, plan.others[rank]), desc)
-                same(again, plan.other_rows[rank], "redispatch")
-                combined = layer.combine(on_device(comm, plan.results[rank]), desc)
-                same_numbers(combined, plan.combined[rank], "combine")
-            same_layout(desc, plan, rank)
+        with plans[0].case.layer(comm) as layer:
+            descs = [dispatch_of(layer, plan, comm)[2] for plan in plans]
+            for _ in range(2):
+                for plan, desc in reversed(list(zip(plans, descs, strict=True))):
+                    combined = layer.combine(on_device(comm, plan.results[rank]), desc)
+                    same_numbers(combined, plan.combined[rank], "combine")
+                    again = layer.redispatch(on_device(comm, plan.others[rank]), desc)
+                    same(again, plan.other_rows[rank], "redispatch")
+            for plan, desc in zip(plans, descs, strict=True):
+                same_layout(desc, plan, rank)
 
-    run_ranks(2, body)
+    run_ranks(2, body, local_world_size=local_world_size)
 
 
 def test_ep_barrier_all(world: World) -> None:
@@ -699,6 +703,20 @@ def test_a_finalized_layer_leaves_the_communicator_open(pair: Ranks) -> None:
         check(comm, plan)
 
     pair.run(body)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_a_layer_may_be_finalized_with_a_dispatch_and_a_combine_under_way(local_world_size: int) -> None:
+    plan = plan_of(Case((4, 6), local_world_size=local_world_size))
+
+    def body(comm: Communicator) -> None:
+        with plan.case.layer(comm) as layer:
+            _, _, desc = dispatch_of(layer, plan, comm)
+            layer.combine_send(on_device(comm, plan.results[comm.rank]), desc)
+            layer.dispatch_send(*(on_device(comm, x[comm.rank]) for x in (plan.inputs, plan.routing.ids)))
+        check(comm, plan)
+
+    run_ranks(2, body, local_world_size=local_world_size)
 
 
 @pytest.mark.parametrize("local_world_size", [2, 1])
@@ -953,6 +971,32 @@ def test_an_expert_id_out_of_range_is_refused_on_all_ranks(local_world_size: int
                 ids[2, 1] = ids[3, 0] = bad
             refused("exp_indices", lambda: layer.dispatch(tokens, on_device(comm, ids)), r"rank 1")
             check_layer(comm, plan, layer)
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_an_expert_id_out_of_range_is_dropped_and_told_afterwards_with_a_fixed_maximum(local_world_size: int) -> None:
+    case = Case((6, 4), topk=3, local_world_size=local_world_size, spare_rows=9)
+    good = plan_of(case)
+    plan = Plan(case)
+    ids = [ids.copy() for ids in plan.routing.ids]
+    ids[1][2, 1] = ids[1][3, 0] = case.experts
+    plan.routing = replace(plan.routing, ids=tuple(ids))
+    given = [array.copy() for array in ids]
+    given[1][2, 1], given[1][3, 0] = -1, case.experts + 1
+
+    def body(comm: Communicator) -> None:
+        rank, stream = comm.rank, comm.runtime.create_stream()
+        with case.layer(comm, max_recv_tokens=good.most_rows) as layer:
+            arrays = plan.inputs[rank], given[rank], plan.weights[rank]
+            rows, _, desc = layer.dispatch(*(on_device(comm, array) for array in arrays), stream=stream)
+            comm.synchronize(stream)
+            refused("exp_indices", layer.check, r"\[2, 1\] on rank 1")
+            same_rows(rows, plan.rows[rank], good.most_rows, "output")
+            combined = layer.combine(placed(comm, plan.results[rank], good.most_rows), desc)
+            same_numbers(combined, plan.combined[rank], "combine")
+            check_layer(comm, good, layer)
 
     run_ranks(2, body, local_world_size=local_world_size)
 
