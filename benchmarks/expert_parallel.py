@@ -1,9 +1,9 @@
 """MoE dispatch and combine beside NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
 
 Every token chooses `--topk` different experts at random. A size is what one rank sends to others, each token once to
-each rank that has one of its experts: NCCL moves as many bytes, which somebody has packed for it and nobody unpacks. Ours
-includes the counting, and a compact output ordered by expert. How it is measured: side_by_side.py; the output has room
-for as many rows as the fullest rank gets, so nothing waits for the CPU.
+each rank that has one of its experts: NCCL moves as many bytes, packed for it beforehand and not unpacked. Ours has the
+counting in it, and a compact output ordered by expert. The output has room for as many rows as the fullest rank gets,
+so nothing waits for the CPU. How it is measured: side_by_side.py.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Routing:
 
     @classmethod
     def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: torch.dtype) -> Routing:
+        """A new one, which all ranks know."""
         seed, per_rank = fresh_seed(job), experts // job.ranks
         tokens = [x.view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
         ids = []

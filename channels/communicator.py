@@ -693,6 +693,15 @@ class Communicator:
             self._connections[peer] = self.proxy.connect_copy(peer=peer) if by_copy else self.rdma.connect(peer)
         return self._connections[peer]
 
+    def drain(self) -> None:
+        """Waits until this rank's proxy has moved all that kernels which have ended asked for.
+
+        Raises what ended the communicator, if that happens first.
+        """
+        if self._proxy is not None and not self._proxy.drain(self.timeout, lambda: self.control.aborted):
+            self.check()
+            raise WaitTimeoutError(f"the proxy was not done within {self.timeout:g} s")
+
     def transport(self, peer: int) -> str:
         """What moves data to a peer: "copy", "verbs" or "staged"."""
         return self._transports[peer]

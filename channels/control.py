@@ -7,6 +7,7 @@ other's; those of other hosts are told over sockets. A watcher thread sees a pee
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import select
@@ -115,6 +116,10 @@ class ControlSegment:
     def semaphore_host(self, channel: int) -> int:
         """The CPU's address of that word."""
         return self.memory.host_ptr + self.semaphore_offset(channel)
+
+    def reset_semaphore(self, channel: int) -> None:
+        """Sets the word to what a new channel expects. Nobody may signal it meanwhile."""
+        ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
 
     def semaphore_device(self, channel: int) -> int:
         """The device's address of the same word."""

@@ -75,6 +75,14 @@ def connect_handles(
     return channels, expected
 
 
+def free_handles(communicator: Communicator, channels: dict[int, list[ProxyChannel]]) -> None:
+    """Gives the ids of channels back, when no rank uses them any more and all proxies have drained."""
+    for peer, of_peer in channels.items():
+        for channel in of_peer:
+            communicator.control.reset_semaphore(channel.id)
+        communicator.proxy.free_channels([channel.id for channel in of_peer], communicator.connection(peer))
+
+
 class HandlerChannel(Channel):
     """A channel whose triggers go to a Python function of this rank; its peer is the rank itself.
 

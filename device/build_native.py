@@ -60,8 +60,8 @@ typedef struct {
   uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
 
-enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND,
-       PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_EXPERT_ROUTE,
+       PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct {
@@ -76,7 +76,7 @@ typedef struct {
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes; uint64_t inbox;
   uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
   uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t taken;
-  ProxycclControl *control; char *workspace; char **peers; const ProxycclProxyChannel *out_channels;
+  ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;
   const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclExpertReport *report;
   ProxycclExpertCounters *counters; ...;
 } ProxycclExperts;

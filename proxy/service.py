@@ -11,7 +11,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -276,6 +276,7 @@ class ProxyService:
         self._on_failure = on_failure
         self._memory_used = [False] * MAX_MEMORIES
         self._channel_fifos: list[Fifo] = []
+        self._free_channels: list[list[int]] = [[] for _ in range(threads)]  # by worker
         self._handlers: dict[int, Handler] = {}
         self._connections: list[Connection] = []
         self._closed = False
@@ -472,6 +473,17 @@ class ProxyService:
                 ffi.cast("uint64_t *", self._shared.host_ptr + self._flushed_offset + 8 * channel),
             )
 
+    def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
+        """Gives a connection's channel ids back. What was pushed on them must have been drained, and nobody may use
+        them any more, nor signal their words.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            for channel in channels:
+                lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
+                self._free_channels[connection.worker].append(channel)
+
     def add_handler(self, handler: Handler) -> int:
         """A channel whose triggers, of any operation, are passed to a Python function in the worker's thread.
 
@@ -488,6 +500,8 @@ class ProxyService:
 
     def _take_channel(self, worker: int) -> int:
         self._require_open()
+        if self._free_channels[worker]:
+            return self._free_channels[worker].pop()
         channel = len(self._channel_fifos)
         if channel == MAX_CHANNELS:
             raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")

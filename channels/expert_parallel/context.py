@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -65,16 +66,6 @@ class DispatchCombineContext:
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(num_sm, runtime.launch_defaults.blocks)
-        agree_on(
-            communicator,
-            {
-                **{name: value for name, value in asdict(config).items() if isinstance(value, int) and name != "rank"},
-                "token_dtype": config.token.name,
-                "weight_dtype": config.weight.name,
-                "num_sm": num_sm,
-                "enable_local_combine": local_combine,
-            },
-        )
         self.ep_config = config
         self.communicator = communicator
         self._owns_communicator = owns_communicator
@@ -119,6 +110,7 @@ class DispatchCombineContext:
             ResourceError: no memory or channel ids are left.
         """
         communicator, owned = as_communicator(ep_group, ep_config)
+        agree_on(communicator, ep_config)
         return cls(communicator, ep_config, capacity=capacity, owns_communicator=owned)
 
     def finalize(self) -> None:
@@ -129,6 +121,7 @@ class DispatchCombineContext:
         comm = self.communicator
         if not comm.closed and not comm.control.aborted:
             comm.synchronize()
+            comm.drain()
             comm.all_gather_bytes(b"", "finalize")  # nobody frees what a peer may still write to
             self.workspace.close()
         if self._owns_communicator:
@@ -448,9 +441,20 @@ def _open(group: Any, local_world_size: int) -> Communicator:
     )
 
 
-def agree_on(communicator: Communicator, arguments: dict[str, Any]) -> None:
-    """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together."""
-    mine = json.dumps(arguments).encode()
+def agree_on(
+    communicator: Communicator, config: EPConfig, others: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
+) -> None:
+    """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together.
+
+    Args:
+        communicator: the ranks.
+        config: compared but for `rank`.
+        others: further arguments that must agree.
+        names: what the caller calls some of the configuration's fields.
+    """
+    fields: dict[str, Any] = {name: value for name, value in asdict(config).items() if name != "rank"}
+    fields |= {"token_dtype": config.token.name, "weight_dtype": config.weight.name, "offset_dtype": "int32"}
+    mine = json.dumps(dict(others) | {names.get(name, name): value for name, value in fields.items()}).encode()
     everyone = [json.loads(data) for data in communicator.all_gather_bytes(mine, "an expert-parallel layer")]
     for rank, theirs in enumerate(everyone):
         for argument, value in everyone[0].items():

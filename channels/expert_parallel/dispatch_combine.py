@@ -116,7 +116,8 @@ class DispatchCombine:
             local_world_size=communicator.local_world_size,
             token_dtype=element,
         )
-        agree_on(communicator, {"experts_per_rank": experts_per_rank, "dtype": element.name, "algorithm": algorithm})
+        others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
+        agree_on(communicator, config, others, {"token_dtype": "dtype"})
         self._ctx = DispatchCombineContext(communicator, config, num_sm=num_sm, proxied=algorithm == "proxy")
         self.hidden, self.max_tokens, self.experts_per_rank, self.topk = hidden, max_tokens, experts_per_rank, topk
         self.dtype = element

@@ -15,6 +15,7 @@ from proxyccl.channels.expert_parallel.context import (
     ROUTE,
     SEND,
     DispatchCombineContext,
+    agree_on,
     as_communicator,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -23,6 +24,9 @@ from proxyccl.device.errors import ArgumentError, CapacityError
 
 if TYPE_CHECKING:
     from proxyccl.device.runtime import StreamLike
+
+
+_OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # of what EPConfig calls otherwise
 
 
 @dataclass(frozen=True)
@@ -101,24 +105,34 @@ class EPAll2AllLayer:
         max_recv_tokens: int | None = None,
         capacity: int = 2,
     ) -> None:
-        if not isinstance(num_tot_experts, int) or num_tot_experts < 1:
-            raise ArgumentError("num_tot_experts", f"must be a positive integer, not {num_tot_experts!r}")
-        config = EPConfig(
-            max_tokens=max_tokens,
-            hidden=hidden,
-            topk=topk,
-            num_experts=num_tot_experts,
-            rank=rank,
-            world_size=world_size,
-            local_world_size=local_world_size,
-            token_dtype=dtype,
-            weight_dtype=weight_dtype,
-        )
+        try:
+            config = EPConfig(
+                max_tokens=max_tokens,
+                hidden=hidden,
+                topk=topk,
+                num_experts=num_tot_experts,
+                rank=rank,
+                world_size=world_size,
+                local_world_size=local_world_size,
+                token_dtype=dtype,
+                weight_dtype=weight_dtype,
+            )
+        except ArgumentError as error:
+            if error.argument not in _OWN_NAMES:
+                raise
+            message = str(error).removeprefix(f"{error.argument}: ")
+            raise ArgumentError(_OWN_NAMES[error.argument], message) from None
         if enable_local_combine and not config.is_intra_node:
             raise ArgumentError("enable_local_combine", "is for one node; across nodes each node's sum is sent")
         if max_recv_tokens is not None and (not isinstance(max_recv_tokens, int) or max_recv_tokens < 1):
             raise ArgumentError("max_recv_tokens", f"must be a positive number of rows, not {max_recv_tokens!r}")
         communicator, owned = as_communicator(ep_group, config)
+        options = {
+            "num_sm": num_sm,
+            "enable_local_combine": bool(enable_local_combine),
+            "max_recv_tokens": max_recv_tokens,
+        }
+        agree_on(communicator, config, options, _OWN_NAMES)
         self.ep_config = config
         self.max_recv_tokens = max_recv_tokens
         self.ctx = DispatchCombineContext(

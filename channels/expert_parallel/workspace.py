@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.proxy_channel import connect_handles
+from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
 
@@ -57,8 +57,8 @@ class ExpertWorkspace:
         proxied: bool = False,
     ) -> None:
         runtime, rank, ranks = communicator.runtime, communicator.rank, communicator.world_size
-        if ranks > lib.PROXYCCL_EXPERT_THREADS:
-            raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_EXPERT_THREADS} ranks")
+        if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
+            raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_MAX_EXPERT_RANKS} ranks")
         topology = communicator.topology
         mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
         flags = communicator.all_gather_bytes(b"1" if mapped else b"0", "an expert-parallel layer")
@@ -108,11 +108,12 @@ class ExpertWorkspace:
         self._workspace = communicator.empty((areas.end,), "uint8")
         self._memory = memory = communicator.register(self._workspace)
         rails = [of_node[local_rank] for n, of_node in enumerate(members) if n != self.node]
-        channels: dict[int, Any] = {}
+        channels: dict[int, list[ProxyChannel]] = {}
         self._kept: list[object] = []
         if self.nodes > 1:
             channels, kept = connect_handles(communicator, memory, memory, rails, 2 * blocks)
             self._kept.append(kept)
+        self._communicator, self._channels = communicator, channels
 
         tables = _Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
@@ -141,7 +142,7 @@ class ExpertWorkspace:
         at = self._tables.ptr
         e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
         e.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
-        e.workspace, e.peers = ffi.cast("char *", memory.ptr), ffi.cast("char **", at + peers_at)
+        e.workspace, e.peers = ffi.cast("char *", memory.ptr), ffi.cast("char *const *", at + peers_at)
         e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
         e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
         e.bases = ffi.cast("uint32_t *", at + bases_at)
@@ -154,7 +155,8 @@ class ExpertWorkspace:
         return ffi.cast("ProxycclExpertReport *", self._report.host_ptr)
 
     def close(self) -> None:
-        """Frees the memory. No kernel of any rank may use it any more."""
+        """Frees memory and channels. No kernel of any rank may use them any more, and all proxies have drained."""
+        free_handles(self._communicator, self._channels)
         self._memory.close()
         self._workspace.free()
         self._tables.close()

@@ -11,15 +11,12 @@
 
 namespace proxyccl {
 
-// By a group: bytes [begin, end) of the sum of `count` rows, each times its weight if there are any.
+// By a group: bytes [begin, end) of the sum of the rows that it has listed, each times its weight.
 template <class T>
-PROXYCCL_OUT_OF_LINE void sumRows(char* out, const GroupSpace& space, uint32_t count, bool weighted, const Piece& piece,
-                             uint32_t lane) {
+PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& piece, uint32_t lane) {
   using A = typename Element<T>::Accumulator;
-  auto scaled = [&](uint32_t k, T value) {
-    const A wide = Element<T>::widen(value);
-    return weighted ? static_cast<A>(space.weight[k]) * wide : wide;
-  };
+  const uint32_t count = space.count;
+  auto scaled = [&](uint32_t k, T value) { return static_cast<A>(space.weight[k]) * Element<T>::widen(value); };
   uint64_t begin = piece.begin / sizeof(T);
   const uint64_t end = piece.end / sizeof(T);
 #if PROXYCCL_ON_HOST
@@ -34,7 +31,7 @@ PROXYCCL_OUT_OF_LINE void sumRows(char* out, const GroupSpace& space, uint32_t c
   uint64_t misaligned = reinterpret_cast<uintptr_t>(out) | piece.begin;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(space.at[k]);
   if (misaligned % 16 == 0) {
-    constexpr uint32_t kEach = 16 / sizeof(T), kWords = 2, kRows = 4;
+    constexpr uint32_t kEach = 16 / sizeof(T), kWords = 4, kRows = 4;
     struct Word {
       T at[kEach];
     };
@@ -91,44 +88,44 @@ class Combine {
         topk_(experts.topk),
         row_bytes_(call.hidden * sizeof(T)),
         stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
-        own_(experts, call.tokens, blockIdx.x) {}
+        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
+    for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
+      team_.segmentOf(s) = Segment::of(static_cast<uint32_t>(call.layout.tokens[s]), block_, experts.blocks);
+    team_.enter();
+  }
 
   // Waits until the node has summed what the combine before brought.
   PROXYCCL_DEVICE void awaitTakers() const {
     if (threadIdx.x < team_->local_size)
-      team_.await(team_.taken(threadIdx.x, block_), number_ - 1, team_.member(team_->node, threadIdx.x));
+      team_.await(team_.taken(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));
     __syncthreads();
   }
 
-  PROXYCCL_DEVICE void send(const Workers& workers, const Group& group) const {
+  PROXYCCL_DEVICE void send(const Group& group) const {
     const uint32_t groups = Group::count(), ranks = team_->world_size;
     uint32_t most = 0;
     for (uint32_t s = 0; s < ranks; ++s) {
-      const uint32_t items = segmentOf(s).items();
+      const uint32_t items = team_.segmentOf(s).items();
       most = items > most ? items : most;
     }
-    for (uint32_t first = 0; first < most; first += groups)
-      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count) {
-        for (uint32_t i = 1; i <= ranks; ++i) sendItem(group, first + v, (team_->rank + i) % ranks);
-        group.sync();
-        for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-          team_.raise(l, team_.returned(team_->local_rank, block_, v), flagValue(number_, first / groups + 1));
-      }
+    for (uint32_t item = group.number; item < most; item += groups) {
+      for (uint32_t i = 1; i <= ranks; ++i) sendItem(group, item, (team_->rank + i) % ranks);
+      group.sync();
+      for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+        team_.raise(l, team_.returned(team_->local_rank, block_, group.number), flagValue(number_, item / groups + 1));
+    }
   }
 
-  PROXYCCL_DEVICE void receive(const Workers& workers, const Group& group, uint32_t* finished) const {
+  PROXYCCL_DEVICE void receive(const Group& group, uint32_t* finished) const {
     const uint32_t groups = Group::count();
     for (uint32_t i = 1; i <= team_->nodes; ++i) {  // other nodes' tokens first: their sums have the longer way
       const uint32_t source = team_.member((team_->node + i) % team_->nodes, team_->local_rank);
-      const uint32_t items = segmentOf(source).items();
-      for (uint32_t first = 0; first < items; first += groups)
-        for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
-          if (first + v < items) takeItem(group, v, first + v, source);
+      const uint32_t items = team_.segmentOf(source).items();
+      for (uint32_t item = group.number; item < items; item += groups) takeItem(group, item, source);
     }
     if (team_->nodes == 1 || group.lane != 0) return;
-    fenceSystem();
-    if (atomicAdd(finished, 1u) + 1 != workers.count) return;
-    fenceSystem();
+    // The last group to come has all the others' rows, and the proxy reads them behind its release.
+    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != groups) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
       const uint64_t first = partialRow(0);
@@ -143,18 +140,17 @@ class Combine {
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
       team_.awaitPost(team_->back_channels, threadIdx.x);
     __syncthreads();
-    GroupSpace& space = group.space();
     for (uint32_t item = group.number; item < own_.items(); item += Group::count()) {
-      const uint32_t i = item / own_.pieces;
+      const uint32_t i = own_.tokenOf(item);
       const uint64_t token = own_.begin + i;
       group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
         const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
         entry->at = team_->workspace + partial(team_->partial_in, node) +
                     partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+        entry->weight = 1;
         return place != PROXYCCL_NO_ROW;
       });
-      sumRows<T>(call_.output + token * row_bytes_, space, space.count, false,
-                 Piece(row_bytes_, item % own_.pieces, own_.pieces), group.lane);
+      sumRows<T>(call_.output + token * row_bytes_, group.space(), Piece(row_bytes_, own_, item), group.lane);
       group.sync();
     }
   }
@@ -165,12 +161,7 @@ class Combine {
       team_.raise(threadIdx.x, team_.taken(team_->local_rank, block_), number_);
   }
 
-  PROXYCCL_DEVICE uint32_t itemsToReceive() const { return own_.items(); }
-
  private:
-  PROXYCCL_DEVICE Segment segmentOf(uint32_t source) const {
-    return Segment(*team_, static_cast<uint32_t>(call_.layout.tokens[source]), block_);
-  }
   PROXYCCL_DEVICE const int32_t* rowsOf(uint32_t source, uint64_t token) const {
     return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
   }
@@ -198,7 +189,7 @@ class Combine {
   }
   PROXYCCL_DEVICE uint64_t rowsFrom(uint32_t node) const {
     const uint32_t source = team_.member(node, team_->local_rank);
-    const Segment segment = segmentOf(source);
+    const Segment& segment = team_.segmentOf(source);
     const int32_t* places =
         call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin;
     for (uint32_t i = segment.tokens; i > 0; --i)
@@ -208,16 +199,16 @@ class Combine {
 
   // By a group: returns what this rank has of an item of a source.
   PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t item, uint32_t source) const {
-    const Segment segment = segmentOf(source);
+    const Segment& segment = team_.segmentOf(source);
     if (item >= segment.items()) return;
-    const uint32_t to = team_.localOf(source), i = item / segment.pieces;
+    const uint32_t to = team_.localOf(source), i = segment.tokenOf(item);
     if (to == team_->local_rank && !team_->local_combine) return;  // read where it is
-    const Piece piece(row_bytes_, item % segment.pieces, segment.pieces);
+    const Piece piece(row_bytes_, segment, item);
     const int32_t* rows = rowsOf(source, segment.begin + i);
-    if (team_->local_combine) return sendSum(group, rows, piece, team_->peers[to] + sumRow(team_->local_rank, i));
+    if (team_->local_combine) return sendSum(group, rows, piece, team_.peer(to) + sumRow(team_->local_rank, i));
     GroupSpace& space = group.space();
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
-      *entry = {team_->peers[to] + slotRow(source, i, k), rows[k], 0};
+      *entry = {team_.peer(to) + slotRow(source, i, k), rows[k], 0};
       return entry->number != PROXYCCL_NO_ROW;
     });
     for (uint32_t slot = 0; slot < space.count; ++slot) {
@@ -230,18 +221,16 @@ class Combine {
         for (uint64_t at = piece.begin + group.lane; at < piece.end; at += kGroupLanes) target[at] = 0;
       }
       if (call_.weights != nullptr && group.lane == 0)
-        weightOf(target, item % segment.pieces) = row >= 0 ? call_.weights[row] : 0;
+        weightOf(target, segment.pieceOf(item)) = row >= 0 ? call_.weights[row] : 0;
     }
     group.sync();
   }
 
   PROXYCCL_DEVICE void sendSum(const Group& group, const int32_t* rows, const Piece& piece, char* target) const {
     // Also where no row of the token fitted in the output a sum is awaited; it is zero.
-    bool here = false;
-    for (uint32_t k = 0; k < topk_; ++k) here |= rows[k] != PROXYCCL_NO_ROW;
-    if (!here) return;
+    if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
-    sumRows<T>(target, group.space(), group.space().count, call_.weights != nullptr, piece, group.lane);
+    sumRows<T>(target, group.space(), piece, group.lane);
     group.sync();
   }
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
@@ -252,11 +241,11 @@ class Combine {
   }
 
   // By a group: sums what this rank's node made of an item of a source: this rank, or one that has its number.
-  PROXYCCL_DEVICE void takeItem(const Group& group, uint32_t v, uint32_t item, uint32_t source) const {
-    const Segment segment = segmentOf(source);
-    const uint32_t i = item / segment.pieces, node = team_.nodeOf(source);
+  PROXYCCL_DEVICE void takeItem(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
+    const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
     const uint64_t token = segment.begin + i;
-    const Piece piece(row_bytes_, item % segment.pieces, segment.pieces);
+    const Piece piece(row_bytes_, segment, item);
     char* target = call_.output + token * row_bytes_;
     if (team_->nodes > 1) {
       const int32_t place =
@@ -270,33 +259,35 @@ class Combine {
     const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
     const uint64_t value = flagValue(number_, item / Group::count() + 1);
     if (team_->local_combine) {
-      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, v, value, i, l, entry); });
+      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, group.number, value, i, l, entry); });
     } else {
       const int32_t* rows = rowsOf(source, token);
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
         const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
         if (rank >= team_->world_size || !team_.isNear(rank)) return false;
         if (rank == team_->rank) return ownRow(rows[k], entry);
-        team_.await(team_.returned(team_.localOf(rank), block_, v), value, rank);
+        team_.await(team_.returned(team_.localOf(rank), block_, group.number), value, rank);
         entry->at = team_->workspace + slotRow(source, i, k);
-        if (call_.weights != nullptr) entry->weight = weightOf(entry->at, item % segment.pieces);
+        entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
         return true;
       });
     }
-    const GroupSpace& space = group.space();
-    sumRows<T>(target, space, space.count, call_.weights != nullptr && !team_->local_combine, piece, group.lane);
+    sumRows<T>(target, group.space(), piece, group.lane);
     group.sync();
   }
 
   // By one thread: the sum that a rank of the node made of its rows of a token, when it is there.
   PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i, uint32_t local,
                                RowEntry* entry) const {
-    const uint32_t rank = team_.member(team_->node, local);
+    const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
-    for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) / team_->experts_per_rank == rank;
+    const uint32_t first = rank * team_->experts_per_rank;
+#pragma unroll 8
+    for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) - first < team_->experts_per_rank;
     if (!chosen) return false;
     team_.await(team_.returned(local, block_, v), value, rank);
     entry->at = team_->workspace + sumRow(local, i);
+    entry->weight = 1;
     return true;
   }
 
@@ -313,17 +304,12 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   __shared__ uint32_t finished;
   const Combine<T> combine(experts, call);
   const Group group;
-  const uint32_t groups = Group::count();
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
   if (threadIdx.x == 0) finished = 0;
   if (sends) combine.awaitTakers();
   __syncthreads();
-  // What is much shares the block with what comes in; little is sent before anything is awaited.
-  const bool share = sends && receives && combine.itemsToReceive() > 4 * groups;
-  const Workers senders = {0, share ? groups / 2 : groups};
-  const Workers receivers = {share ? groups / 2 : 0, share ? groups - groups / 2 : groups};
-  if (sends && senders.include(group)) combine.send(senders, group);
-  if (receives && receivers.include(group)) combine.receive(receivers, group, &finished);
+  if (sends) combine.send(group);
+  if (receives) combine.receive(group, &finished);
   if (receives && experts.nodes > 1) combine.sumNodes(group);
   if (receives) combine.acknowledge();
   finishExperts(experts, &experts.counters->combines, receives);

@@ -52,13 +52,21 @@ PROXYCCL_DEVICE void copyElement(char* to, const char* from, uint32_t bytes) {
 // One dispatch, as one block sees it.
 class Dispatch {
  public:
+  // What everyone's counts say.
+  struct Found {
+    uint32_t rows;                // of this rank
+    uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
+  };
+
   PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
       : team_(experts),
         call_(call),
         number_(experts.counters->dispatches + 1),
         block_(blockIdx.x),
         topk_(experts.topk),
-        own_(experts, call.tokens, blockIdx.x) {}
+        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
+    team_.enter();
+  }
 
   PROXYCCL_DEVICE uint64_t number() const { return number_; }
 
@@ -66,7 +74,7 @@ class Dispatch {
   PROXYCCL_DEVICE void awaitReaders() const {
     const uint32_t blocks = team_->blocks;
     for (uint32_t i = threadIdx.x; i < team_->local_size * blocks; i += blockDim.x)
-      team_.await(team_.read(i / blocks, i % blocks), number_ - 1, team_.member(team_->node, i / blocks));
+      team_.await(team_.read(i / blocks, i % blocks), number_ - 1, team_.nearRank(i / blocks));
     __syncthreads();
   }
 
@@ -128,58 +136,51 @@ class Dispatch {
       team_.raise(l, team_.routed(team_.member(node, team_->local_rank), block_), number_);
   }
 
-  // Waits for everyone's counts. Returns false, to all threads, where they did not come: then there are none.
-  PROXYCCL_DEVICE bool awaitRouting() const {
+  // Waits for everyone's counts, and adds up from them the first row of this block's slots for each expert of this rank
+  // from each source: bases()[expert * ranks + source]. Returns false, to all threads, where counts did not come: then
+  // there are none.
+  PROXYCCL_DEVICE bool findRows(const Group& group, Found* found) const {
+    __shared__ uint32_t bad;
     __shared__ bool lost;
-    const uint32_t blocks = team_->blocks;
-    for (uint32_t i = threadIdx.x; i < team_->world_size * blocks; i += blockDim.x)
-      team_.await(team_.routed(i / blocks, i % blocks), number_, i / blocks);
+    const uint32_t ranks = team_->world_size, blocks = team_->blocks, per_rank = team_->experts_per_rank;
+    const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
+    uint32_t *first = bases(), *before = first + n;
+    for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
+    if (threadIdx.x == 0) bad = ~0u;
+    for (uint32_t segment = threadIdx.x; segment < ranks * blocks; segment += blockDim.x)
+      team_.await(team_.routed(segment / blocks, segment % blocks), number_, segment / blocks);
+    __syncthreads();
+    for (uint32_t segment = group.number; segment < ranks * blocks; segment += Group::count()) {
+      const uint32_t source = segment / blocks, block = segment % blocks;
+      const char* routing = team_.slabOf(number_, source) + team_.routingAt(block);
+      if (group.lane == 0 && reinterpret_cast<const ProxycclExpertSegment*>(routing)->bad_slot != ~0u)
+        atomicMin(&bad, source);
+      for (uint32_t e = group.lane; e < per_rank; e += kGroupLanes) {
+        const uint32_t slots = countsOf(routing)[own + e];
+        if (slots == 0) continue;
+        atomicAdd(&first[e * ranks + source], slots);
+        if (block < block_) atomicAdd(&before[e * ranks + source], slots);
+      }
+    }
+    if (threadIdx.x == 0) lost = false;
     __syncthreads();
     if (threadIdx.x == 0) lost = aborted(team_->control);
+    *found = {exclusiveScan(first, n), bad, ~0u};
+    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] += before[i];
     __syncthreads();
+    for (uint32_t b = 0; bad != ~0u && b < blocks; ++b) {
+      const uint32_t slot = segmentOf(bad, b).bad_slot;
+      found->bad_slot = slot < found->bad_slot ? slot : found->bad_slot;
+    }
     return !lost;
   }
 
-  // The first row of this block's slots for each expert of this rank from each source: bases()[expert * ranks + source].
-  // Returns the number of rows.
-  PROXYCCL_DEVICE uint32_t findRows() const {
-    const uint32_t ranks = team_->world_size, per_rank = team_->experts_per_rank, n = ranks * per_rank;
-    uint32_t *first = bases(), *before = first + n;
-    for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n * team_->blocks; i += blockDim.x) {
-      const uint32_t segment = i / per_rank, source = segment / team_->blocks, block = segment % team_->blocks;
-      const uint32_t slots = countsOf(team_.slabOf(number_, source) +
-                                      team_.routingAt(block))[team_->rank * per_rank + i % per_rank];
-      const uint32_t entry = i % per_rank * ranks + source;
-      if (slots == 0) continue;
-      atomicAdd(&first[entry], slots);
-      if (block < block_) atomicAdd(&before[entry], slots);
-    }
-    __syncthreads();
-    const uint32_t rows = exclusiveScan(first, n);
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x) first[i] += before[i];
-    __syncthreads();
-    return rows;
-  }
-
-  // By one block: what the CPU is told.
-  PROXYCCL_DEVICE void report(uint32_t rows) const {
-    __shared__ uint32_t bad_rank, bad_slot;
-    if (threadIdx.x == 0) bad_rank = bad_slot = ~0u;
-    __syncthreads();
-    const uint32_t n = team_->world_size * team_->blocks;
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
-      if (segmentOf(i / team_->blocks, i % team_->blocks).bad_slot != ~0u) atomicMin(&bad_rank, i / team_->blocks);
-    __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
-      if (i / team_->blocks == bad_rank) atomicMin(&bad_slot, segmentOf(bad_rank, i % team_->blocks).bad_slot);
-    __syncthreads();
-    if (threadIdx.x != 0) return;
+  // By one thread: what the CPU is told.
+  PROXYCCL_DEVICE void report(const Found& found) const {
     ProxycclExpertReport* to = team_->report;
-    storeRelaxedSystem(&to->rows, rows);
-    storeRelaxedSystem(&to->bad_rank, bad_rank);
-    storeRelaxedSystem(&to->bad_slot, bad_slot);
+    storeRelaxedSystem(&to->rows, found.rows);
+    storeRelaxedSystem(&to->bad_rank, found.bad_rank);
+    storeRelaxedSystem(&to->bad_slot, found.bad_slot);
     storeReleaseSystem(&to->ticket, call_.ticket);
   }
 
@@ -212,15 +213,12 @@ class Dispatch {
     if (call_.received != nullptr) *call_.received = static_cast<int32_t>(rows < call_.capacity ? rows : call_.capacity);
   }
 
-  PROXYCCL_DEVICE void send(const Workers& workers, const Group& group, uint32_t* finished) const {
-    const uint32_t groups = Group::count();
-    for (uint32_t first = 0; first < own_.items(); first += groups)
-      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
-        if (first + v < own_.items()) sendItem(group, v, first + v);
+  // By `senders` groups, from the first on.
+  PROXYCCL_DEVICE void send(const Group& group, uint32_t senders, uint32_t* finished) const {
+    for (uint32_t item = group.number; item < own_.items(); item += senders) sendItem(group, item);
     if (team_->nodes == 1 || group.lane != 0) return;
-    fenceSystem();
-    if (atomicAdd(finished, 1u) + 1 != workers.count) return;
-    fenceSystem();
+    // The last group to come has all the others' rows, and the proxy reads them behind its release.
+    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != senders) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
       const uint64_t first = rowAt(0);
@@ -231,8 +229,10 @@ class Dispatch {
 
   // What receive() needs to know of all, by the whole block. `rows` is what findRows() returned.
   PROXYCCL_DEVICE void learnSources(uint32_t rows) const {
-    for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x)
+    for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x) {
       tokensOf()[s] = call_.again ? static_cast<uint32_t>(call_.layout.tokens[s]) : segmentOf(s, 0).tokens;
+      team_.segmentOf(s) = Segment::of(tokensOf()[s], block_, team_->blocks);
+    }
     Range& range = ownRows();
     if (threadIdx.x == 0) range = {0, rows};
     __syncthreads();
@@ -248,17 +248,24 @@ class Dispatch {
     __syncthreads();
   }
 
-  PROXYCCL_DEVICE void receive(const Workers& workers, const Group& group) const {
-    if (team_->nodes > 1 && group.number == workers.first && movesRows()) forwardRows(group);
-    const uint32_t groups = Group::count(), ranks = team_->world_size;
+  // By every group, when it has nothing else to do; each takes the next item that none has taken.
+  PROXYCCL_DEVICE void receive(const Group& group, uint32_t* taken) const {
+    if (team_->nodes > 1 && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
+    const uint32_t ranks = team_->world_size;
     uint32_t most = 0;
     for (uint32_t s = 0; s < ranks; ++s) {
-      const uint32_t items = Segment(*team_, tokensOf()[s], block_).items();
+      const uint32_t items = team_.segmentOf(s).items();
       most = items > most ? items : most;
     }
-    for (uint32_t first = 0; first < most; first += groups)
-      for (uint32_t v = group.number - workers.first; v < groups; v += workers.count)
-        for (uint32_t i = 0; i < ranks; ++i) receiveItem(group, v, first + v, (team_->rank + i) % ranks);
+    GroupSpace& space = group.space();
+    for (;;) {
+      if (group.lane == 0) space.count = atomicAdd(taken, 1u);
+      group.sync();
+      const uint32_t next = space.count;
+      group.sync();
+      if (next >= most * ranks) return;
+      receiveItem(group, next / ranks, (team_->rank + next) % ranks);  // the sources in turns, this rank first
+    }
   }
 
   // By the block, when it has received: the node may write its slabs again.
@@ -291,7 +298,7 @@ class Dispatch {
     return call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + own_.begin;
   }
   static PROXYCCL_DEVICE uint32_t* tokensOf() {
-    __shared__ uint32_t tokens[PROXYCCL_EXPERT_THREADS];
+    __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
   }
   // This rank's rows among those of all ranks.
@@ -303,26 +310,45 @@ class Dispatch {
     return range;
   }
   PROXYCCL_DEVICE uint32_t* bases() const {
-    __shared__ uint32_t few[2048];
     const uint32_t n = 2 * team_.experts();
-    return n <= sizeof few / sizeof *few ? few : team_->bases + static_cast<uint64_t>(block_) * n;
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(block_) * n;
+  }
+  static constexpr uint32_t kScratch = 2048;
+  static PROXYCCL_DEVICE uint32_t* scratch() {
+    __shared__ uint32_t words[kScratch];
+    return words;
   }
 
-  // Each thread looks for its experts among all slots, so equal ones keep their order.
+  // Numbers the slots of each expert in order: in a tile of slots each expert has a bit for every slot, and a slot's
+  // number is that of the bits before its own.
   PROXYCCL_DEVICE void countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots, uint32_t* counts,
                                   uint32_t experts) const {
-    constexpr uint32_t kTile = 1024;
-    __shared__ uint32_t tile[kTile];
-    for (uint32_t first = 0; first < n; first += kTile) {
-      const uint32_t size = n - first < kTile ? n - first : kTile;
-      __syncthreads();
-      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) tile[i] = static_cast<uint32_t>(ids[first + i]);
-      __syncthreads();
-      for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
-        uint32_t count = counts[e];
-        for (uint32_t i = 0; i < size; ++i)
-          if (tile[i] == e) slots[first + i].position = count++;
-        counts[e] = count;
+    uint32_t* bits = scratch();
+    const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
+    for (uint32_t start = 0; start < n; start += 32 * words) {
+      const uint32_t size = n - start < 32 * words ? n - start : 32 * words;
+      for (uint32_t first = 0; first < experts; first += some) {
+        auto eachSlot = [&](auto&& body) {
+          for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+            const uint32_t expert = static_cast<uint32_t>(ids[start + i]);
+            if (expert < experts && expert - first < some) body(i, expert, bits + (expert - first) * words);
+          }
+          __syncthreads();
+        };
+        for (uint32_t i = threadIdx.x; i < some * words; i += blockDim.x) bits[i] = 0;
+        __syncthreads();
+        eachSlot([&](uint32_t i, uint32_t, uint32_t* own) { atomicOr(&own[i / 32], 1u << i % 32); });
+        eachSlot([&](uint32_t i, uint32_t expert, const uint32_t* own) {
+          uint32_t position = counts[expert] + countBits(own[i / 32] & ((1u << i % 32) - 1));
+          for (uint32_t w = 0; w < i / 32; ++w) position += countBits(own[w]);
+          slots[start + i].position = position;
+        });
+        for (uint32_t e = threadIdx.x; e < some && first + e < experts; e += blockDim.x) {
+          uint32_t count = 0;
+          for (uint32_t w = 0; w < words; ++w) count += countBits(bits[e * words + w]);
+          counts[first + e] += count;
+        }
+        __syncthreads();
       }
     }
   }
@@ -354,9 +380,9 @@ class Dispatch {
   }
 
   // By a group: pushes an item of this rank to everyone that needs it, and says so.
-  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t v, uint32_t item) const {
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t item) const {
     GroupSpace& space = group.space();
-    const uint32_t i = item / own_.pieces;
+    const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;
     const int32_t* ids = call_.expert_ids + token * topk_;
     // Where each slot's row goes: to a rank of the node by its number, to another node by that and kFar.
@@ -365,7 +391,7 @@ class Dispatch {
       const uint32_t expert = static_cast<uint32_t>(ids[k]);
       int32_t goal = PROXYCCL_NO_ROW;
       if (expert < team_.experts()) {
-        const uint32_t rank = expert / team_->experts_per_rank, place = team_->places[rank];
+        const uint32_t rank = expert / team_->experts_per_rank, place = team_.placeOf(rank);
         if (place >> 16 != team_->node) {
           goal = kFar | static_cast<int32_t>(place >> 16);
         } else if (rank != team_->rank) {  // own rows are read from the input
@@ -387,13 +413,13 @@ class Dispatch {
                       : team_.inbox(static_cast<uint32_t>(goal), team_->local_rank) + rowAt(i);
       return true;
     });
-    const Piece piece(call_.row_bytes, item % own_.pieces, own_.pieces);
+    const Piece piece(call_.row_bytes, own_, item);
     copyToEach(space.at, space.count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
                piece.end - piece.begin, group.lane);
     group.sync();
     for (uint32_t target = group.lane; target < space.count; target += kGroupLanes)
       if (!(space.number[target] & kFar))
-        team_.raise(static_cast<uint32_t>(space.number[target]), team_.sent(team_->rank, block_, v),
+        team_.raise(static_cast<uint32_t>(space.number[target]), team_.sent(team_->rank, block_, item % Group::count()),
                     flagValue(number_, item / Group::count() + 1));
     group.sync();
   }
@@ -412,12 +438,12 @@ class Dispatch {
   }
 
   // By a group: takes in an item of a source, if there is one and it comes here.
-  PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t v, uint32_t item, uint32_t source) const {
-    const Segment segment(*team_, tokensOf()[source], block_);
+  PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
     if (item >= segment.items()) return;
     GroupSpace& space = group.space();
-    const uint32_t i = item / segment.pieces;
-    const bool tell = item % segment.pieces == 0 && !call_.again;
+    const uint32_t i = segment.tokenOf(item);
+    const bool tell = segment.pieceOf(item) == 0 && !call_.again;
     const uint64_t token = segment.begin + i, entry = static_cast<uint64_t>(source) * team_->max_tokens + token;
     const bool near = team_.isNear(source);
     const char* slab = team_.slabOf(number_, source);
@@ -451,10 +477,11 @@ class Dispatch {
       if (movesRows()) {
         const char* from = call_.input + token * call_.row_bytes;
         if (source != team_->rank) {
-          team_.await(group, team_.sent(source, block_, v), flagValue(number_, item / Group::count() + 1), source);
+          const uint32_t groups = Group::count();
+          team_.await(group, team_.sent(source, block_, item % groups), flagValue(number_, item / groups + 1), source);
           from = slab + rowAt(place);
         }
-        const Piece piece(call_.row_bytes, item % segment.pieces, segment.pieces);
+        const Piece piece(call_.row_bytes, segment, item);
         copyToEach(space.at, space.count, piece.begin, from + piece.begin, piece.end - piece.begin, group.lane);
       }
       if (tell) describeRows(group, routing, i);
@@ -520,40 +547,36 @@ class Dispatch {
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_dispatch(const ProxycclExperts experts, const ProxycclDispatch call) {
   using namespace proxyccl;
-  __shared__ uint32_t finished;
+  __shared__ uint32_t finished, taken;
   const Dispatch dispatch(experts, call);
   const Group group;
-  const uint32_t groups = Group::count();
-  const bool sends = call.phases & PROXYCCL_EXPERT_SEND;
+  const bool sends = call.phases & PROXYCCL_EXPERT_SEND, gathers = call.phases & PROXYCCL_EXPERT_GATHER;
   const bool receives = call.phases & (PROXYCCL_EXPERT_RECEIVE | PROXYCCL_EXPERT_LAYOUT);
-  if (threadIdx.x == 0) finished = 0;
+  if (threadIdx.x == 0) finished = taken = 0;
   if (call.phases & (PROXYCCL_EXPERT_ROUTE | PROXYCCL_EXPERT_SEND)) dispatch.awaitReaders();
   if (call.phases & PROXYCCL_EXPERT_ROUTE) dispatch.route();
-  // Little is sent before the counts are awaited; what is much shares the block with what comes in.
-  const bool share = sends && receives && dispatch.itemsToSend() > 4 * groups;
-  const Workers senders = {0, share ? groups / 2 : groups};
-  const Workers receivers = {share ? groups / 2 : 0, share ? groups - groups / 2 : groups};
+  // Little is sent by all, before the counts are awaited; what is much by half of the block, while the others receive.
+  const bool share = sends && receives && dispatch.itemsToSend() > 2 * Group::count();
+  const uint32_t senders = share ? Group::count() / 2 : Group::count();
   bool sound = true;
-  uint32_t rows = 0;
+  Dispatch::Found found = {0, ~0u, ~0u};
   for (bool counted = false;; counted = true) {
-    if (sends && counted == share && senders.include(group)) dispatch.send(senders, group, &finished);
+    if (sends && counted == share && group.number < senders) dispatch.send(group, senders, &finished);
     if (counted) break;
-    if (call.phases & PROXYCCL_EXPERT_GATHER) dispatch.forwardRouting();
-    if (!call.again && (receives || call.phases & PROXYCCL_EXPERT_GATHER)) {
-      sound = dispatch.awaitRouting();
-      if (sound && (receives || blockIdx.x == 0)) {
-        rows = dispatch.findRows();
-        if (blockIdx.x == 0 && call.phases & PROXYCCL_EXPERT_GATHER) dispatch.report(rows);
-      }
+    if (gathers) dispatch.forwardRouting();
+    if (!call.again && (receives || (gathers && blockIdx.x == 0))) {
+      sound = dispatch.findRows(group, &found);
     }
-    if (receives && sound) dispatch.learnSources(rows);
+    if (receives && sound) dispatch.learnSources(found.rows);
   }
   if (receives && sound) {
-    if (receivers.include(group)) dispatch.receive(receivers, group);
+    dispatch.receive(group, &taken);
     __syncthreads();
-    if (blockIdx.x == 0 && !call.again) dispatch.keepCounts(rows);
+    if (blockIdx.x == 0 && !call.again) dispatch.keepCounts(found.rows);
     dispatch.acknowledge();
   }
+  // Last, as it waits for the bus.
+  if (gathers && sound && blockIdx.x == 0 && threadIdx.x == 0) dispatch.report(found);
   finishExperts(experts, &experts.counters->dispatches, receives);
 }
 PROXYCCL_EXPORT_KERNEL(expert_dispatch)

@@ -45,8 +45,20 @@ PROXYCCL_DEVICE GroupSpace* groupSpaces() {
 struct Group {
   uint32_t number, lane;
   PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
-  static PROXYCCL_DEVICE uint32_t count() { return blockDim.x / kGroupLanes; }
+  static PROXYCCL_DEVICE uint32_t count() { return PROXYCCL_ON_HOST ? blockDim.x : kMaxGroups; }
   PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
+  // Whether something is true for any i < n; each is looked at by one thread.
+  template <class Test>
+  PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
+    bool found = false;
+    for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
+#if PROXYCCL_ON_HOST
+    return found;
+#else
+    return ballotWarp(found) != 0;
+#endif
+  }
+
   // What one thread of the group wrote, the others see.
   PROXYCCL_DEVICE void sync() const {
 #if !PROXYCCL_ON_HOST
@@ -79,35 +91,26 @@ struct Group {
     if (lane == 0) space.count = count;
     sync();
   }
-
- private:
-  static PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) {
-    uint32_t count = 0;
-    for (; bits != 0; bits &= bits - 1) ++count;
-    return count;
-  }
 };
 
-// Some of a block's groups that share a job among them: each does the items of one or several group numbers.
-struct Workers {
-  uint32_t first, count;
-  PROXYCCL_DEVICE bool include(const Group& group) const { return group.number - first < count; }
-};
-
-// Segment `block` of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
+// A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
-  uint32_t begin, tokens, pieces;
-  PROXYCCL_DEVICE Segment(const ProxycclExperts& e, uint32_t source_tokens, uint32_t block) {
-    begin = static_cast<uint64_t>(source_tokens) * block / e.blocks;
-    tokens = static_cast<uint64_t>(source_tokens) * (block + 1) / e.blocks - begin;
-    pieces = 1;
+  uint32_t begin, tokens, pieces_log2;
+  // Segment `block` of `blocks`.
+  static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t block, uint32_t blocks) {
+    const uint32_t begin = source_tokens * block / blocks;
+    Segment segment = {begin, source_tokens * (block + 1) / blocks - begin, 0};
 #if !PROXYCCL_ON_HOST
     // By the source's own number of tokens: all ranks know it, and all must agree.
-    const uint32_t longest = (source_tokens + e.blocks - 1) / e.blocks;
-    while (pieces < kMaxPieces && longest * pieces < 2 * Group::count()) pieces *= 2;
+    const uint32_t longest = (source_tokens + blocks - 1) / blocks;
+    while (segment.pieces() < kMaxPieces && longest * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
+    return segment;
   }
-  PROXYCCL_DEVICE uint32_t items() const { return tokens * pieces; }
+  PROXYCCL_DEVICE uint32_t pieces() const { return 1u << pieces_log2; }
+  PROXYCCL_DEVICE uint32_t items() const { return tokens << pieces_log2; }
+  PROXYCCL_DEVICE uint32_t tokenOf(uint32_t item) const { return item >> pieces_log2; }  // within the segment
+  PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
 };
 
 // Bytes between rows on their way, so that wide accesses are aligned. There is room for the layer's longest.
@@ -116,13 +119,20 @@ PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15)
 // The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words but for the last piece.
 struct Piece {
   uint64_t begin, end;
-  PROXYCCL_DEVICE Piece(uint64_t row_bytes, uint32_t piece, uint32_t pieces) {
+  PROXYCCL_DEVICE Piece(uint64_t row_bytes, const Segment& segment, uint32_t item) {
     const uint64_t words = (row_bytes + 15) / 16;
-    begin = words * piece / pieces * 16;
-    end = piece + 1 == pieces ? row_bytes : words * (piece + 1) / pieces * 16;
+    const uint32_t piece = segment.pieceOf(item);
+    begin = (words * piece >> segment.pieces_log2) * 16;
+    end = piece + 1 == segment.pieces() ? row_bytes : (words * (piece + 1) >> segment.pieces_log2) * 16;
     if (begin > end) begin = end;
   }
 };
+
+// Kept out of line: it is waited in many places, and a short call's time is that of loading its code.
+PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer) {
+  waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, 0, value},
+            [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) >= value; });
+}
 
 class ExpertTeam {
  public:
@@ -131,19 +141,33 @@ class ExpertTeam {
   PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
 
   PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
-  PROXYCCL_DEVICE uint32_t nodeOf(uint32_t rank) const { return e_.places[rank] >> 16; }
-  PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return e_.places[rank] & 0xffff; }
+  // By the whole block, before anything else: keeps at hand what is looked up for every row. An acquire makes a GPU
+  // forget what it has cached of device memory.
+  PROXYCCL_DEVICE void enter() const {
+    Site& site = here();
+    for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) site.places[i] = e_.places[i];
+    for (uint32_t i = threadIdx.x; i < e_.local_size; i += blockDim.x) {
+      site.peers[i] = e_.peers[i];
+      site.ranks[i] = member(e_.node, i);
+    }
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank) const { return here().places[rank]; }
+  PROXYCCL_DEVICE uint32_t nodeOf(uint32_t rank) const { return placeOf(rank) >> 16; }
+  PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return placeOf(rank) & 0xffff; }
+  PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return here().ranks[local]; }
+  PROXYCCL_DEVICE char* peer(uint32_t local) const { return here().peers[local]; }
+  // This block's segment of each source's tokens; whoever needs them fills them in.
+  static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return here().segments[source]; }
   PROXYCCL_DEVICE bool isNear(uint32_t rank) const { return nodeOf(rank) == e_.node; }
   PROXYCCL_DEVICE uint32_t member(uint32_t node, uint32_t local) const {
     return e_.members[node * e_.local_size + local];
   }
-  PROXYCCL_DEVICE uint32_t segmentStart(uint32_t tokens, uint32_t block) const {
-    return static_cast<uint64_t>(tokens) * block / e_.blocks;
-  }
 
   // -- slabs ---
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
-    return e_.peers[local] + e_.inbox + source_local * e_.slab_bytes;
+    return peer(local) + e_.inbox + source_local * e_.slab_bytes;
   }
   // Offsets in a workspace.
   PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
@@ -155,7 +179,7 @@ class ExpertTeam {
   // Where what `source` sent to this rank or its node is read.
   PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
     const uint32_t local = localOf(source), node = nodeOf(source);
-    return node == e_.node ? inbox(e_.local_rank, local) : e_.peers[local] + rail(call, node);
+    return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
   }
   PROXYCCL_DEVICE uint64_t routingAt(uint32_t block) const { return block * e_.routing_bytes; }
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t block, uint32_t place, uint64_t stride) const {
@@ -184,13 +208,11 @@ class ExpertTeam {
     return e_.taken + 8ull * (local * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
-    storeReleaseSystem(reinterpret_cast<uint64_t*>(e_.peers[local] + flag), value);
+    storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
   // Waits until a flag of the own workspace has reached `value`.
-  PROXYCCL_DEVICE bool await(uint64_t flag, uint64_t value, uint32_t peer) const {
-    const uint64_t* word = reinterpret_cast<const uint64_t*>(e_.workspace + flag);
-    return waitUntil(e_.control, {PROXYCCL_WAIT_SM_SIGNAL, peer, 0, value},
-                     [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) >= value; });
+  PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer) const {
+    awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer);
   }
   // By a group.
   PROXYCCL_DEVICE void await(const Group& group, uint64_t flag, uint64_t value, uint32_t peer) const {
@@ -210,6 +232,16 @@ class ExpertTeam {
   }
 
  private:
+  struct Site {
+    Segment segments[PROXYCCL_MAX_EXPERT_RANKS];
+    char* peers[PROXYCCL_MAX_EXPERT_RANKS];
+    uint32_t ranks[PROXYCCL_MAX_EXPERT_RANKS], places[PROXYCCL_MAX_EXPERT_RANKS];
+  };
+  static PROXYCCL_DEVICE Site& here() {
+    __shared__ Site site;
+    return site;
+  }
+
   const ProxycclExperts& e_;
 };
 
@@ -223,8 +255,8 @@ PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bo
 }
 
 // By a group: bytes [0, bytes) of `src` to each of `count` places. They are read once.
-PROXYCCL_OUT_OF_LINE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src,
-                                     uint64_t bytes, uint32_t lane) {
+PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
+                                uint32_t lane) {
 #if !PROXYCCL_ON_HOST
   uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);

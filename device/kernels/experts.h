@@ -24,7 +24,8 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
-  PROXYCCL_EXPERT_THREADS = 512, /* the most threads in a block of these kernels */
+  PROXYCCL_EXPERT_THREADS = 512, /* in a block of these kernels on a GPU, and the most elsewhere */
+  PROXYCCL_MAX_EXPERT_RANKS = 256,
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and tell everyone */
   PROXYCCL_EXPERT_GATHER = 2,  /* hear everyone's counts, and report them to the CPU */
@@ -86,7 +87,7 @@ typedef struct ProxycclExperts {
   uint64_t routed, sent, read, returned, taken; /* flags; see expert_team.h */
   ProxycclControl* control;
   char* workspace;
-  char** peers;                              /* [local_size]: the workspaces of the node */
+  char* const* peers;                        /* [local_size]: the workspaces of the node */
   const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
   uint32_t* bases;                           /* [blocks][2][experts] */

@@ -45,6 +45,7 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 // Not `ballot`: NVRTC declares a global function of that name.
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
+PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
@@ -94,6 +95,14 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
 }
+#if __CUDA_ARCH__ >= 900
+PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+#define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
+#endif
 
 }  // namespace proxyccl
 

@@ -61,6 +61,7 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 }
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
+PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
 PROXYCCL_DEVICE void fenceSystem() {
   hip::releaseSYSTEM();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");

@@ -115,6 +115,7 @@ PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) {
   return host::self()->api->ballot(host::self(), 0xffffffffu, predicate);
 }
 PROXYCCL_DEVICE void syncWarp() { ballotWarp(false); }
+PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__builtin_popcountll(bits)); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
@@ -224,6 +225,10 @@ template <class T>
 PROXYCCL_DEVICE T atomicCAS(T* p, T expected, T desired) {
   __atomic_compare_exchange_n(p, &expected, desired, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
+}
+template <class T>
+PROXYCCL_DEVICE T atomicOr(T* p, T v) {
+  return __atomic_fetch_or(p, v, __ATOMIC_RELAXED);
 }
 template <class T>
 PROXYCCL_DEVICE T atomicMax(T* p, T v) {

@@ -37,9 +37,13 @@ struct Element<BFloat16> {
     return __builtin_bit_cast(float, static_cast<uint32_t>(value.bits) << 16);
   }
   static PROXYCCL_DEVICE BFloat16 narrow(float value) {
+#ifdef PROXYCCL_HAS_FLOAT_TO_BFLOAT16
+    return {floatToBFloat16(value)};
+#else
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
     if (value != value) return {static_cast<uint16_t>(bits >> 16 | 0x40)};     // keep a NaN a (quiet) NaN
     return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // round to nearest, ties to even
+#endif
   }
 };
 
