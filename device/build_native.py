@@ -61,7 +61,8 @@ typedef struct {
 } ProxycclPacketTeam;
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_EXPERT_ROUTE,
-       PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+       PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
+       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct {
