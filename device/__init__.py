@@ -9,7 +9,7 @@ import functools
 import os
 import threading
 
-from proxyccl.device.driver import Driver
+from proxyccl.device.driver import Compiler, Driver
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 
@@ -39,6 +39,22 @@ def _driver(name: str) -> Driver:
     from proxyccl.device.hip import HipDriver
 
     return HipDriver()
+
+
+def open_compiler(name: str) -> Compiler:
+    """The run-time compiler of a GPU runtime, "cuda" or "hip". It needs no device.
+
+    Raises:
+        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+    """
+    with _opening:
+        if name == "cuda":
+            from proxyccl.device.cuda import CudaCompiler
+
+            return CudaCompiler()
+        from proxyccl.device.hip import HipCompiler
+
+        return HipCompiler()
 
 
 def find_runtime() -> str:

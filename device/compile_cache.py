@@ -14,8 +14,12 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from proxyccl.device.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from proxyccl.device.driver import Compiler
 
 INCLUDE_DIR = Path(__file__).parent / "include"
 KERNEL_DIR = Path(__file__).parent / "kernels"
@@ -50,15 +54,19 @@ def headers_digest() -> str:
     return digest.hexdigest()
 
 
+def _entry(key_parts: tuple[str, ...], suffix: str) -> Path:
+    digest = hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40]
+    return cache_dir() / f"{digest}{suffix}"
+
+
 _building: dict[str, threading.Lock] = {}
 
 
 def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
     """The file that `build(path)` makes for this key, built if it is not there yet."""
-    digest = hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40]
-    directory = cache_dir()
-    target = directory / f"{digest}{suffix}"
-    with _building.setdefault(digest, threading.Lock()):
+    target = _entry(key_parts, suffix)
+    directory = target.parent
+    with _building.setdefault(target.stem, threading.Lock()):
         if target.exists():
             return target
         directory.mkdir(parents=True, exist_ok=True)
@@ -71,3 +79,29 @@ def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None
         finally:
             temporary.unlink(missing_ok=True)
     return target
+
+
+def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
+    """What shipped kernels are compiled with for an architecture."""
+    return (*compiler.options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}")
+
+
+def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> Path:
+    """A GPU's image of a source that includes headers of this library alone, compiled unless it is there."""
+
+    def build(target: Path) -> None:
+        target.write_bytes(compiler.compile(source, options))
+
+    return cached(_image_key(compiler, source, options), _IMAGE, build)
+
+
+def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) -> bool:
+    """Whether `compiled_image` would find it compiled."""
+    return _entry(_image_key(compiler, source, options), _IMAGE).exists()
+
+
+_IMAGE = ".image"
+
+
+def _image_key(compiler: Compiler, source: str, options: tuple[str, ...]) -> tuple[str, ...]:
+    return (compiler.runtime, compiler.version(), source, *options)

@@ -52,13 +52,18 @@ def _initialise() -> None:
     if status:
         raise RuntimeUnavailableError(f"cuda: the driver can't be initialised: {_text(status)}")
     version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
+    check_versions(version, _compiler_version()[0])
+
+
+@functools.cache
+def _compiler_version() -> tuple[int, int]:
     try:
-        compiler = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
+        major, minor = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
     except RuntimeError as error:
         raise RuntimeUnavailableError(
             f"cuda: NVRTC is not installed ({error}); install it with: pip install nvidia-cuda-nvrtc"
         ) from None
-    check_versions(version, compiler[0])
+    return int(major), int(minor)
 
 
 def check_versions(driver: int, compiler_major: int) -> None:
@@ -78,6 +83,44 @@ def check_versions(driver: int, compiler_major: int) -> None:
         )
 
 
+class CudaCompiler:
+    """NVRTC. See `proxyccl.device.driver.Compiler` for the methods.
+
+    Raises:
+        RuntimeUnavailableError: it is not installed.
+    """
+
+    runtime = "cuda"
+
+    def __init__(self) -> None:
+        _compiler_version()
+
+    def version(self) -> str:
+        """NVRTC's version."""
+        major, minor = _compiler_version()
+        return f"NVRTC {major}.{minor}"
+
+    def options(self, architecture: str) -> tuple[str, ...]:
+        """A cubin and not PTX, which a driver older than the compiler would refuse."""
+        return (f"-arch={architecture}", "-std=c++17", "-default-device")
+
+    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+        """A cubin from NVRTC."""
+        program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+        try:
+            encoded = [option.encode() for option in options]
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+            if status:
+                log = bytearray(_nvrtc("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program)))
+                _nvrtc("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
+                raise CompileError("NVRTC could not compile the kernel source", log.rstrip(b"\0").decode())
+            image = bytearray(_nvrtc("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
+            _nvrtc("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
+            return bytes(image)
+        finally:
+            _nvrtc("nvrtcDestroyProgram", nvrtc.nvrtcDestroyProgram(program))
+
+
 class CudaDriver:
     """NVIDIA's driver. See `proxyccl.device.driver.Driver` for the methods.
 
@@ -91,13 +134,13 @@ class CudaDriver:
 
     def __init__(self) -> None:
         _initialise()
+        self.compiler = CudaCompiler()
         self._virtual_memory = VirtualMemory(_ok, self.allocation_id)
 
     def versions(self) -> str:
         """Versions of the driver, and of the compiler."""
         version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
-        major, minor = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
-        return f"driver for CUDA {version // 1000}.{version % 1000 // 10}, NVRTC {major}.{minor}"
+        return f"driver for CUDA {version // 1000}.{version % 1000 // 10}, {self.compiler.version()}"
 
     def error_text(self, status: int) -> str:
         """The driver's name and words for a status."""
@@ -307,26 +350,6 @@ class CudaDriver:
         return float(_ok("cuEventElapsedTime", cu.cuEventElapsedTime(start, end)))
 
     # -- kernels ---
-
-    def compile_options(self, architecture: str) -> tuple[str, ...]:
-        """A cubin and not PTX, which a driver older than the compiler would refuse."""
-        return (f"-arch={architecture}", "-std=c++17", "-default-device")
-
-    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A cubin from NVRTC."""
-        program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
-        try:
-            encoded = [option.encode() for option in options]
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-            if status:
-                log = bytearray(_nvrtc("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program)))
-                _nvrtc("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
-                raise CompileError("NVRTC could not compile the kernel source", log.rstrip(b"\0").decode())
-            image = bytearray(_nvrtc("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
-            _nvrtc("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
-            return bytes(image)
-        finally:
-            _nvrtc("nvrtcDestroyProgram", nvrtc.nvrtcDestroyProgram(program))
 
     def load_module(self, image: bytes) -> int:
         """Loads a cubin."""

@@ -1,4 +1,4 @@
-"""What a GPU vendor's driver must offer: the calls that `GpuRuntime` is made of.
+"""What a GPU vendor's driver and run-time compiler must offer: the calls that `GpuRuntime` is made of.
 
 CUDA's driver API and HIP's are twins. Where they differ, in names, in how a binding returns results and in what a
 context is, an implementation of this protocol hides it; everything else is written once, in gpu.py. Pointers,
@@ -35,12 +35,38 @@ class DeviceInfo:
     pci_address: str
 
 
+class Compiler(Protocol):
+    """A vendor's run-time compiler. It needs no device and no driver."""
+
+    @property
+    def runtime(self) -> str:
+        """The runtime whose kernels it compiles: "cuda" or "hip"."""
+        ...
+
+    def version(self) -> str:
+        """Its name and version."""
+        ...
+
+    def options(self, architecture: str) -> tuple[str, ...]:
+        """The options that every source of this library is compiled with, for a device's architecture."""
+        ...
+
+    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+        """A loadable image. Raises CompileError with the compiler's messages."""
+        ...
+
+
 class Driver(Protocol):
-    """A vendor's driver and run-time compiler. One object a process; it holds no state of a device."""
+    """A vendor's driver. One object a process; it holds no state of a device."""
 
     @property
     def runtime(self) -> str:
         """The runtime's name: "cuda" or "hip"."""
+        ...
+
+    @property
+    def compiler(self) -> Compiler:
+        """What makes the images that this driver loads."""
         ...
 
     @property
@@ -220,14 +246,6 @@ class Driver(Protocol):
         ...
 
     # -- kernels ---
-
-    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A loadable image. Raises CompileError with the compiler's messages."""
-        ...
-
-    def compile_options(self, architecture: str) -> tuple[str, ...]:
-        """The options that every source of this library is compiled with, for a device's architecture."""
-        ...
 
     def load_module(self, image: bytes) -> int:
         """Loads an image into the current context."""

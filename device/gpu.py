@@ -20,10 +20,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from proxyccl.device._native import ffi
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, cached, shipped_source
+from proxyccl.device.compile_cache import (
+    INCLUDE_DIR,
+    compiled_image,
+    image_is_there,
+    shipped_options,
+    shipped_source,
+)
 from proxyccl.device.driver import Driver
 from proxyccl.device.errors import (
     ArgumentError,
+    CompileError,
     DriverError,
     ResourceError,
     RuntimeUnavailableError,
@@ -516,41 +523,52 @@ class GpuRuntime:
             raise ArgumentError("source", 'no kernel in it: a kernel is an extern "C" __global__ void function')
         exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
         text = f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'
-        extra = (*(f"-I{directory}" for directory in include_dirs), *options)
-        module = self._load(text, extra)
+        compiler, extra = self.driver.compiler, (*(f"-I{directory}" for directory in include_dirs), *options)
+        full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
+
+        def image() -> bytes:
+            if extra:  # headers that are not ours may come in, and they may change: nothing tells which
+                return compiler.compile(text, full)
+            return compiled_image(compiler, text, full).read_bytes()
+
+        module = self._load(text, full, image)
         return Module({name: self._kernel(module, name) for name in names})
 
-    def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
-        """A shipped kernel, compiled for this device's architecture when first used on this machine."""
+    def shipped(
+        self,
+        file: str,
+        kernel: str,
+        dtype: str | None = None,
+        op: str | None = None,
+        *,
+        compiled_only: bool = False,
+    ) -> Kernel:
+        """A shipped kernel, compiled for this device's architecture when first used on this machine, or before."""
         name = "_".join(filter(None, (kernel, dtype, op)))
         key = (file, name)
         with self._lock:
             known = self._kernels.get(key)
         if known is not None:
             return known
-        source = shipped_source(file, kernel, dtype, op)
-        made = self._kernel(self._load(source, (f"-I{KERNEL_DIR}",)), name)
+        source, compiler = shipped_source(file, kernel, dtype, op), self.driver.compiler
+        options = shipped_options(compiler, self.info.architecture)
+        if compiled_only and not image_is_there(compiler, source, options):
+            raise CompileError(
+                f"kernel {name} was not compiled for {self.info.architecture} beforehand; run: proxyccl compile"
+            )
+        module = self._load(source, options, lambda: compiled_image(compiler, source, options).read_bytes())
+        made = self._kernel(module, name)
         with self._lock:
             return self._kernels.setdefault(key, made)
 
-    def _load(self, source: str, extra: tuple[str, ...]) -> int:
-        options = (*self.driver.compile_options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
+    def _load(self, source: str, options: tuple[str, ...], image: Callable[[], bytes]) -> int:
         key = "\0".join((source, *options))
         with self._lock:
             if key not in self._modules:
-                image = self._image(source, options, ours=all(option == f"-I{KERNEL_DIR}" for option in extra))
+                made = image()
                 with self.current():
-                    self._modules[key] = self.driver.load_module(image)
+                    self._modules[key] = self.driver.load_module(made)
             return self._modules[key]
-
-    def _image(self, source: str, options: tuple[str, ...], *, ours: bool) -> bytes:
-        if not ours:  # headers that are not ours may come in, and they may change: nothing tells which
-            return self.driver.compile(source, options)
-
-        def build(target: Path) -> None:
-            target.write_bytes(self.driver.compile(source, options))
-
-        return cached((self.name, self.driver.versions(), source, *options), ".image", build).read_bytes()
 
     def _kernel(self, module: int, name: str) -> Kernel:
         with self.current():

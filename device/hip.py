@@ -95,10 +95,16 @@ def _initialise() -> None:
     if status:
         raise RuntimeUnavailableError(f"hip: the runtime can't be initialised: {_text(status)}")
     check_versions(int(_call("hipDriverGetVersion")), int(_call("hipRuntimeGetVersion")))
+    _compiler_version()
+
+
+@functools.cache
+def _compiler_version() -> tuple[int, int]:
     try:
-        _hiprtc("hiprtcVersion")
+        major, minor = _hiprtc("hiprtcVersion")
     except RuntimeError as error:
         raise RuntimeUnavailableError(f"hip: ROCm's run-time compiler can't be loaded ({error})") from None
+    return int(major), int(minor)
 
 
 def check_versions(driver: int, runtime: int) -> None:
@@ -124,6 +130,44 @@ def compile_options(architecture: str) -> tuple[str, ...]:
     return (f"--offload-arch={architecture}", "-std=c++17", "-O3", "-DHIP_ENABLE_WARP_SYNC_BUILTINS")
 
 
+class HipCompiler:
+    """HIPRTC. See `proxyccl.device.driver.Compiler` for the methods.
+
+    Raises:
+        RuntimeUnavailableError: it is not installed.
+    """
+
+    runtime = "hip"
+
+    def __init__(self) -> None:
+        _compiler_version()
+
+    def version(self) -> str:
+        """HIPRTC's version."""
+        major, minor = _compiler_version()
+        return f"HIPRTC {major}.{minor}"
+
+    def options(self, architecture: str) -> tuple[str, ...]:
+        """See `compile_options`."""
+        return compile_options(architecture)
+
+    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
+        """A code object from HIPRTC."""
+        program = _hiprtc("hiprtcCreateProgram", source.encode(), b"kernel.hip", 0, None, None)
+        try:
+            encoded = [option.encode() for option in options]
+            (status,) = hiprtc.hiprtcCompileProgram(program, len(encoded), encoded)
+            if int(status):
+                log = bytearray(_hiprtc("hiprtcGetProgramLogSize", program))
+                _hiprtc("hiprtcGetProgramLog", program, log)
+                raise CompileError("HIPRTC could not compile the kernel source", log.rstrip(b"\0").decode())
+            image = bytearray(_hiprtc("hiprtcGetCodeSize", program))
+            _hiprtc("hiprtcGetCode", program, image)
+            return bytes(image)
+        finally:
+            _hiprtc("hiprtcDestroyProgram", program.createRef())
+
+
 class HipDriver:
     """AMD's driver. See `proxyccl.device.driver.Driver` for the methods.
 
@@ -137,11 +181,11 @@ class HipDriver:
 
     def __init__(self) -> None:
         _initialise()
+        self.compiler = HipCompiler()
 
     def versions(self) -> str:
         """Versions of the runtime and of the compiler."""
-        major, minor = _hiprtc("hiprtcVersion")
-        return f"HIP {_version(int(_call('hipRuntimeGetVersion')))}, HIPRTC {major}.{minor}"
+        return f"HIP {_version(int(_call('hipRuntimeGetVersion')))}, {self.compiler.version()}"
 
     def error_text(self, status: int) -> str:
         """The driver's name and words for a status."""
@@ -328,26 +372,6 @@ class HipDriver:
         return float(_call("hipEventElapsedTime", start, end))
 
     # -- kernels ---
-
-    def compile_options(self, architecture: str) -> tuple[str, ...]:
-        """See `compile_options`."""
-        return compile_options(architecture)
-
-    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A code object from HIPRTC."""
-        program = _hiprtc("hiprtcCreateProgram", source.encode(), b"kernel.hip", 0, None, None)
-        try:
-            encoded = [option.encode() for option in options]
-            (status,) = hiprtc.hiprtcCompileProgram(program, len(encoded), encoded)
-            if int(status):
-                log = bytearray(_hiprtc("hiprtcGetProgramLogSize", program))
-                _hiprtc("hiprtcGetProgramLog", program, log)
-                raise CompileError("HIPRTC could not compile the kernel source", log.rstrip(b"\0").decode())
-            image = bytearray(_hiprtc("hiprtcGetCodeSize", program))
-            _hiprtc("hiprtcGetCode", program, image)
-            return bytes(image)
-        finally:
-            _hiprtc("hiprtcDestroyProgram", program.createRef())
 
     def load_module(self, image: bytes) -> int:
         """Loads a code object."""

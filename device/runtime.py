@@ -276,8 +276,18 @@ class Runtime(Protocol):
         """Compiles a source (cached on disk). Raises CompileError."""
         ...
 
-    def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
-        """A kernel that ships, for an element type where it has one, and an operation where it is a reduction."""
+    def shipped(
+        self,
+        file: str,
+        kernel: str,
+        dtype: str | None = None,
+        op: str | None = None,
+        *,
+        compiled_only: bool = False,
+    ) -> Kernel:
+        """A kernel that ships, for an element type where it has one, and an operation where it is a reduction. With
+        `compiled_only` it raises CompileError instead of compiling it.
+        """
         ...
 
     def launch_target(self) -> LaunchTarget:

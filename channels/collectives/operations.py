@@ -50,7 +50,7 @@ _PLANS = 512
 Plan = Callable[[StreamLike], None]
 Key = tuple[Any, ...]
 
-_ALL_REDUCE = {
+ALL_REDUCE_KERNELS = {
     "one_shot": ("all_reduce_one_shot.h", "all_reduce_one_shot"),
     "recursive_doubling": ("all_reduce_recursive_doubling.h", "all_reduce_recursive_doubling"),
     "two_shot_packets": ("all_reduce_two_shot_packets.h", "all_reduce_two_shot_packets"),
@@ -281,7 +281,7 @@ class Collectives:
                     f"{algorithm} needs every rank's memory mapped, and some is not; use ring, two_shot or proxy",
                 )
             chosen = "two_shot"
-        file, name = _ALL_REDUCE[chosen]
+        file, name = ALL_REDUCE_KERNELS[chosen]
         kernel = self._comm.runtime.shipped(file, name, source.dtype.name, op)
         arrays = (source.ptr, target.ptr, source.size)
         if chosen in PACKET_ALGORITHMS and team.packets is not None:

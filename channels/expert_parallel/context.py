@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -58,6 +59,7 @@ class DispatchCombineContext:
         local_combine: bool = False,
         proxied: bool = False,
         owns_communicator: bool = False,
+        use_aot: bool = False,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -66,6 +68,16 @@ class DispatchCombineContext:
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(num_sm, runtime.launch_defaults.blocks)
+        shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
+        dispatch = shipped("expert_dispatch.h", "expert_dispatch")
+        scale = shipped("expert_combine.h", "expert_scale", config.token.name)
+        combines = {
+            name: shipped("expert_combine.h", "expert_combine", name)
+            for name in {config.token.name, config.weight.name}
+        }
+        if use_aot:  # those that are asked for later are loaded now
+            shipped("expert_dispatch.h", "expert_spread")
+            shipped("moves.h", "barrier")
         self.ep_config = config
         self.communicator = communicator
         self._owns_communicator = owns_communicator
@@ -83,16 +95,12 @@ class DispatchCombineContext:
         self._dispatch_call = ffi.new("ProxycclDispatch *")
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
-        dispatch = runtime.shipped("expert_dispatch.h", "expert_dispatch")
         self._grid = (self.blocks, threads)
         self._dispatch = dispatch.prepare(*self._grid, experts, bytes(ffi.buffer(self._dispatch_call)))
 
-        def typed(kernel: str, element: DType) -> Launch:
-            shipped = runtime.shipped("expert_combine.h", kernel, element.name)
-            return shipped.prepare(*self._grid, experts, bytes(ffi.buffer(self._combine_call)))
-
-        self._combine = {element.name: typed("expert_combine", element) for element in {config.token, config.weight}}
-        self._scale = typed("expert_scale", config.token)
+        filled = bytes(ffi.buffer(self._combine_call))
+        self._combine = {name: kernel.prepare(*self._grid, experts, filled) for name, kernel in combines.items()}
+        self._scale = scale.prepare(*self._grid, experts, filled)
         self._number = 0
         self._closed = False
 

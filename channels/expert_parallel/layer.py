@@ -142,6 +142,7 @@ class EPAll2AllLayer:
             num_sm=num_sm,
             local_combine=bool(enable_local_combine),
             owns_communicator=owned,
+            use_aot=bool(use_aot),
         )
         self._local_combine = bool(enable_local_combine)
         self._sent: PendingDispatch | None = None

@@ -292,10 +292,20 @@ class HostRuntime:
         library = self._load(compile_source(source, names, (*self._cxxflags, *options), include_dirs))
         return Module({name: self._kernel(library, name) for name in names})
 
-    def shipped(self, file: str, kernel: str, dtype: str | None = None, op: str | None = None) -> Kernel:
+    def shipped(
+        self,
+        file: str,
+        kernel: str,
+        dtype: str | None = None,
+        op: str | None = None,
+        *,
+        compiled_only: bool = False,
+    ) -> Kernel:
         """A shipped kernel from the library built at install, or compiled now where `cxxflags` were given."""
         name = "_".join(filter(None, (kernel, dtype, op)))
         if self._cxxflags:
+            if compiled_only:
+                raise CompileError(f"kernel {name} was not compiled beforehand with {' '.join(self._cxxflags)}")
             source = shipped_source(file, kernel, dtype, op)
             path = compile_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
         else:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from proxyccl.channels.collectives.operations import OPS
-from proxyccl.channels.tools import bench_collectives, bench_ring, info, options
+from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, info, options
 from proxyccl.device.arrays import reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -19,6 +19,15 @@ def _parser() -> argparse.ArgumentParser:
 
     info_parser = commands.add_parser("info", help="what this machine offers, and what to install for the rest")
     info_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
+
+    compile_parser = commands.add_parser("compile", help="compile shipped kernels now and not when they are first used")
+    compile_parser.add_argument(
+        "--arch",
+        action="append",
+        default=[],
+        metavar="ARCH",
+        help="for GPUs of this architecture, such as sm_90 or gfx942; may be given again (default: this machine's)",
+    )
 
     bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
@@ -71,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if parsed.command == "info":
             return info.run(as_json=parsed.json)
+        if parsed.command == "compile":
+            return compile_kernels.run(parsed.arch)
         if parsed.benchmark == "ring":
             return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
         if parsed.min_bytes > parsed.max_bytes:
