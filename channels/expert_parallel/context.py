@@ -68,6 +68,10 @@ class DispatchCombineContext:
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(num_sm, runtime.launch_defaults.blocks)
+        self.ep_config = config
+        self.communicator = communicator
+        self._owns_communicator = owns_communicator
+        self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         dispatch = shipped("expert_dispatch.h", "expert_dispatch")
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
@@ -78,10 +82,6 @@ class DispatchCombineContext:
         if use_aot:  # those that are asked for later are loaded now
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
-        self.ep_config = config
-        self.communicator = communicator
-        self._owns_communicator = owns_communicator
-        self.runtime_name = runtime.name
         self.workspace = ExpertWorkspace(
             communicator,
             config,

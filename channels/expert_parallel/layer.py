@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.expert_parallel.arguments import input_array, output_array
@@ -60,6 +61,9 @@ class EPAll2AllLayer:
 
     Calls are queued on the caller's stream. In the exact mode `dispatch` waits, on the CPU, for the number of rows that
     come, and for nothing else; with `max_recv_tokens` it waits for nothing and can be captured in a graph.
+
+    Where torch records gradients, `dispatch` and `combine` are recorded if an input requires one: on all ranks alike,
+    since the backward pass calls the layer too. Calls in two halves and `redispatch` are not.
 
     Args:
         ep_group: a `Communicator`, an MPI communicator or a torch process group. One that is no Communicator gets
@@ -214,6 +218,12 @@ class EPAll2AllLayer:
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
+        autograd = _recording(input, weight)
+        if autograd is not None:
+            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(
+                self, input, exp_indices, weight, full_scatter_indices, stream
+            )
+            return recorded
         tokens, ids, weights, scatter, stream = self._dispatch_arguments(
             input, exp_indices, weight, full_scatter_indices, stream
         )
@@ -359,6 +369,11 @@ class EPAll2AllLayer:
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
+        autograd = _recording(input, weights)
+        if autograd is not None:
+            if out is not None:
+                raise ArgumentError("out", "can't be given where torch records the call for a backward pass")
+            return autograd.combine(self, input, ep_a2a_layout_desc, weights, stream)
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
         output, target = self._combine_output(out, rows, desc)
         self.ctx.combine("combine", SEND | RECEIVE, desc, rows, scales, target, stream)
@@ -491,3 +506,15 @@ class EPAll2AllLayer:
 
     def _input(self, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
         return input_array(self.ctx.communicator, x, argument, shape, dtype)
+
+
+def _recording(*inputs: Any) -> ModuleType | None:
+    """What records a call for torch's backward pass, where one of its inputs asks for that."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.is_grad_enabled():
+        return None
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+        return None
+    from proxyccl.channels.expert_parallel import autograd
+
+    return autograd
