@@ -1,4 +1,4 @@
-"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs beside numerical ones and those of one process."""
+"""EPAll2AllLayer under torch's autograd: gradients of all ranks' inputs, beside numerical ones and one process's."""
 
 from __future__ import annotations
 
