@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from devices import world_sizes
+from devices import processes, world_sizes
 from running import TESTS, run_mpi
 from test_nvrtc import CUBIN, Nvrtc
 
@@ -62,6 +62,8 @@ KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (sourc
             "overlap.py": (2,),
             "fused.py": (2, 3),
             "custom_kernel.py": (2, 3),
+            "expert_parallel.py": (1, 3),
+            "expert_parallel_digits.py": (1, 3, 4),
         }.items()
         for world_size in world_sizes(*wanted, processes=True)
     ],
@@ -69,6 +71,12 @@ KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (sourc
 def test_an_example_checks_its_result_and_says_so(name: str, world_size: int) -> None:
     last = run_example(world_size, name).splitlines()[-1]
     assert last.startswith("OK: ")
+
+
+def test_the_expert_parallel_example_runs_with_torch() -> None:
+    pytest.importorskip("torch")
+    last = run_example(processes(2), "expert_parallel.py", "--torch", "--hidden", "256").splitlines()[-1]
+    assert last.startswith(f"OK: {processes(2)} ranks, torch on c")
 
 
 @pytest.mark.parametrize("name", sorted(KERNELS))
