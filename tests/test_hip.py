@@ -201,3 +201,28 @@ event.synchronize()
 print(event.query(), event.elapsed(start) >= 0, first.query())
 """)
     assert out == "True True True"
+
+
+def test_a_runtime_takes_what_proxyccl_compile_made(tmp_path: Path) -> None:
+    out = run(
+        """
+from proxyccl.__main__ import main
+from proxyccl.channels.tools import compile_kernels
+compile_kernels.COLLECTIVE_KERNELS = ()
+compile_kernels.EXPERT_KERNELS = (("expert_dispatch.h", "expert_spread", None, None),)
+runtime = open_runtime("hip")
+for attempt in range(2):
+    try:
+        print(runtime.shipped("expert_dispatch.h", "expert_spread", compiled_only=True).name)
+    except CompileError as error:
+        print(error)
+        print(main(["compile"]))
+""",
+        PROXYCCL_CACHE=str(tmp_path),
+        PROXYCCL_RUNTIME="hip",
+    )
+    refusal, compiled, status, name = out.splitlines()
+    assert refusal == "kernel expert_spread was not compiled for gfx942 beforehand; run: proxyccl compile"
+    assert compiled.startswith("gfx942: 1 compiled in ")
+    assert (status, name) == ("0", "expert_spread")
+    assert len(list(tmp_path.iterdir())) == 1
