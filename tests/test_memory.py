@@ -300,3 +300,23 @@ def test_the_cache_maps_a_handle_once_and_keeps_what_was_used_last() -> None:
     assert cache.acquire(b"c") is made[b"c"]
     cache.close()
     assert all(memory.closed for memory in made.values())
+
+
+def test_idle_mappings_make_way_for_what_took_the_place_of_freed_memory() -> None:
+    mapped: dict[bytes, Opened] = {}
+
+    def open_handle(handle: bytes) -> Opened:
+        if any(not memory.closed for memory in mapped.values()):
+            raise ArgumentError("handle", "already mapped")
+        mapped[handle] = Opened()
+        return mapped[handle]
+
+    one, other = HandleCache(open_handle), HandleCache(open_handle)
+    one.acquire(b"old")
+    with pytest.raises(ArgumentError):  # in use: nothing makes way
+        other.acquire(b"new")
+    one.release(b"old")
+    assert other.acquire(b"new") is mapped[b"new"]
+    assert mapped[b"old"].closed
+    one.close()
+    other.close()

@@ -35,6 +35,7 @@ LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 
 _SPINS = 2000  # looks at the report before the thread gives way: a count takes some 20 us on a GPU
 _HOST_THREADS = 16
+_TOKENS_PER_BLOCK = 8
 
 
 class DispatchCombineContext:
@@ -67,7 +68,8 @@ class DispatchCombineContext:
             raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
-        self.blocks = min(num_sm, runtime.launch_defaults.blocks)
+        # A block's counts go to every other, so there are no more than have something to do.
+        self.blocks = min(num_sm, runtime.launch_defaults.blocks, -(-config.max_tokens // _TOKENS_PER_BLOCK))
         self.ep_config = config
         self.communicator = communicator
         self._owns_communicator = owns_communicator
@@ -178,8 +180,7 @@ class DispatchCombineContext:
         self._number += 1
         name = call + (" with weights" if weights is not None else "") + (" by indices" if scatter is not None else "")
         self._agree(name, self.ep_config.token.name, self._number)
-        given = scatter.owner if scatter is not None else None
-        return EPAllToAllLayoutDesc(self, self._number, tokens.shape[0], tokens.owner, scatter=given)
+        return EPAllToAllLayoutDesc(self, self._number, tokens.shape[0], tokens.owner, scatter=scatter)
 
     def begin(
         self,
@@ -379,6 +380,14 @@ class DispatchCombineContext:
         if self.runtime_name == "host" and not isinstance(like, Array):
             return np.empty(shape, element.numpy())
         return self.communicator.empty(shape, element)
+
+    def download_view(self, view: ArrayView) -> NDArray[Any]:
+        """The same of a view."""
+        self.communicator.synchronize()
+        values = np.empty(view.shape, view.dtype.numpy())
+        if view.nbytes:
+            self.communicator.runtime.copy(values.ctypes.data, view.ptr, view.nbytes)
+        return values
 
     def download(self, array: Any) -> NDArray[Any]:
         """A copy in host memory, when what is queued has been done."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays import as_view
+from proxyccl.device.arrays import ArrayView, as_view
 
 if TYPE_CHECKING:
     from proxyccl.channels.expert_parallel.context import DispatchCombineContext
@@ -32,7 +32,13 @@ class EPAllToAllLayoutDesc:
     """
 
     def __init__(
-        self, context: DispatchCombineContext, number: int, tokens: int, like: Any, *, scatter: Any = None
+        self,
+        context: DispatchCombineContext,
+        number: int,
+        tokens: int,
+        like: Any,
+        *,
+        scatter: ArrayView | None = None,
     ) -> None:
         self._context = context
         self._like = like
@@ -158,7 +164,7 @@ class EPAllToAllLayoutDesc:
                 rows[kept] = first[slots[kept], source] + positions[kept]
             else:
                 begin = int(tokens[:source].sum())
-                given = context.download(self._scatter)[begin : begin + len(ids)].reshape(-1).astype(np.int64)
+                given = context.download_view(self._scatter)[begin : begin + len(ids)].reshape(-1).astype(np.int64)
                 rows = given - rows_before[np.minimum(slots // per_rank, config.world_size - 1)]
             if node != own_node:
                 kept = kept & (slots // (per_rank * config.local_world_size) == own_node)

@@ -91,7 +91,7 @@ class ExpertWorkspace:
         e.slab_bytes = _aligned(blocks * (e.routing_bytes + e.segment_bytes))
         e.partial_bytes = blocks * e.return_segment_bytes
 
-        groups = max(1, threads // (1 if runtime.name == "host" else 32))
+        groups = threads  # at most: a kernel knows how many threads make a group
         areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
         e.routed = areas.take(8 * ranks * blocks)
         e.sent = areas.take(8 * ranks * blocks * groups)
