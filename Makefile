@@ -13,9 +13,9 @@ ROCM_ON_HOST := build/rocm-on-host
 ROCM_ON_CUDA := build/rocm-on-cuda
 FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
   -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
-HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py \
-  test_staged_transport.py \
-  test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type
+HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py test_staged_transport.py \
+  test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type \
+  test_dispatch_combine.py::test_sizes
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 SOFT_ROCE := tests/soft_roce
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from proxyccl.channels import proxy_channel, sm_channel
 from proxyccl.channels.bootstrap import MpiBootstrap, TorchBootstrap, as_bootstrap
@@ -90,6 +90,14 @@ def _refuse_daemon() -> None:
         raise ArgumentError("PROXYCCL_PROXY", f"{where!r} is neither 'thread' nor 'daemon'")
     if where == "daemon":
         raise RuntimeUnavailableError("PROXYCCL_PROXY=daemon: the node daemon is not part of this version")
+
+
+class Shared(Protocol):
+    """What holds memory that peers' kernels reach."""
+
+    def close(self) -> None:
+        """Frees it. No kernel of any rank uses it any more."""
+        ...
 
 
 class Communicator:
@@ -173,6 +181,7 @@ class Communicator:
         pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
         self.mappings = HandleCache(self.runtime.open)
         self._connections: dict[int, Connection] = {}
+        self._shared: list[Shared] = []
         self._call_log = CallLog(self.control, self._segments)
         self._collectives = Collectives(self)
         self._last_stream: int | None = None
@@ -693,6 +702,14 @@ class Communicator:
             self._connections[peer] = self.proxy.connect_copy(peer=peer) if by_copy else self.rdma.connect(peer)
         return self._connections[peer]
 
+    def keep(self, shared: Shared) -> None:
+        """Keeps alive, until the end or `let_go`, what peers' kernels may reach when its user has forgotten it."""
+        self._shared.append(shared)
+
+    def let_go(self, shared: Shared) -> None:
+        """Ends `keep`."""
+        self._shared.remove(shared)
+
     def drain(self) -> None:
         """Waits until this rank's proxy has moved all that kernels which have ended asked for.
 
@@ -760,6 +777,8 @@ class Communicator:
         self.mappings.close()
         if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it
             self._collectives.close()
+            while self._shared:
+                self._shared.pop().close()
         for segment in self._segments.values():
             segment.close()
         self.control.close()

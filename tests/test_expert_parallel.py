@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
 from functools import cached_property
@@ -730,6 +732,21 @@ def test_finalized_layers_give_back_what_they_took(local_world_size: int) -> Non
         check(comm, plan)
 
     run_ranks(2, body, local_world_size=local_world_size)
+
+
+def test_a_forgotten_layer_keeps_what_its_peers_reach() -> None:
+    """A rank may be done with a call before its peers are, and free nothing that they still write to."""
+    plan = plan_of(Case((4, 6)))
+
+    def body(comm: Communicator) -> None:
+        workspace = weakref.ref(plan.case.layer(comm).ctx.workspace)
+        gc.collect()
+        assert workspace() is not None
+        comm.close()
+        gc.collect()
+        assert workspace() is None
+
+    run_ranks(2, body)
 
 
 # -- groups, configuration and buffers ---

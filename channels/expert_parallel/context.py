@@ -92,6 +92,7 @@ class DispatchCombineContext:
             local_combine=local_combine,
             proxied=proxied,
         )
+        communicator.keep(self.workspace)  # a rank may be done with a call, and forget its layer, before its peers are
         self._capacity = capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         self._dispatch_call = ffi.new("ProxycclDispatch *")
@@ -133,6 +134,7 @@ class DispatchCombineContext:
             comm.synchronize()
             comm.drain()
             comm.all_gather_bytes(b"", "finalize")  # nobody frees what a peer may still write to
+            comm.let_go(self.workspace)
             self.workspace.close()
         if self._owns_communicator:
             comm.close()

@@ -156,7 +156,8 @@ class ExpertWorkspace:
 
     def close(self) -> None:
         """Frees memory and channels. No kernel of any rank may use them any more, and all proxies have drained."""
-        free_handles(self._communicator, self._channels)
+        if not self._communicator.closed:
+            free_handles(self._communicator, self._channels)
         self._memory.close()
         self._workspace.free()
         self._tables.close()
