@@ -65,6 +65,7 @@ RESULTS := benchmarks/results
 bench-gpu:
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_reduce.py --json $(RESULTS)/all_reduce_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_to_all.py --json $(RESULTS)/all_to_all_$(RANKS).json
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/expert_parallel.py --json $(RESULTS)/expert_parallel_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/put_signal.py --json $(RESULTS)/put_signal_2.json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json

@@ -51,6 +51,18 @@ ISSUE_US = 5.0
 """Aimed at: CPU time to issue a prepared collective, where a torch elementwise add takes 4.9."""
 
 
+_EXPERT_PARALLEL_US = {
+    128: {"dispatch": 27.2, "combine": 26.8, "both": 42.4},
+    4096: {"dispatch": 483.0, "combine": 494.0},
+}
+"""FlashInfer's one-sided calls on 4 GPUs, which take the whole GPU and leave rows by rank: aimed at with 24 SMs."""
+
+
+def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
+    """The best peer's time of "dispatch", "combine" or "both", whatever else the name says; None if not measured."""
+    return _EXPERT_PARALLEL_US.get(tokens, {}).get(call.split(",", maxsplit=1)[0]) if ranks == 4 else None
+
+
 def all_reduce_us(ranks: int, nbytes: int) -> float | None:
     """The best peer's time, MSCCL++ included, or None where it was not measured."""
     times = _ALL_REDUCE_US.get(ranks)

@@ -104,8 +104,28 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer]) ->
             Contender(f"both, {name}", True, pair, lambda: poison(combined), lambda _: differing(combined, summed)),
         ]
 
+    def in_float8(name: str, layer: EPAll2AllLayer) -> Contender:
+        state: dict[str, Any] = {}
+        blocks = routing.rows.float().view(len(routing.rows), hidden // 128, 128)
+        expected = (
+            (blocks * (448 / blocks.abs().amax(-1, keepdim=True)))
+            .to(torch.float8_e4m3fn)
+            .view(len(routing.rows), hidden)
+            .view(torch.uint8)
+        )
+
+        def dispatch() -> None:
+            (state["rows"], _), _, _ = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+
+        def wrong() -> int:
+            return differing(state["rows"].view(torch.uint8)[: len(expected)], expected)
+
+        return Contender(
+            f"dispatch, {name}", True, dispatch, lambda: "rows" in state and poison(state["rows"]), lambda _: wrong()
+        )
+
     for name, layer in layers.items():
-        found += ours(name, layer)
+        found += [in_float8(name, layer)] if layer.quantized else ours(name, layer)
 
     out, back = ([*routing.crossing], [*routing.arriving])
     sent = torch.ones(sum(out), hidden, dtype=dtype, device=job.device)
@@ -153,8 +173,13 @@ def main() -> int:
                 if not job.in_time():
                     skipped.append(f"{count} tokens, {blocks} SMs")
                     continue
+                kinds: dict[str, dict[str, Any]] = {
+                    ", local": {"enable_local_combine": True},
+                    "": {},
+                    ", float8": {"dispatch_dtype": torch.float8_e4m3fn},
+                }
                 layers = {
-                    f"{blocks} SMs{', local' if local else ''}": EPAll2AllLayer(
+                    f"{blocks} SMs{kind}": EPAll2AllLayer(
                         job.comm,
                         count,
                         parsed.hidden,
@@ -165,10 +190,10 @@ def main() -> int:
                         job.ranks,
                         dtype=dtype,
                         num_sm=blocks,
-                        enable_local_combine=local,
                         max_recv_tokens=routing.most_rows,
+                        **options,
                     )
-                    for local in (True, False)
+                    for kind, options in kinds.items()
                 }
                 timings = job.measure(contenders(job, routing, layers), parsed.repeats)
                 nbytes = job.world.allreduce(sum(routing.crossing)) // job.ranks * parsed.hidden * dtype.itemsize

@@ -166,6 +166,25 @@ def all_to_all_section(result: Result) -> list[str]:
     return lines
 
 
+def expert_parallel_section(result: Result) -> list[str]:
+    """Table of MoE dispatch and combine."""
+    rows = []
+    for row in result["results"]:
+        aim = aims.expert_parallel_us(result["world_size"], row["count"], row["name"]) if row["ours"] else None
+        name = f"{row['name']} (ours)" if row["ours"] else row["name"]
+        figures = (number(row["time_us"]), number(row["best_us"]), number(row["busbw_gbs"], 1), number(aim, 1))
+        rows.append([str(row["count"]), name, *figures])
+    return [
+        f"## MoE dispatch and combine on {result['world_size']} GPUs",
+        "",
+        *origin(result),
+        f"Hidden {result['hidden']}, top {result['topk']} of {result['experts']} experts, bfloat16. "
+        + wrong_line(sum(row["wrong"] for row in result["results"])),
+        "",
+        *table(["tokens of a rank", "call", "median, µs", "best, µs", "over the link, GB/s", "aim, µs"], rows),
+    ]
+
+
 def launch_cost_section(result: Result) -> list[str]:
     """Table of CPU times."""
     return [
@@ -307,6 +326,7 @@ SECTIONS: dict[str, Callable[[Result], list[str]]] = {
     "all_to_all": all_to_all_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
+    "expert_parallel": expert_parallel_section,
     "launch_cost": launch_cost_section,
     "rdma_writes": rdma_writes_section,
 }

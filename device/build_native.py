@@ -60,7 +60,8 @@ typedef struct {
   uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
 
-enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_EXPERT_ROUTE,
+enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
+       PROXYCCL_EXPERT_ROUTE,
        PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
        PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
@@ -86,9 +87,10 @@ typedef struct {
   int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; ...;
 } ProxycclExpertLayout;
 typedef struct {
-  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t again; uint64_t ticket; uint64_t row_bytes;
+  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t again; uint64_t ticket; uint32_t scale_bytes;
+  uint64_t row_bytes;
   const char *input; const int32_t *expert_ids; const char *weights; const int32_t *scatter; char *output;
-  char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
+  char *output_scales; char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
 } ProxycclDispatch;
 typedef struct {
   uint32_t phases; uint32_t tokens; uint64_t hidden; const char *rows; const float *weights; char *output;

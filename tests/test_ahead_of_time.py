@@ -85,7 +85,7 @@ def test_a_layer_asks_for_no_kernel_that_the_command_does_not_compile(monkeypatc
 @COMPILER_ALONE
 def test_the_command_compiles_for_an_architecture_that_is_not_here(empty_cache: Path) -> None:
     made, before = compile_kernels(ARCHITECTURE, EXPERT_KERNELS)
-    assert (made, before) == (10, 0)  # dispatch and spread lie in one
+    assert (made, before) == (15, 0)  # dispatch and spread lie in one
     images = b"".join(path.read_bytes() for path in empty_cache.iterdir())
     for _, kernel, dtype, op in EXPERT_KERNELS:
         name = "_".join(filter(None, (kernel, dtype, op)))

@@ -32,6 +32,7 @@ GATHER: int = lib.PROXYCCL_EXPERT_GATHER
 SEND: int = lib.PROXYCCL_EXPERT_SEND
 RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
+SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
 
 _SPINS = 2000  # looks at the report before the thread gives way: a count takes some 20 us on a GPU
 _HOST_THREADS = 16
@@ -61,6 +62,7 @@ class DispatchCombineContext:
         proxied: bool = False,
         owns_communicator: bool = False,
         use_aot: bool = False,
+        quantized: bool = False,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -81,6 +83,8 @@ class DispatchCombineContext:
             name: shipped("expert_combine.h", "expert_combine", name)
             for name in {config.token.name, config.weight.name}
         }
+        quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantized else None
+        self._pack = shipped("expert_quantize.h", "expert_pack") if quantized else None
         if use_aot:  # those that are asked for later are loaded now
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
@@ -104,6 +108,8 @@ class DispatchCombineContext:
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self._grid, experts, filled) for name, kernel in combines.items()}
         self._scale = scale.prepare(*self._grid, experts, filled)
+        self._quantize = quantize.prepare(*self._grid, experts, filled) if quantize is not None else None
+        self._scale_bytes = 4 * config.hidden // SCALED_ELEMENTS if quantized else 0
         self._number = 0
         self._closed = False
 
@@ -250,12 +256,12 @@ class DispatchCombineContext:
         weights: ArrayView | None,
         scatter: ArrayView | None,
         rows: int,
-        output: tuple[ArrayView | None, ArrayView | None] | None,
+        output: tuple[ArrayView | None, ...] | None,
         received: ArrayView | None,
         stream: StreamLike,
     ) -> None:
-        """Queues the end of a dispatch, into the first `rows` rows of `output`, which are rows and weights; None takes
-        nothing in.
+        """Queues the end of a dispatch, into the first `rows` rows of `output`, which are rows, weights, and scales in
+        a layer that has them; None takes nothing in.
         """
         desc.size_rows(rows if output is not None else 0)
         call = self._fill_dispatch(phases, tokens, desc)
@@ -264,13 +270,11 @@ class DispatchCombineContext:
         call.scatter = ffi.cast("int32_t *", scatter.ptr if scatter is not None else 0)
         kept: list[object] = [desc, desc.table_owners, tokens.owner, expert_ids.owner]
         if output is not None:
-            call.capacity = rows
-            if output[0] is not None:
-                call.output = ffi.cast("char *", output[0].ptr)
-                kept.append(output[0].owner)
-            if output[1] is not None:
-                call.output_weights = ffi.cast("char *", output[1].ptr)
-                kept.append(output[1].owner)
+            call.capacity, call.scale_bytes = rows, self._scale_bytes
+            for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
+                if view is not None:
+                    setattr(call, name, ffi.cast("char *", view.ptr))
+                    kept.append(view.owner)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
             kept.append(received.owner)
@@ -286,6 +290,29 @@ class DispatchCombineContext:
         call.expert_ids = ffi.cast("int32_t *", own)
         self._agree("redispatch", tokens.dtype.name, desc.number)
         self._launch(self._dispatch, call, stream, (desc, desc.table_owners, tokens.owner, output.owner))
+
+    def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
+        """Queues what makes float8 rows of tokens, with their scales behind them: uint8 [T, hidden + scales]."""
+        assert self._quantize is not None
+        packed = self._packed(tokens)
+        call = self._combine_call
+        call.tokens, call.hidden = tokens.shape
+        call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
+        self._launch(self._quantize, call, stream, (tokens.owner, packed.owner))
+        return packed
+
+    def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
+        """Queues the same from rows that are in float8 already, and their scales."""
+        assert self._pack is not None
+        packed = self._packed(rows)
+        pointers = (rows.ptr, scales.ptr, packed.ptr)
+        launch = self._pack.prepare(*self._grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
+        self.communicator.launch(launch, stream, (rows.owner, scales.owner, packed.owner))
+        return packed
+
+    def _packed(self, rows: ArrayView) -> ArrayView:
+        shape = (rows.shape[0], self.ep_config.hidden + self._scale_bytes)
+        return self.communicator.collectives.input(self.new_array(rows.owner, shape, "uint8"), "input")
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call

@@ -14,6 +14,7 @@ from proxyccl.channels.expert_parallel.context import (
     LAYOUT,
     RECEIVE,
     ROUTE,
+    SCALED_ELEMENTS,
     SEND,
     DispatchCombineContext,
     agree_on,
@@ -21,12 +22,14 @@ from proxyccl.channels.expert_parallel.context import (
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError
 
 if TYPE_CHECKING:
     from proxyccl.device.runtime import StreamLike
 
 
+_FLOAT8 = "float8_e4m3fn"
 _OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # of what EPConfig calls otherwise
 
 
@@ -82,6 +85,8 @@ class EPAll2AllLayer:
             result is rounded twice. For one node.
         use_aot: take kernels that were compiled beforehand (`proxyccl compile`), and none that would have to be now.
         max_recv_tokens: None for outputs of the exact size, or the number of rows that every output has.
+        dispatch_dtype: None to send tokens as they are, or "float8_e4m3fn" to send them in float8: each 128 elements
+            of a row share a float32 scale, and element times scale is the value. `combine` keeps to `dtype`.
         capacity: see `DispatchCombineContext.create`.
 
     Raises:
@@ -107,6 +112,7 @@ class EPAll2AllLayer:
         use_aot: bool = False,
         *,
         max_recv_tokens: int | None = None,
+        dispatch_dtype: Any = None,
         capacity: int = 2,
     ) -> None:
         try:
@@ -130,15 +136,24 @@ class EPAll2AllLayer:
             raise ArgumentError("enable_local_combine", "is for one node; across nodes each node's sum is sent")
         if max_recv_tokens is not None and (not isinstance(max_recv_tokens, int) or max_recv_tokens < 1):
             raise ArgumentError("max_recv_tokens", f"must be a positive number of rows, not {max_recv_tokens!r}")
+        if dispatch_dtype is not None:
+            if as_dtype(dispatch_dtype, "dispatch_dtype").name != _FLOAT8:
+                raise ArgumentError("dispatch_dtype", f"{dispatch_dtype!r} is neither None nor {_FLOAT8}")
+            if hidden % SCALED_ELEMENTS:
+                raise ArgumentError(
+                    "hidden", f"{hidden} is no multiple of {SCALED_ELEMENTS}, which have a scale in common"
+                )
         communicator, owned = as_communicator(ep_group, config)
         options = {
             "num_sm": num_sm,
             "enable_local_combine": bool(enable_local_combine),
             "max_recv_tokens": max_recv_tokens,
+            "dispatch_dtype": None if dispatch_dtype is None else _FLOAT8,
         }
         agree_on(communicator, config, options, _OWN_NAMES)
         self.ep_config = config
         self.max_recv_tokens = max_recv_tokens
+        self.quantized = dispatch_dtype is not None
         self.ctx = DispatchCombineContext(
             communicator,
             config,
@@ -146,6 +161,7 @@ class EPAll2AllLayer:
             num_sm=num_sm,
             local_combine=bool(enable_local_combine),
             owns_communicator=owned,
+            quantized=dispatch_dtype is not None,
             use_aot=bool(use_aot),
         )
         self._local_combine = bool(enable_local_combine)
@@ -196,7 +212,8 @@ class EPAll2AllLayer:
         """Sends each token to its experts.
 
         Args:
-            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
+            input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
+                also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`.
             weight: [T, topk] of `weight_dtype`, to be sent along, or None; on all ranks alike.
@@ -208,7 +225,8 @@ class EPAll2AllLayer:
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
             then token, then k, unless full_scatter_indices say otherwise; their weights, [R], or None; and the
-            descriptor. With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are
+            descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of
+            float32. With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are
             filled.
 
         Raises:
@@ -218,7 +236,7 @@ class EPAll2AllLayer:
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        autograd = _recording(input, weight)
+        autograd = None if self.quantized else _recording(input, weight)
         if autograd is not None:
             recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(
                 self, input, exp_indices, weight, full_scatter_indices, stream
@@ -308,8 +326,7 @@ class EPAll2AllLayer:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must be let pass
             self.ctx.receive(end, desc, *arguments, 0, None, None, stream)
             raise self._bad_expert(*bad)
-        output, weights = self._new_output(pending, rows)
-        views = self._view(output), None if weights is None else self._view(weights)
+        output, weights, views = self._new_output(pending, rows)
         self.ctx.receive(phases, desc, *arguments, rows, views, None, stream)
         self._check_if_done(stream)
         return output, weights, desc
@@ -319,7 +336,7 @@ class EPAll2AllLayer:
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         assert self.max_recv_tokens is not None
         desc = pending.desc
-        output, weights = self._new_output(pending, self.max_recv_tokens)
+        output, weights, views = self._new_output(pending, self.max_recv_tokens)
         desc.num_recv_tokens = self.ctx.new_array(pending.tokens.owner, (1,), "int32")
         self.ctx.receive(
             phases,
@@ -329,17 +346,23 @@ class EPAll2AllLayer:
             pending.weights,
             pending.scatter,
             self.max_recv_tokens,
-            (self._view(output), None if weights is None else self._view(weights)),
+            views,
             self._view(desc.num_recv_tokens),
             stream,
         )
         self._check_if_done(stream)
         return output, weights, desc
 
-    def _new_output(self, pending: PendingDispatch, rows: int) -> tuple[Any, Any]:
-        config, like = self.ep_config, pending.tokens.owner
-        output = self.ctx.new_array(like, (rows, config.hidden), config.token)
-        return output, None if pending.weights is None else self.ctx.new_array(like, (rows,), config.weight)
+    def _new_output(self, pending: PendingDispatch, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
+        """What the caller gets: rows and weights; and where they, and the scales of the rows, lie."""
+        config, like, new = self.ep_config, pending.tokens.owner, self.ctx.new_array
+        weights = None if pending.weights is None else new(like, (rows,), config.weight)
+        output = new(like, (rows, config.hidden), _FLOAT8 if self.quantized else config.token)
+        views = self._view(output), None if weights is None else self._view(weights)
+        if not self.quantized:
+            return output, weights, views
+        scales = new(like, (rows, config.hidden // SCALED_ELEMENTS), "float32")
+        return (output, scales), weights, (*views, self._view(scales))
 
     # -- combine ---
 
@@ -449,7 +472,11 @@ class EPAll2AllLayer:
     ) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None, StreamLike]:
         self._refuse_under_way()
         config = self.ep_config
-        tokens = self._input(input, "input", (-1, config.hidden), config.token.name)
+        given = isinstance(input, tuple)
+        if given and (not self.quantized or len(input) != 2):
+            raise ArgumentError("input", "a pair of rows and scales is for a layer with dispatch_dtype")
+        rows, dtype = (input[0], _FLOAT8) if given else (input, config.token.name)
+        tokens = self._input(rows, "input", (-1, config.hidden), dtype)
         count = tokens.shape[0]
         if count > config.max_tokens:
             raise ArgumentError("input", f"{count} tokens are more than max_tokens, {config.max_tokens}")
@@ -459,7 +486,12 @@ class EPAll2AllLayer:
             weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
         if full_scatter_indices is not None:
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
-        stream = self._stream(stream, input)
+        stream = self._stream(stream, rows)
+        if given:
+            shape = (count, config.hidden // SCALED_ELEMENTS)
+            tokens = self.ctx.pack(tokens, self._input(input[1], "input", shape, "float32"), stream)
+        elif self.quantized:
+            tokens = self.ctx.quantize(tokens, stream)
         return tokens, ids, weights, scatter, stream
 
     def _combine_arguments(

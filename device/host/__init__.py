@@ -358,6 +358,7 @@ class HostRuntime:
 _LIBRARY_OF = {
     "expert_dispatch.h": "experts",
     "expert_combine.h": "experts",
+    "expert_quantize.h": "experts",
     "": "moves",
     "float32": "float",
     "float64": "float",

@@ -328,12 +328,4 @@ PROXYCCL_DEVICE void expert_scale(const ProxycclExperts&, const ProxycclCombine&
 
 }  // namespace proxyccl
 
-// A kernel `name` from the template `kernel` for one element type.
-#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                             \
-  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1) \
-      name(const ProxycclExperts experts, const ProxycclCombine call) {    \
-    ::proxyccl::kernel<T>(experts, call);                                  \
-  }                                                                        \
-  PROXYCCL_EXPORT_KERNEL(name)
-
 #endif

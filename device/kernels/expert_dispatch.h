@@ -470,7 +470,8 @@ class Dispatch {
     group.sync();
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       const int32_t row = space.row[k];
-      entry->at = call_.output + row * call_.row_bytes;
+      entry->at = call_.output + row * (call_.row_bytes - call_.scale_bytes);
+      entry->number = row;
       return row >= 0;
     });
     if (space.count != 0) {
@@ -482,11 +483,29 @@ class Dispatch {
           from = slab + rowAt(place);
         }
         const Piece piece(call_.row_bytes, segment, item);
-        copyToEach(space.at, space.count, piece.begin, from + piece.begin, piece.end - piece.begin, group.lane);
+        const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where they begin in the row
+        const uint64_t end = piece.end < scales ? piece.end : scales;
+        if (piece.begin < end)
+          copyToEach(space.at, space.count, piece.begin, from + piece.begin, end - piece.begin, group.lane);
+        if (piece.end > scales) copyScales(group, from, piece.begin > scales ? piece.begin : scales, piece.end);
       }
       if (tell) describeRows(group, routing, i);
     }
     group.sync();
+  }
+
+  // By a group: bytes [begin, end) of a row, which are scales, to those of each of the rows that it has listed.
+  PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const {
+    const GroupSpace& space = group.space();
+    const float* scales = reinterpret_cast<const float*>(from + begin);
+    const uint64_t before = begin - (call_.row_bytes - call_.scale_bytes);
+    for (uint64_t i = group.lane; i < (end - begin) / sizeof(float); i += kGroupLanes) {
+      const float scale = scales[i];
+      for (uint32_t slot = 0; slot < space.count; ++slot) {
+        char* row = call_.output_scales + static_cast<uint64_t>(space.number[slot]) * call_.scale_bytes;
+        reinterpret_cast<float*>(row + before)[i] = scale;
+      }
+    }
   }
 
   // The row here of a slot of a token.

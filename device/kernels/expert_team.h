@@ -8,6 +8,7 @@
 
 #include "experts.h"
 #include "proxyccl/copy.h"
+#include "proxyccl/kernel.h"
 #include "proxyccl/proxyccl.h"
 
 namespace proxyccl {
@@ -283,5 +284,13 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
 }
 
 }  // namespace proxyccl
+
+// A kernel `name` from the template `kernel` for one element type.
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                             \
+  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1) \
+      name(const ProxycclExperts experts, const ProxycclCombine call) {    \
+    ::proxyccl::kernel<T>(experts, call);                                  \
+  }                                                                        \
+  PROXYCCL_EXPORT_KERNEL(name)
 
 #endif

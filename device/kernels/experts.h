@@ -26,6 +26,7 @@ enum {
   PROXYCCL_MAX_TOPK = 16,
   PROXYCCL_EXPERT_THREADS = 512, /* in a block of these kernels on a GPU, and the most elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
+  PROXYCCL_SCALED_ELEMENTS = 128, /* that have a scale in common, where rows are sent in float8 */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and tell everyone */
   PROXYCCL_EXPERT_GATHER = 2,  /* hear everyone's counts, and report them to the CPU */
@@ -114,12 +115,14 @@ typedef struct ProxycclDispatch {
   uint32_t capacity; /* rows of the output */
   uint32_t again;    /* by a layout that exists: nothing is counted */
   uint64_t ticket;   /* for the report */
+  uint32_t scale_bytes; /* the end of each row, which goes to output_scales */
   uint64_t row_bytes;
   const char* input;           /* [tokens][row_bytes] */
   const int32_t* expert_ids;   /* [tokens][topk] */
   const char* weights;         /* [tokens][topk], or null */
   const int32_t* scatter;      /* [all ranks' tokens][topk], or null */
-  char* output;                /* [capacity][row_bytes] */
+  char* output;                /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;         /* [capacity][scale_bytes] */
   char* output_weights;        /* [capacity], or null */
   int32_t* received;           /* how many rows there are, or null */
   ProxycclExpertLayout layout;
