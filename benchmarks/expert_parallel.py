@@ -197,7 +197,12 @@ def main() -> int:
                 }
                 timings = job.measure(contenders(job, routing, layers), parsed.repeats)
                 nbytes = job.world.allreduce(sum(routing.crossing)) // job.ranks * parsed.hidden * dtype.itemsize
-                rows += show(job, table, Case(nbytes, count, parsed.dtype, None, 1.0), timings)
+                # In float8 an element has one byte, and 128 have a scale of four.
+                scaled = nbytes // dtype.itemsize * (128 + 4) // 128
+                for size, quantized in ((nbytes, False), (scaled, True)):
+                    shown = [timing for timing in timings if timing.name.endswith("float8") is quantized]
+                    kind = "float8_e4m3fn" if quantized else parsed.dtype
+                    rows += show(job, table, Case(size, count, kind, None, 1.0), shown)
                 for layer in layers.values():
                     layer.finalize()
         report: Report = {
