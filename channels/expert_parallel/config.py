@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from proxyccl.device._native import lib
@@ -94,12 +95,12 @@ class EPConfig:
         """Number of nodes."""
         return self.world_size // self.local_world_size
 
-    @property
+    @cached_property
     def token(self) -> DType:
         """`token_dtype` as the library knows it."""
         return as_dtype(self.token_dtype)
 
-    @property
+    @cached_property
     def weight(self) -> DType:
         """`weight_dtype` as the library knows it."""
         return as_dtype(self.weight_dtype)

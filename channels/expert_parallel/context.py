@@ -410,6 +410,13 @@ class DispatchCombineContext:
             return np.empty(shape, element.numpy())
         return self.communicator.empty(shape, element)
 
+    @staticmethod
+    def address(array: Any) -> int:
+        """Where an array of `new_array` lies."""
+        if hasattr(array, "data_ptr"):
+            return int(array.data_ptr())
+        return int(array.ptr if isinstance(array, Array) else array.__array_interface__["data"][0])
+
     def download_view(self, view: ArrayView) -> NDArray[Any]:
         """The same of a view."""
         self.communicator.synchronize()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays import ArrayView, as_view
+from proxyccl.device.arrays import ArrayView
 
 if TYPE_CHECKING:
     from proxyccl.channels.expert_parallel.context import DispatchCombineContext
@@ -44,6 +44,7 @@ class EPAllToAllLayoutDesc:
         self._like = like
         self._scatter = scatter
         self._tables: Tables = {}
+        self._pointers: dict[str, int] = {}
         config = context.ep_config
         nodes, ranks = context.workspace.nodes, config.world_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -61,10 +62,9 @@ class EPAllToAllLayoutDesc:
         self.num_recv_tokens: Any = None
         self.rows = 0
 
-    def _allocate(self, name: str, shape: tuple[int, ...]) -> Any:
+    def _allocate(self, name: str, shape: tuple[int, ...]) -> None:
         table = self._context.new_array(self._like, shape, "int32")
-        self._tables[name] = table
-        return table
+        self._tables[name], self._pointers[name] = table, self._context.address(table)
 
     def size_rows(self, rows: int) -> None:
         """Makes the tables that have an entry for each row of the output."""
@@ -85,13 +85,12 @@ class EPAllToAllLayoutDesc:
 
     def pointer(self, name: str) -> int:
         """Address of a table."""
-        return as_view(self._tables[name], name, gpu=self._context.runtime_name).ptr
+        return self._pointers[name]
 
     def fill(self, layout: Any) -> None:
         """Fills a ProxycclExpertLayout."""
-        for name in self._tables:
-            if name != "received":
-                setattr(layout, name, ffi.cast("int32_t *", self.pointer(name)))
+        for name, pointer in self._pointers.items():
+            setattr(layout, name, ffi.cast("int32_t *", pointer))
 
     # -- what a caller may look at ---
 
