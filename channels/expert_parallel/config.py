@@ -14,6 +14,7 @@ TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 _MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit numbers in the tables
+_MAX_TOKENS = 2**24  # kernels multiply them by the number of their blocks in 32 bits
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,8 @@ class EPConfig:
             )
         if self.topk > MAX_TOPK:
             raise ArgumentError("topk", f"{self.topk} is more than {MAX_TOPK}")
+        if self.max_tokens > _MAX_TOKENS:
+            raise ArgumentError("max_tokens", f"{self.max_tokens} is more than {_MAX_TOKENS}")
         if self.world_size * self.max_tokens * self.topk > _MAX_SLOTS:
             raise ArgumentError(
                 "max_tokens",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -127,8 +128,9 @@ class DispatchCombineContext:
             ResourceError: no memory or channel ids are left.
         """
         communicator, owned = as_communicator(ep_group, ep_config)
-        agree_on(communicator, ep_config)
-        return cls(communicator, ep_config, capacity=capacity, owns_communicator=owned)
+        with closing_if_refused(communicator, owned=owned):
+            agree_on(communicator, ep_config)
+            return cls(communicator, ep_config, capacity=capacity, owns_communicator=owned)
 
     def finalize(self) -> None:
         """Releases the buffers. All ranks call it together; calling it twice does nothing."""
@@ -470,15 +472,27 @@ def as_communicator(group: Any, config: EPConfig) -> tuple[Communicator, bool]:
 
     owned = not isinstance(group, Communicator)
     communicator = group if not owned else _open(group, config.local_world_size)
-    for argument, mine, actual in (
-        ("rank", config.rank, communicator.rank),
-        ("world_size", config.world_size, communicator.world_size),
-        ("local_world_size", config.local_world_size, communicator.local_world_size),
-    ):
-        if mine != actual:
-            raise ArgumentError(argument, f"is {mine}, the group's is {actual}")
-    communicator.require_usable()
+    with closing_if_refused(communicator, owned=owned):
+        for argument, mine, actual in (
+            ("rank", config.rank, communicator.rank),
+            ("world_size", config.world_size, communicator.world_size),
+            ("local_world_size", config.local_world_size, communicator.local_world_size),
+        ):
+            if mine != actual:
+                raise ArgumentError(argument, f"is {mine}, the group's is {actual}")
+        communicator.require_usable()
     return communicator, owned
+
+
+@contextlib.contextmanager
+def closing_if_refused(communicator: Communicator, *, owned: bool) -> Iterator[None]:
+    """A block whose exception closes the communicator, if it was made for what the block makes."""
+    try:
+        yield
+    except BaseException:
+        if owned:
+            communicator.close(_collective=False)
+        raise
 
 
 def _open(group: Any, local_world_size: int) -> Communicator:

@@ -19,6 +19,7 @@ from proxyccl.channels.expert_parallel.context import (
     DispatchCombineContext,
     agree_on,
     as_communicator,
+    closing_if_refused,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
@@ -150,21 +151,21 @@ class EPAll2AllLayer:
             "max_recv_tokens": max_recv_tokens,
             "dispatch_dtype": None if dispatch_dtype is None else _FLOAT8,
         }
-        agree_on(communicator, config, options, _OWN_NAMES)
         self.ep_config = config
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
-        self.ctx = DispatchCombineContext(
-            communicator,
-            config,
-            capacity=capacity,
-            num_sm=num_sm,
-            local_combine=bool(enable_local_combine),
-            owns_communicator=owned,
-            quantized=dispatch_dtype is not None,
-            use_aot=bool(use_aot),
-        )
-        self._local_combine = bool(enable_local_combine)
+        with closing_if_refused(communicator, owned=owned):
+            agree_on(communicator, config, options, _OWN_NAMES)
+            self.ctx = DispatchCombineContext(
+                communicator,
+                config,
+                capacity=capacity,
+                num_sm=num_sm,
+                local_combine=bool(enable_local_combine),
+                owns_communicator=owned,
+                quantized=self.quantized,
+                use_aot=bool(use_aot),
+            )
         self._sent: PendingDispatch | None = None
         self._returned: PendingCombine | None = None
 
