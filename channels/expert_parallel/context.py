@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +38,23 @@ SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
 _SPINS = 2000  # looks at the report before the thread gives way: a count takes some 20 us on a GPU
 _HOST_THREADS = 16
 _TOKENS_PER_BLOCK = 8
+
+
+@dataclass(frozen=True)
+class DispatchInputs:
+    """What a dispatch is given, and reads until its end.
+
+    Attributes:
+        tokens: [T, elements of a row].
+        expert_ids: int32 [T, topk].
+        weights: [T, topk], or None.
+        scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
+    """
+
+    tokens: ArrayView
+    expert_ids: ArrayView
+    weights: ArrayView | None = None
+    scatter: ArrayView | None = None
 
 
 class DispatchCombineContext:
@@ -183,35 +200,19 @@ class DispatchCombineContext:
 
     # -- dispatch ---
 
-    def describe(
-        self, call: str, tokens: ArrayView, weights: ArrayView | None, scatter: ArrayView | None
-    ) -> EPAllToAllLayoutDesc:
+    def describe(self, call: str, given: DispatchInputs) -> EPAllToAllLayoutDesc:
         """A descriptor for a new dispatch, on whose call the ranks agree."""
         self._number += 1
-        name = call + (" with weights" if weights is not None else "") + (" by indices" if scatter is not None else "")
+        name = call + (" with weights" if given.weights is not None else "")
+        name += " by indices" if given.scatter is not None else ""
         self._agree(name, self.ep_config.token.name, self._number)
-        return EPAllToAllLayoutDesc(self, self._number, tokens.shape[0], tokens.owner, scatter=scatter)
+        tokens = given.tokens
+        return EPAllToAllLayoutDesc(self, self._number, tokens.shape[0], tokens.owner, scatter=given.scatter)
 
-    def begin(
-        self,
-        phases: int,
-        desc: EPAllToAllLayoutDesc,
-        tokens: ArrayView,
-        expert_ids: ArrayView,
-        weights: ArrayView | None,
-        stream: StreamLike,
-    ) -> None:
+    def begin(self, phases: int, desc: EPAllToAllLayoutDesc, given: DispatchInputs, stream: StreamLike) -> None:
         """Queues the start of a dispatch: its counts, and its rows where `phases` has SEND."""
-        call = self._fill_dispatch(phases, tokens, desc)
-        call.expert_ids = ffi.cast("int32_t *", expert_ids.ptr)
-        call.weights = ffi.cast("char *", weights.ptr if weights is not None else 0)
-        owners = (desc, desc.table_owners, tokens.owner, expert_ids.owner, weights)
-        self._launch(self._dispatch, call, stream, owners)
-
-    def count(self, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> None:
-        """Queues the gathering of everyone's counts, for a dispatch that was begun without."""
-        self._dispatch_call.phases = GATHER
-        self._launch(self._dispatch, self._dispatch_call, stream, (desc,))
+        call = self._fill_inputs(phases, desc, given)
+        self._launch(self._dispatch, call, stream, (desc, desc.table_owners, given))
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
         """Waits, on the CPU and for this dispatch alone, until its number of rows is known. Returns it.
@@ -232,10 +233,17 @@ class DispatchCombineContext:
         comm.check()
         return int(report.rows)
 
-    def bad_expert(self) -> tuple[int, int] | None:
-        """The rank and the slot of the first bad expert id of the last dispatch whose rows are known."""
-        report = self.workspace.report
-        return None if report.bad_rank == lib.PROXYCCL_NO_PEER else (int(report.bad_rank), int(report.bad_slot))
+    def bad_expert(self, argument: str) -> ArgumentError | None:
+        """What is to be said of the first bad expert id of the last dispatch whose rows are known, if there is one."""
+        report, config = self.workspace.report, self.ep_config
+        if report.bad_rank == lib.PROXYCCL_NO_PEER:
+            return None
+        token, k = divmod(int(report.bad_slot), config.topk)
+        return ArgumentError(
+            argument,
+            f"[{token}, {k}] on rank {report.bad_rank} is none of the {config.num_experts} experts, nor "
+            f"{config.num_experts}, which drops the slot",
+        )
 
     def bad_indices(self) -> bool:
         """Whether full_scatter_indices were no permutation, in a dispatch that has ended since this was last asked."""
@@ -253,10 +261,7 @@ class DispatchCombineContext:
         self,
         phases: int,
         desc: EPAllToAllLayoutDesc,
-        tokens: ArrayView,
-        expert_ids: ArrayView,
-        weights: ArrayView | None,
-        scatter: ArrayView | None,
+        given: DispatchInputs,
         rows: int,
         output: tuple[ArrayView | None, ...] | None,
         received: ArrayView | None,
@@ -266,23 +271,18 @@ class DispatchCombineContext:
         a layer that has them; None takes nothing in.
         """
         desc.size_rows(rows if output is not None else 0)
-        call = self._fill_dispatch(phases, tokens, desc)
-        call.expert_ids = ffi.cast("int32_t *", expert_ids.ptr)
-        call.weights = ffi.cast("char *", weights.ptr if weights is not None else 0)
-        call.scatter = ffi.cast("int32_t *", scatter.ptr if scatter is not None else 0)
-        kept: list[object] = [desc, desc.table_owners, tokens.owner, expert_ids.owner]
+        call = self._fill_inputs(phases, desc, given)
         if output is not None:
             call.capacity, call.scale_bytes = rows, self._scale_bytes
             for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
                 if view is not None:
                     setattr(call, name, ffi.cast("char *", view.ptr))
-                    kept.append(view.owner)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
-            kept.append(received.owner)
-        first_rows = desc.pointer("first_rows") if scatter is not None and rows and output is not None else 0
+        first_rows = desc.pointer("first_rows") if given.scatter is not None and desc.rows else 0
         fill = (lambda handle: self._fill(first_rows, 4 * rows, handle)) if first_rows else None
-        self._launch(self._dispatch, call, stream, tuple(kept), before=fill)
+        kept = (desc, desc.table_owners, given, output, received)
+        self._launch(self._dispatch, call, stream, kept, before=fill)
 
     def repeat(self, desc: EPAllToAllLayoutDesc, tokens: ArrayView, output: ArrayView, stream: StreamLike) -> None:
         """Queues a dispatch of other tokens by a layout that exists. They may have another element type and length."""
@@ -315,6 +315,13 @@ class DispatchCombineContext:
     def _packed(self, rows: ArrayView) -> ArrayView:
         shape = (rows.shape[0], self.ep_config.hidden + self._scale_bytes)
         return self.communicator.collectives.input(self.new_array(rows.owner, shape, "uint8"), "input")
+
+    def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, given: DispatchInputs) -> Any:
+        call = self._fill_dispatch(phases, given.tokens, desc)
+        call.expert_ids = ffi.cast("int32_t *", given.expert_ids.ptr)
+        call.weights = ffi.cast("char *", given.weights.ptr if given.weights is not None else 0)
+        call.scatter = ffi.cast("int32_t *", given.scatter.ptr if given.scatter is not None else 0)
+        return call
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call
@@ -381,6 +388,12 @@ class DispatchCombineContext:
         return slots
 
     # -- launching ---
+
+    def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
+        """The stream of a call; what is none is refused before anything is agreed."""
+        stream = self.communicator.stream_for(stream, x)
+        self.communicator.runtime.stream_handle(stream)
+        return stream
 
     def _agree(self, call: str, dtype: str, number: int) -> None:
         self.communicator.agree(encode_call(call, dtype, root=number % 2**31, count=self.ep_config.hidden))

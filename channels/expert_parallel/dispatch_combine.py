@@ -17,6 +17,7 @@ from proxyccl.channels.expert_parallel.context import (
     ROUTE,
     SEND,
     DispatchCombineContext,
+    DispatchInputs,
     agree_on,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
@@ -27,8 +28,6 @@ from proxyccl.device.errors import ArgumentError
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.device.runtime import StreamLike
-
-DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class DispatchCombine:
         communicator.require_usable()
         element = as_dtype(dtype)
         if element.name not in TOKEN_DTYPES:
-            raise ArgumentError("dtype", f"{element} is none of {', '.join(DTYPES)}")
+            raise ArgumentError("dtype", f"{element} is none of {', '.join(TOKEN_DTYPES)}")
         if algorithm not in (None, "proxy"):
             raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
         if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
@@ -174,30 +173,21 @@ class DispatchCombine:
         scales = None
         if weights is not None:
             scales = input_array(comm, weights, "weights", (count, self.topk), "float32")
-        stream = comm.stream_for(stream, tokens)
-        handle = comm.runtime.stream_handle(stream)
+        stream = ctx.stream_for(stream, tokens)
 
-        desc = ctx.describe("prepare", view, scales, None)
-        ctx.begin(ROUTE | GATHER, desc, view, ids, scales, stream)
+        given = DispatchInputs(view, ids, scales)
+        desc = ctx.describe("prepare", given)
+        ctx.begin(ROUTE | GATHER, desc, given, stream)
         rows = ctx.await_rows(desc)
-        bad = ctx.bad_expert()
+        bad = ctx.bad_expert("expert_ids")
         if bad is not None:
-            ctx.receive(LAYOUT, desc, view, ids, scales, None, 0, None, None, stream)
-            rank, slot = bad
-            raise ArgumentError(
-                "expert_ids",
-                f"[{slot // self.topk}, {slot % self.topk}] on rank {rank} is none of the {self.num_experts} experts, "
-                f"nor {self.num_experts}, which drops the slot",
-            )
+            ctx.receive(LAYOUT, desc, given, 0, None, None, stream)
+            raise bad
         row_weights = None
         if scales is not None:
             made = ctx.new_array(view.owner, (rows,), "float32")
             row_weights = input_array(comm, made, "weights", (rows,), "float32")
-        ctx.receive(LAYOUT, desc, view, ids, scales, None, rows, (None, row_weights), None, stream)
-        event = comm.runtime.create_event()
-        event.record(handle)
-        event.synchronize()
-        comm.check()
+        ctx.receive(LAYOUT, desc, given, rows, (None, row_weights), None, stream)
         counts = ctx.download(desc.counts).astype(np.int64)
         first = comm.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
@@ -231,8 +221,7 @@ class DispatchCombine:
             source = input_array(comm, x, "x", prepared.tokens.shape, self.dtype.name)
         shape = (prepared.desc.rows, self.hidden)
         result, target = output_array(self._ctx, out, source, shape, self.dtype, spare_rows=True)
-        stream = comm.stream_for(stream, source.owner)
-        comm.runtime.stream_handle(stream)
+        stream = self._ctx.stream_for(stream, source.owner)
         self._ctx.repeat(prepared.desc, source, target, stream)
         if weighted and prepared.row_weights is not None:
             self._ctx.scale(target, prepared.row_weights, stream)
@@ -260,8 +249,7 @@ class DispatchCombine:
             raise ArgumentError("rows", f"has {source.shape[0]} rows, {prepared.desc.rows} came to this rank")
         shape = (prepared.tokens.shape[0], self.hidden)
         result, target = output_array(self._ctx, out, source, shape, self.dtype)
-        stream = comm.stream_for(stream, rows)
-        comm.runtime.stream_handle(stream)
+        stream = self._ctx.stream_for(stream, rows)
         scales = prepared.row_weights if weighted else None
         self._ctx.combine("combine", SEND | RECEIVE, prepared.desc, source, scales, target, stream)
         return result
@@ -279,7 +267,7 @@ class DispatchCombine:
         prepared, comm = self._require_prepared(), self._ctx.communicator
         dtype = self._ctx.collected_type(comm.collectives.input(values, "values"))
         view = input_array(comm, values, "values", (prepared.desc.rows,), dtype)
-        return self._ctx.collect(prepared.desc, view, comm.stream_for(stream, values))
+        return self._ctx.collect(prepared.desc, view, self._ctx.stream_for(stream, values))
 
     def _require_prepared(self) -> _Prepared:
         self._ctx.require_usable()

@@ -17,6 +17,7 @@ from proxyccl.channels.expert_parallel.context import (
     SCALED_ELEMENTS,
     SEND,
     DispatchCombineContext,
+    DispatchInputs,
     agree_on,
     as_communicator,
     closing_if_refused,
@@ -39,10 +40,7 @@ class PendingDispatch:
     """A dispatch that was sent; `EPAll2AllLayer.dispatch_recv` takes it."""
 
     desc: EPAllToAllLayoutDesc
-    tokens: ArrayView
-    expert_ids: ArrayView
-    weights: ArrayView | None
-    scatter: ArrayView | None
+    given: DispatchInputs
     stream: StreamLike
 
 
@@ -243,18 +241,14 @@ class EPAll2AllLayer:
                 self, input, exp_indices, weight, full_scatter_indices, stream
             )
             return recorded
-        tokens, ids, weights, scatter, stream = self._dispatch_arguments(
-            input, exp_indices, weight, full_scatter_indices, stream
-        )
+        given, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
+        if self.max_recv_tokens is None:
+            self._refuse_capture(stream)
+        pending = PendingDispatch(self.ctx.describe("dispatch", given), given, stream)
         if self.max_recv_tokens is not None:
-            desc = self.ctx.describe("dispatch", tokens, weights, scatter)
-            pending = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, stream)
-        self._refuse_capture(stream)
-        desc = self.ctx.describe("dispatch", tokens, weights, scatter)
-        self.ctx.begin(ROUTE | GATHER, desc, tokens, ids, weights, stream)
-        pending = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
-        return self._dispatch_exact(SEND | RECEIVE, pending, stream)
+        self.ctx.begin(ROUTE | GATHER, pending.desc, given, stream)
+        return self._receive_exact(SEND | RECEIVE, pending, stream)
 
     def dispatch_send(
         self,
@@ -269,12 +263,10 @@ class EPAll2AllLayer:
 
         The arguments must stay as they are until `dispatch_recv`. One dispatch can be under way at a time.
         """
-        tokens, ids, weights, scatter, stream = self._dispatch_arguments(
-            input, exp_indices, weight, full_scatter_indices, stream
-        )
-        desc = self.ctx.describe("dispatch_send", tokens, weights, scatter)
-        self.ctx.begin(ROUTE | SEND, desc, tokens, ids, weights, stream)
-        self._sent = PendingDispatch(desc, tokens, ids, weights, scatter, stream)
+        given, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
+        desc = self.ctx.describe("dispatch_send", given)
+        self.ctx.begin(ROUTE | SEND, desc, given, stream)
+        self._sent = PendingDispatch(desc, given, stream)
         return self._sent
 
     def dispatch_recv(
@@ -290,8 +282,8 @@ class EPAll2AllLayer:
             return self._receive_fixed(GATHER | RECEIVE, pending, stream)
         self._refuse_capture(stream)
         self._sent = None
-        self.ctx.count(pending.desc, stream)
-        return self._dispatch_exact(RECEIVE, pending, stream)
+        self.ctx.begin(GATHER, pending.desc, pending.given, stream)
+        return self._receive_exact(RECEIVE, pending, stream)
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
         """Sends other values of the same tokens by the routing of an earlier dispatch: nothing is counted again.
@@ -314,21 +306,21 @@ class EPAll2AllLayer:
     def _redispatch(self, tokens: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         self._refuse_under_way()
         output = self.ctx.new_array(tokens.owner, (desc.rows, tokens.shape[1]), tokens.dtype)
-        self.ctx.repeat(desc, tokens, self._view(output), self._stream(stream, tokens.owner))
+        self.ctx.repeat(desc, tokens, self._view(output), self.ctx.stream_for(stream, tokens.owner))
         return output
 
-    def _dispatch_exact(
+    def _receive_exact(
         self, phases: int, pending: PendingDispatch, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        desc, arguments = pending.desc, (pending.tokens, pending.expert_ids, pending.weights, pending.scatter)
+        desc = pending.desc
         rows = self.ctx.await_rows(desc)
-        bad = self.ctx.bad_expert()
+        bad = self.ctx.bad_expert("exp_indices")
         if bad is not None:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must be let pass
-            self.ctx.receive(end, desc, *arguments, 0, None, None, stream)
-            raise self._bad_expert(*bad)
-        output, weights, views = self._new_output(pending, rows)
-        self.ctx.receive(phases, desc, *arguments, rows, views, None, stream)
+            self.ctx.receive(end, desc, pending.given, 0, None, None, stream)
+            raise bad
+        output, weights, views = self._new_output(pending.given, rows)
+        self.ctx.receive(phases, desc, pending.given, rows, views, None, stream)
         self._check_if_done(stream)
         return output, weights, desc
 
@@ -336,28 +328,18 @@ class EPAll2AllLayer:
         self, phases: int, pending: PendingDispatch, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         assert self.max_recv_tokens is not None
-        desc = pending.desc
-        output, weights, views = self._new_output(pending, self.max_recv_tokens)
-        desc.num_recv_tokens = self.ctx.new_array(pending.tokens.owner, (1,), "int32")
-        self.ctx.receive(
-            phases,
-            desc,
-            pending.tokens,
-            pending.expert_ids,
-            pending.weights,
-            pending.scatter,
-            self.max_recv_tokens,
-            views,
-            self._view(desc.num_recv_tokens),
-            stream,
-        )
+        desc, given = pending.desc, pending.given
+        output, weights, views = self._new_output(given, self.max_recv_tokens)
+        desc.num_recv_tokens = self.ctx.new_array(given.tokens.owner, (1,), "int32")
+        received = self._view(desc.num_recv_tokens)
+        self.ctx.receive(phases, desc, given, self.max_recv_tokens, views, received, stream)
         self._check_if_done(stream)
         return output, weights, desc
 
-    def _new_output(self, pending: PendingDispatch, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
+    def _new_output(self, given: DispatchInputs, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
         """What the caller gets: rows and weights; and where they, and the scales of the rows, lie."""
-        config, like, new = self.ep_config, pending.tokens.owner, self.ctx.new_array
-        weights = None if pending.weights is None else new(like, (rows,), config.weight)
+        config, like, new = self.ep_config, given.tokens.owner, self.ctx.new_array
+        weights = None if given.weights is None else new(like, (rows,), config.weight)
         output = new(like, (rows, config.hidden), _FLOAT8 if self.quantized else config.token)
         views = self._view(output), None if weights is None else self._view(weights)
         if not self.quantized:
@@ -443,13 +425,13 @@ class EPAll2AllLayer:
             ArgumentError: an expert id was out of range, or full_scatter_indices no permutation. Bad ids were dropped.
         """
         self.ctx.require_usable()
-        most, bad = self.ctx.most_rows(), self.ctx.bad_expert()
+        most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices")
         if self.ctx.bad_indices():
             raise ArgumentError("full_scatter_indices", "are no permutation of this rank's rows")
         if self.max_recv_tokens is None:
             return
         if bad is not None:
-            raise self._bad_expert(*bad)
+            raise bad
         if most > self.max_recv_tokens:
             raise CapacityError(
                 f"{most} rows came to a rank, max_recv_tokens is {self.max_recv_tokens}; what did not fit was left out",
@@ -460,23 +442,15 @@ class EPAll2AllLayer:
         if stream is None and self.ctx.runtime_name == "host":  # the call has waited for its end
             self.check()
 
-    def _bad_expert(self, rank: int, slot: int) -> ArgumentError:
-        topk, experts = self.ep_config.topk, self.ep_config.num_experts
-        return ArgumentError(
-            "exp_indices",
-            f"[{slot // topk}, {slot % topk}] on rank {rank} is none of the {experts} experts, nor {experts}, which "
-            "drops the slot",
-        )
-
     def _dispatch_arguments(
         self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
-    ) -> tuple[ArrayView, ArrayView, ArrayView | None, ArrayView | None, StreamLike]:
+    ) -> tuple[DispatchInputs, StreamLike]:
         self._refuse_under_way()
         config = self.ep_config
-        given = isinstance(input, tuple)
-        if given and (not self.quantized or len(input) != 2):
+        pair = isinstance(input, tuple)
+        if pair and (not self.quantized or len(input) != 2):
             raise ArgumentError("input", "a pair of rows and scales is for a layer with dispatch_dtype")
-        rows, dtype = (input[0], _FLOAT8) if given else (input, config.token.name)
+        rows, dtype = (input[0], _FLOAT8) if pair else (input, config.token.name)
         tokens = self._input(rows, "input", (-1, config.hidden), dtype)
         count = tokens.shape[0]
         if count > config.max_tokens:
@@ -487,13 +461,13 @@ class EPAll2AllLayer:
             weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
         if full_scatter_indices is not None:
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
-        stream = self._stream(stream, rows)
-        if given:
+        stream = self.ctx.stream_for(stream, rows)
+        if pair:
             shape = (count, config.hidden // SCALED_ELEMENTS)
             tokens = self.ctx.pack(tokens, self._input(input[1], "input", shape, "float32"), stream)
         elif self.quantized:
             tokens = self.ctx.quantize(tokens, stream)
-        return tokens, ids, weights, scatter, stream
+        return DispatchInputs(tokens, ids, weights, scatter), stream
 
     def _combine_arguments(
         self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike
@@ -504,7 +478,7 @@ class EPAll2AllLayer:
         config = self.ep_config
         rows = self._input(input, "input", (desc.rows, config.hidden), config.token.name)
         scales = None if weights is None else self._input(weights, "weights", (desc.rows,), "float32")
-        return desc, rows, scales, self._stream(stream, input)
+        return desc, rows, scales, self.ctx.stream_for(stream, input)
 
     def _combine_output(self, out: Any, rows: ArrayView, desc: EPAllToAllLayoutDesc) -> tuple[Any, ArrayView]:
         shape = (desc.num_dispatch_token_cur_rank, self.ep_config.hidden)
@@ -527,12 +501,6 @@ class EPAll2AllLayer:
             raise ArgumentError(
                 "max_recv_tokens", "a dispatch that is captured in a graph can't wait for its size: give a maximum"
             )
-
-    def _stream(self, stream: StreamLike, x: Any) -> StreamLike:
-        comm = self.ctx.communicator
-        stream = comm.stream_for(stream, x)
-        comm.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
-        return stream
 
     def _view(self, array: Any) -> ArrayView:
         return self.ctx.communicator.collectives.input(array, "out")

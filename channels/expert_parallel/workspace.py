@@ -109,10 +109,9 @@ class ExpertWorkspace:
         self._memory = memory = communicator.register(self._workspace)
         rails = [of_node[local_rank] for n, of_node in enumerate(members) if n != self.node]
         channels: dict[int, list[ProxyChannel]] = {}
-        self._kept: list[object] = []
+        self._kept: object = None
         if self.nodes > 1:
-            channels, kept = connect_handles(communicator, memory, memory, rails, 2 * blocks)
-            self._kept.append(kept)
+            channels, self._kept = connect_handles(communicator, memory, memory, rails, 2 * blocks)
         self._communicator, self._channels = communicator, channels
 
         tables = _Areas()

@@ -7,7 +7,6 @@
 #define PROXYCCL_EXPERT_COMBINE_H
 
 #include "expert_team.h"
-#include "proxyccl/kernel.h"
 
 namespace proxyccl {
 
@@ -102,12 +101,7 @@ class Combine {
   }
 
   PROXYCCL_DEVICE void send(const Group& group) const {
-    const uint32_t groups = Group::count(), ranks = team_->world_size;
-    uint32_t most = 0;
-    for (uint32_t s = 0; s < ranks; ++s) {
-      const uint32_t items = team_.segmentOf(s).items();
-      most = items > most ? items : most;
-    }
+    const uint32_t groups = Group::count(), ranks = team_->world_size, most = team_.mostItems();
     for (uint32_t item = group.number; item < most; item += groups) {
       for (uint32_t i = 1; i <= ranks; ++i) sendItem(group, item, (team_->rank + i) % ranks);
       group.sync();
@@ -190,11 +184,8 @@ class Combine {
   PROXYCCL_DEVICE uint64_t rowsFrom(uint32_t node) const {
     const uint32_t source = team_.member(node, team_->local_rank);
     const Segment& segment = team_.segmentOf(source);
-    const int32_t* places =
-        call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin;
-    for (uint32_t i = segment.tokens; i > 0; --i)
-      if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
-    return 0;
+    return rowsPlaced(call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin,
+                      segment.tokens);
   }
 
   // By a group: returns what this rank has of an item of a source.
@@ -259,7 +250,8 @@ class Combine {
     const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
     const uint64_t value = flagValue(number_, item / Group::count() + 1);
     if (team_->local_combine) {
-      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, group.number, value, i, l, entry); });
+      group.list(team_->local_size,
+                 [&](uint32_t l, RowEntry* entry) { return findSum(group, ids, value, i, l, entry); });
     } else {
       const int32_t* rows = rowsOf(source, token);
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
@@ -277,7 +269,7 @@ class Combine {
   }
 
   // By one thread: the sum that a rank of the node made of its rows of a token, when it is there.
-  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t v, uint64_t value, uint32_t i, uint32_t local,
+  PROXYCCL_DEVICE bool findSum(const Group& group, const int32_t* ids, uint64_t value, uint32_t i, uint32_t local,
                                RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
@@ -285,7 +277,7 @@ class Combine {
 #pragma unroll 8
     for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) - first < team_->experts_per_rank;
     if (!chosen) return false;
-    team_.await(team_.returned(local, block_, v), value, rank);
+    team_.await(team_.returned(local, block_, group.number), value, rank);
     entry->at = team_->workspace + sumRow(local, i);
     entry->weight = 1;
     return true;

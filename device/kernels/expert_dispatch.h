@@ -7,7 +7,6 @@
 #define PROXYCCL_EXPERT_DISPATCH_H
 
 #include "expert_team.h"
-#include "proxyccl/kernel.h"
 
 namespace proxyccl {
 
@@ -67,8 +66,6 @@ class Dispatch {
         own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
     team_.enter();
   }
-
-  PROXYCCL_DEVICE uint64_t number() const { return number_; }
 
   // Waits until the node has read the dispatch before: its slabs can be written again.
   PROXYCCL_DEVICE void awaitReaders() const {
@@ -210,7 +207,8 @@ class Dispatch {
     __syncthreads();
     if (threadIdx.x != 0) return;
     if (most > loadRelaxedSystem(&team_->report->most_rows)) storeRelaxedSystem(&team_->report->most_rows, most);
-    if (call_.received != nullptr) *call_.received = static_cast<int32_t>(rows < call_.capacity ? rows : call_.capacity);
+    const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
+    if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
   }
 
   // By `senders` groups, from the first on.
@@ -221,9 +219,9 @@ class Dispatch {
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != senders) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
-      const uint64_t first = rowAt(0);
+      const uint64_t first = rowAt(0), rows = rowsPlaced(sentPlaces(node), own_.tokens);
       team_.post(team_->out_channels, node, team_.rail(number_, team_->node) + first,
-                 team_.outbox(number_, node) + first, rowsSent(node) * rowStride(call_.row_bytes));
+                 team_.outbox(number_, node) + first, rows * rowStride(call_.row_bytes));
     }
   }
 
@@ -251,12 +249,7 @@ class Dispatch {
   // By every group, when it has nothing else to do; each takes the next item that none has taken.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* taken) const {
     if (team_->nodes > 1 && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
-    const uint32_t ranks = team_->world_size;
-    uint32_t most = 0;
-    for (uint32_t s = 0; s < ranks; ++s) {
-      const uint32_t items = team_.segmentOf(s).items();
-      most = items > most ? items : most;
-    }
+    const uint32_t ranks = team_->world_size, most = team_.mostItems();
     GroupSpace& space = group.space();
     for (;;) {
       if (group.lane == 0) space.count = atomicAdd(taken, 1u);
@@ -371,12 +364,6 @@ class Dispatch {
   // Where in a slab this block's rows lie.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
     return team_.rowAt(block_, place, rowStride(call_.row_bytes));
-  }
-  PROXYCCL_DEVICE uint64_t rowsSent(uint32_t node) const {
-    const int32_t* places = sentPlaces(node);
-    for (uint32_t i = own_.tokens; i > 0; --i)
-      if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
-    return 0;
   }
 
   // By a group: pushes an item of this rank to everyone that needs it, and says so.
@@ -579,13 +566,11 @@ extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
   const uint32_t senders = share ? Group::count() / 2 : Group::count();
   bool sound = true;
   Dispatch::Found found = {0, ~0u, ~0u};
-  for (bool counted = false;; counted = true) {
+  for (bool counted = false;; counted = true) {  // send() is written once, as it is long
     if (sends && counted == share && group.number < senders) dispatch.send(group, senders, &finished);
     if (counted) break;
     if (gathers) dispatch.forwardRouting();
-    if (!call.again && (receives || (gathers && blockIdx.x == 0))) {
-      sound = dispatch.findRows(group, &found);
-    }
+    if (!call.again && (receives || (gathers && blockIdx.x == 0))) sound = dispatch.findRows(group, &found);
     if (receives && sound) dispatch.learnSources(found.rows);
   }
   if (receives && sound) {

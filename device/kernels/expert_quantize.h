@@ -1,8 +1,8 @@
 // Rows for dispatch in float8: 128 elements have a scale in common, and the scales of a row lie behind its elements.
 //
-// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest is 448. A scale is the greatest
-// magnitude of its values over that, and an element is its value times 448 over it; both factors are 1 where all values
-// are zero.
+// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest is 448. A scale is the
+// greatest magnitude of its values over that, and an element is its value times 448 over it; both factors are 1 where
+// all values are zero.
 #ifndef PROXYCCL_EXPERT_QUANTIZE_H
 #define PROXYCCL_EXPERT_QUANTIZE_H
 

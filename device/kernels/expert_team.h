@@ -74,7 +74,7 @@ struct Group {
     GroupSpace& space = this->space();
     uint32_t count = 0;
     for (uint32_t first = 0; first < n; first += kGroupLanes) {
-      RowEntry entry;
+      RowEntry entry = {};
       const bool found = first + lane < n && find(first + lane, &entry);
 #if PROXYCCL_ON_HOST
       const uint64_t all = found;
@@ -161,6 +161,15 @@ class ExpertTeam {
   PROXYCCL_DEVICE char* peer(uint32_t local) const { return here().peers[local]; }
   // This block's segment of each source's tokens; whoever needs them fills them in.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return here().segments[source]; }
+  // The most items that any source has for this block.
+  PROXYCCL_DEVICE uint32_t mostItems() const {
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < e_.world_size; ++s) {
+      const uint32_t items = segmentOf(s).items();
+      most = items > most ? items : most;
+    }
+    return most;
+  }
   PROXYCCL_DEVICE bool isNear(uint32_t rank) const { return nodeOf(rank) == e_.node; }
   PROXYCCL_DEVICE uint32_t member(uint32_t node, uint32_t local) const {
     return e_.members[node * e_.local_size + local];
@@ -245,6 +254,13 @@ class ExpertTeam {
 
   const ProxycclExperts& e_;
 };
+
+// How many rows lie one behind the other, of tokens that have these places or none.
+PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
+  for (uint32_t i = tokens; i > 0; --i)
+    if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
+  return 0;
+}
 
 // Ends a kernel: the last block advances `calls`, if this kernel is a call's last.
 PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
