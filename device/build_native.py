@@ -61,21 +61,23 @@ typedef struct {
 } ProxycclPacketTeam;
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
-       PROXYCCL_EXPERT_ROUTE,
-       PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
-       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+       PROXYCCL_ANNOUNCED_SLOTS, PROXYCCL_ANNOUNCED_OWN_SLOTS, PROXYCCL_ANNOUNCED_SEGMENT_SLOTS,
+       PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER,
+       PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct {
   uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows; ...;
 } ProxycclExpertReport;
-typedef struct { uint64_t dispatches; uint64_t combines; ...; } ProxycclExpertCounters;
+typedef struct { uint64_t dispatches; uint64_t combines; uint64_t routings; ...; } ProxycclExpertCounters;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t segment_tokens; uint32_t blocks; uint32_t local_combine; uint32_t weight_bytes;
+  uint32_t id_packets; uint32_t weight_packets;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
-  uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes; uint64_t inbox;
+  uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
+  uint64_t announced; uint64_t inbox;
   uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
   uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t taken;
   ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;

@@ -36,6 +36,8 @@ from proxyccl import (
     MismatchError,
     WaitTimeoutError,
 )
+from proxyccl.channels.expert_parallel import workspace
+from proxyccl.device._native import ffi
 from proxyccl.device.kernel import Launch
 
 Values = NDArray[Any]
@@ -346,6 +348,7 @@ def test_the_oracle_takes_the_scatter_indices_of_a_sort_as_its_own_order() -> No
 WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5, 8)]
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
+WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks tell each other counts however few they are
 
 
 def world_name(world: tuple[int, dict[str, int]]) -> str:
@@ -375,9 +378,12 @@ class World:
 
 @pytest.fixture(scope="module", params=[world for world in WORLDS if world[0] <= most_ranks()], ids=world_name)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    size, options = request.param
-    with Ranks(size, **options) as ranks:
-        yield World(ranks, options.get("local_world_size", size))
+    size, options = request.param[0], dict(request.param[1])
+    with pytest.MonkeyPatch.context() as patch:
+        if "announced_slots" in options:
+            patch.setattr(workspace, "ANNOUNCED_SLOTS", options.pop("announced_slots"))
+        with Ranks(size, **options) as ranks:
+            yield World(ranks, options.get("local_world_size", size))
 
 
 @pytest.fixture(scope="module")
@@ -453,7 +459,52 @@ def test_sizes(case: Case, local_world_size: int, local_combine: bool) -> None:
     run_ranks(3, lambda comm: check(comm, plan), local_world_size=local_world_size)
 
 
+@pytest.mark.parametrize(
+    ("case", "announced"),
+    [
+        (Case((40, 9), topk=3), True),
+        (Case((40, 9), topk=3, spare_tokens=1), False),
+        (Case((16, 15), topk=16, num_sm=1), True),
+        (Case((17, 15), topk=16, num_sm=1), False),
+        (Case((64, 9), topk=8, hidden=4, experts_per_rank=512), True),
+        (Case((64, 9), topk=8, hidden=4, experts_per_rank=513), False),
+    ],
+    ids=["slots", "too many slots", "a segment's", "too many of a segment", "experts", "too many experts"],
+)
+@pytest.mark.parametrize("routing", ["uniform", "one expert"])
+def test_expert_ids_are_announced_where_a_block_can_keep_them(
+    monkeypatch: pytest.MonkeyPatch, case: Case, announced: bool, routing: str
+) -> None:
+    monkeypatch.setattr(workspace, "ANNOUNCED_SLOTS", 240 if case.topk == 3 else 1024)
+    plan = plan_of(replace(case, routing=routing))
+
+    def body(comm: Communicator) -> None:
+        with plan.case.layer(comm) as layer:
+            assert bool(layer.ctx.workspace.experts.id_packets) is announced
+            check_layer(comm, plan, layer)
+            check_layer(comm, plan, layer)
+
+    run_ranks(2, body)
+
+
 # -- call after call ---
+
+
+@pytest.mark.host_only(reason="it reaches into device memory")
+@pytest.mark.parametrize("start", [2**31 - 3, 2**32 - 4])
+def test_results_stay_right_when_the_flags_of_announcements_wrap(start: int) -> None:
+    plans = steps(Case((9, 0, 14), topk=3), 8)
+
+    def body(comm: Communicator) -> int:
+        with plans[0].case.layer(comm) as layer:
+            counters = ffi.cast("ProxycclExpertCounters *", layer.ctx.workspace.experts.counters)
+            counters.routings = start
+            comm.barrier()
+            for plan in plans:
+                check_layer(comm, plan, layer)
+            return int(counters.routings)
+
+    assert run_ranks(3, body) == [start + len(plans)] * 3
 
 
 def steps(first: Case, count: int) -> list[Plan]:

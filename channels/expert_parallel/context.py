@@ -37,7 +37,7 @@ SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
 
 _SPINS = 2000  # looks at the report before the thread gives way: a count takes some 20 us on a GPU
 _HOST_THREADS = 16
-_TOKENS_PER_BLOCK = 8
+_TOKENS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,14 @@ class DispatchCombineContext:
             raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
-        # A block's counts go to every other, so there are no more than have something to do.
+        # Every block must hear all others, so there are no more than have something to do.
         self.blocks = min(num_sm, runtime.launch_defaults.blocks, -(-config.max_tokens // _TOKENS_PER_BLOCK))
         self.ep_config = config
         self.communicator = communicator
         self._owns_communicator = owns_communicator
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
-        dispatch = shipped("expert_dispatch.h", "expert_dispatch")
+        told, announced = (shipped("expert_dispatch.h", f"expert_dispatch{kind}") for kind in ("", "_announced"))
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
         combines = {
             name: shipped("expert_combine.h", "expert_combine", name)
@@ -121,6 +121,7 @@ class DispatchCombineContext:
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
         self._grid = (self.blocks, threads)
+        dispatch = announced if self.workspace.experts.id_packets else told
         self._dispatch = dispatch.prepare(*self._grid, experts, bytes(ffi.buffer(self._dispatch_call)))
 
         filled = bytes(ffi.buffer(self._combine_call))

@@ -12,6 +12,9 @@ from proxyccl.device.errors import ResourceError
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
 
+ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
+"""Expert choices of all ranks, at most, that are announced to every block instead of being counted by their source."""
+_ANNOUNCED_SEGMENT_TOKENS = 32  # with more of a block, one half should receive while the other sends
 _LINE = 128
 _PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row on its way back
 
@@ -91,6 +94,7 @@ class ExpertWorkspace:
         e.slab_bytes = _aligned(blocks * (e.routing_bytes + e.segment_bytes))
         e.partial_bytes = blocks * e.return_segment_bytes
 
+        self._announce(config)
         groups = threads  # at most: a kernel knows how many threads make a group
         areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
         e.routed = areas.take(8 * ranks * blocks)
@@ -98,7 +102,8 @@ class ExpertWorkspace:
         e.read = areas.take(8 * local_size * blocks)
         e.returned = areas.take(8 * local_size * blocks * groups)
         e.taken = areas.take(8 * local_size * blocks)
-        e.inbox = areas.take(local_size * e.slab_bytes)
+        e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
+        e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         own_returns = local_size if local_combine else config.topk
         e.returns = areas.take(own_returns * e.partial_bytes)
@@ -147,6 +152,22 @@ class ExpertWorkspace:
         e.bases = ffi.cast("uint32_t *", at + bases_at)
         e.report = ffi.cast("ProxycclExpertReport *", self._report.ptr)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
+
+    def _announce(self, config: EPConfig) -> None:
+        """Decides whether expert ids are announced, which all ranks must do alike, and in how many packets."""
+        e = self.experts
+        ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
+        own = e.segment_tokens * config.topk
+        if (
+            self.nodes == 1
+            and config.num_experts <= lib.PROXYCCL_ANNOUNCED_EXPERTS
+            and config.world_size * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
+            and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
+            and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
+            and e.segment_tokens <= _ANNOUNCED_SEGMENT_TOKENS
+        ):
+            e.id_packets = ids
+            e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)
 
     @property
     def report(self) -> Any:

@@ -22,8 +22,10 @@ Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    ("expert_dispatch.h", "expert_dispatch", None, None),
-    ("expert_dispatch.h", "expert_spread", None, None),
+    *(
+        ("expert_dispatch.h", kernel, None, None)
+        for kernel in ("expert_dispatch", "expert_dispatch_announced", "expert_spread")
+    ),
     *(
         ("expert_combine.h", kernel, dtype, None)
         for kernel in ("expert_combine", "expert_scale")

@@ -262,13 +262,18 @@ PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   return 0;
 }
 
-// Ends a kernel: the last block advances `calls`, if this kernel is a call's last.
-PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
-  __syncthreads();
-  if (threadIdx.x != 0 || !last) return;
-  if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return;
+// By one thread of each block, whose threads have all read the counters: the last block to come here advances `calls`.
+// Returns whether that was done.
+PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
+  if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return false;
   storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(calls, *calls + 1);
+  return true;
+}
+// Ends a kernel; `last` if it is a call's last.
+PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
+  __syncthreads();
+  if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
 // By a group: bytes [0, bytes) of `src` to each of `count` places. They are read once.

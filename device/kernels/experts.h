@@ -1,13 +1,15 @@
 /* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
  *
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into `blocks` segments of consecutive
- * tokens; block b of every rank handles segment b of every source, so blocks meet no others but for the counts.
+ * tokens; block b of every rank handles segment b of every source, so blocks meet no others but for the counts. What
+ * few tokens choose is announced to all instead (expert_announcement.h), and every block counts for itself.
  *
  * Every rank has a workspace, the same on all, which the ranks of its node map. It holds flags (8-byte words that
  * peers store and this rank polls), and slabs. A slab is what one source sends to one place: for each segment its
  * routing, then for each segment its tokens' rows.
  *
- *   inbox   [local_size]        what the ranks of the node send here
+ *   announced [2][…]                     packets: the expert ids and weights of every rank
+ *   inbox   [local_size]        what the ranks of the node send here; [2][local_size] where ids are announced
  *   rail    [2][nodes]          what this rank's counterparts on other nodes send to this node: all its ranks read it here
  *   outbox  [2][nodes]          what this rank sends to its counterparts, for the proxy to fetch
  *   returns                     experts' rows on their way back to the tokens' ranks, and to rails
@@ -27,6 +29,13 @@ enum {
   PROXYCCL_EXPERT_THREADS = 512, /* in a block of these kernels on a GPU, and the most elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
   PROXYCCL_SCALED_ELEMENTS = 128, /* that have a scale in common, where rows are sent in float8 */
+  /* What a block can keep of announcements: slots of all ranks, of those the ones of its own segments, those of one
+   * segment, and experts. */
+  PROXYCCL_ANNOUNCED_SLOTS = 8192,
+  PROXYCCL_ANNOUNCED_OWN_SLOTS = 2048,
+  PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
+  PROXYCCL_ANNOUNCED_EXPERTS = 1024,
+  PROXYCCL_IDS_PER_PACKET = 4,
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and tell everyone */
   PROXYCCL_EXPERT_GATHER = 2,  /* hear everyone's counts, and report them to the CPU */
@@ -67,7 +76,8 @@ typedef struct ProxycclExpertReport {
 
 /* Device memory, advanced by the last block of a kernel and never by the host: a captured graph replays. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* calls that have ended */
+  uint64_t dispatches, combines; /* calls of which every block has begun the last kernel */
+  uint64_t routings;             /* the dispatches that were no repetition */
   uint32_t blocks_done;
 } ProxycclExpertCounters;
 
@@ -79,12 +89,13 @@ typedef struct ProxycclExperts {
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens, segment_tokens, blocks;
   uint32_t local_combine, weight_bytes;
+  uint32_t id_packets, weight_packets; /* that a rank announces its slots in; 0: it tells counts instead */
   uint64_t segment_bytes;        /* of the rows of a segment, at the longest that they can be */
   uint64_t return_segment_bytes; /* the same on their way back, for one row of each token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
   uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
   /* In a workspace. */
-  uint64_t inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
+  uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
   uint64_t routed, sent, read, returned, taken; /* flags; see expert_team.h */
   ProxycclControl* control;
   char* workspace;

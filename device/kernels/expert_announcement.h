@@ -1,0 +1,168 @@
+// How the ranks of one node tell each other the experts of few tokens: as packets, which need no fence and no flag of
+// their own. Every block hears all of them and counts for itself, so nobody waits for anybody's counts.
+//
+// Packets of one parity, the same on each rank: [ranks] heads, [ranks][id_packets] expert ids, [ranks][weight_packets]
+// weights. All of them are sent each time, so what a place carried last is the announcement before the last one. A
+// place is used again two announcements later, and nothing guards it but this: rank x announces n + 2 when it has ended
+// dispatch n + 1, for which it needed what every rank y announced in n + 1, which y did when it had ended dispatch n.
+#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
+#define PROXYCCL_EXPERT_ANNOUNCEMENT_H
+
+#include "expert_team.h"
+
+namespace proxyccl {
+
+// An element of 2, 4 or 8 bytes, whatever it is.
+PROXYCCL_DEVICE uint64_t loadElement(const char* from, uint32_t bytes) {
+  if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
+  if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
+  return *reinterpret_cast<const uint16_t*>(from);
+}
+PROXYCCL_DEVICE void storeElement(char* to, uint64_t element, uint32_t bytes) {
+  if (bytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = static_cast<uint32_t>(element);
+  } else if (bytes == 8) {
+    *reinterpret_cast<uint64_t*>(to) = element;
+  } else {
+    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(element);
+  }
+}
+
+class Announcement {
+ public:
+  static constexpr uint32_t kBadExpert = 0xffff;  // instead of an id that is none
+
+  // Announcements count from 1. A flag is 32 bits of the number, but never the 0 of fresh memory: what stands for it
+  // is no neighbour's.
+  PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
+      : e_(experts),
+        flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
+        offset_(experts.announced +
+                number % 2 * experts.world_size * packetsOfRank() * static_cast<uint64_t>(sizeof(LL16Packet))) {}
+
+  // By the block, its last threads first: sends its share of this rank's packets to every rank, itself included. Needs
+  // nothing but the arguments of the kernel, so that they leave at once.
+  PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
+    const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
+    const uint32_t share = all * (blockIdx.x + 1) / e_.blocks - begin;
+#pragma unroll 1
+    for (uint32_t i = blockDim.x - 1 - threadIdx.x; i < share * e_.local_size; i += blockDim.x) {
+      const uint32_t packet = begin + i % share;
+      packets(e_.peers[i / share])[placeOf(e_.rank, packet)].write(payload(call, packet), flag_);
+    }
+  }
+
+  // By the block: takes in the heads and ids of all ranks, which each thread may read behind the next barrier. Returns
+  // false to a thread whose packets did not come.
+  PROXYCCL_DEVICE bool hear() const {
+    const uint32_t ranks = e_.world_size, all = ranks * (1 + e_.id_packets);
+    const LL16Packet* heard = packets(e_.workspace);
+    bool complete = true;
+#pragma unroll 1
+    for (uint32_t first = threadIdx.x; first < all; first += kAtOnce * blockDim.x) {
+      LL16Packet::Words words[kAtOnce];
+      WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, 0, flag_};
+      complete &= waitUntil(e_.control, what, [&](uint64_t* seen) {
+        bool there = true;
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+          if (first + i * blockDim.x < all) words[i] = heard[first + i * blockDim.x].load();
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          const uint32_t packet = first + i * blockDim.x;
+          if (packet >= all || words[i].carries(flag_)) continue;
+          there = false;
+          what.peer = packet < ranks ? packet : (packet - ranks) / e_.id_packets;
+          *seen = words[i].low >> 32;
+        }
+        return there;
+      });
+      if (!complete) return false;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t packet = first + i * blockDim.x;
+        const LL16Packet::Payload payload = words[i].payload();
+        if (packet < all) held()[packet] = static_cast<uint64_t>(payload.y) << 32 | payload.x;
+      }
+    }
+    return true;
+  }
+
+  // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, the work shared by `threads`
+  // callers. Slots past a rank's tokens have the id of dropped ones.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachSlot(uint32_t first, uint32_t sources, uint32_t thread, uint32_t threads,
+                                   Body body) const {
+#pragma unroll 1
+    for (uint32_t i = thread; i < sources * e_.id_packets; i += threads) {
+      const uint64_t four = ids()[first * e_.id_packets + i];
+      const uint32_t source = first + i / e_.id_packets, slot = i % e_.id_packets * PROXYCCL_IDS_PER_PACKET;
+#pragma unroll
+      for (uint32_t k = 0; k < PROXYCCL_IDS_PER_PACKET; ++k) body(source, slot + k, idAt(four, k));
+    }
+  }
+
+  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return static_cast<uint32_t>(held()[source]); }
+  PROXYCCL_DEVICE uint32_t expert(uint32_t source, uint32_t slot) const {
+    return idAt(ids()[source * e_.id_packets + slot / PROXYCCL_IDS_PER_PACKET], slot % PROXYCCL_IDS_PER_PACKET);
+  }
+
+  // The weight of a slot, which may yet be on its way.
+  PROXYCCL_DEVICE uint64_t weight(uint32_t source, uint32_t slot) const {
+    const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
+    const LL16Packet* packet = packets(e_.workspace) + placeOf(source, 1 + e_.id_packets + slot / each);
+    const LL16Packet::Payload payload = readPacket(packet, flag_, e_.control, source);
+    return (static_cast<uint64_t>(payload.y) << 32 | payload.x) >> slot % each * 8 * e_.weight_bytes;
+  }
+
+ private:
+  static constexpr uint32_t kAtOnce = 4;  // loads of a thread under way
+
+  // What the packets carry, heads and ids.
+  static PROXYCCL_DEVICE uint64_t* held() {
+    __shared__ uint64_t words[PROXYCCL_MAX_EXPERT_RANKS + PROXYCCL_ANNOUNCED_SLOTS / PROXYCCL_IDS_PER_PACKET];
+    return words;
+  }
+  PROXYCCL_DEVICE const uint64_t* ids() const { return held() + e_.world_size; }
+  static PROXYCCL_DEVICE uint32_t idAt(uint64_t four, uint32_t k) { return four >> 16 * k & 0xffff; }
+
+  PROXYCCL_DEVICE uint32_t packetsOfRank() const { return 1 + e_.id_packets + e_.weight_packets; }
+  PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
+    return reinterpret_cast<LL16Packet*>(workspace + offset_);
+  }
+  // Where, among the packets of all ranks, one of a rank's lies.
+  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank, uint32_t packet) const {
+    const uint32_t ranks = e_.world_size;
+    if (packet == 0) return rank;
+    if (packet <= e_.id_packets) return ranks + rank * e_.id_packets + packet - 1;
+    return ranks * (1 + e_.id_packets) + rank * e_.weight_packets + packet - 1 - e_.id_packets;
+  }
+  PROXYCCL_DEVICE LL16Packet::Payload payload(const ProxycclDispatch& call, uint32_t packet) const {
+    if (packet == 0) return {call.tokens, 0};
+    const uint32_t slots = call.tokens * e_.topk, experts = e_.world_size * e_.experts_per_rank;
+    uint64_t bits = 0;
+    if (packet <= e_.id_packets) {
+      const uint32_t first = (packet - 1) * PROXYCCL_IDS_PER_PACKET;
+#pragma unroll
+      for (uint32_t k = 0; k < PROXYCCL_IDS_PER_PACKET; ++k) {
+        const uint32_t id = first + k < slots ? static_cast<uint32_t>(call.expert_ids[first + k]) : experts;
+        bits |= static_cast<uint64_t>(id <= experts ? id : kBadExpert) << 16 * k;
+      }
+    } else if (call.weights != nullptr) {
+      const uint32_t bytes = e_.weight_bytes, each = sizeof(LL16Packet::Payload) / bytes;
+      const uint32_t first = (packet - 1 - e_.id_packets) * each;
+#pragma unroll 1
+      for (uint32_t k = 0; k < each && first + k < slots; ++k)
+        bits |= loadElement(call.weights + static_cast<uint64_t>(first + k) * bytes, bytes) << 8 * bytes * k;
+    }
+    return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+  }
+
+  const ProxycclExperts& e_;
+  const uint32_t flag_;
+  const uint64_t offset_;
+};
+
+}  // namespace proxyccl
+
+#endif
