@@ -100,7 +100,7 @@ class ExpertWorkspace:
         e.routed = areas.take(8 * ranks * blocks)
         e.sent = areas.take(8 * ranks * blocks * groups)
         e.read = areas.take(8 * local_size * blocks)
-        e.returned = areas.take(8 * local_size * blocks * groups)
+        e.returned = areas.take(8 * local_size * blocks)
         e.taken = areas.take(8 * local_size * blocks)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
         e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)

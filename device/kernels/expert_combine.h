@@ -10,6 +10,82 @@
 
 namespace proxyccl {
 
+#if !PROXYCCL_ON_HOST
+template <class T>
+struct Word {  // as wide as an access can be
+  static constexpr uint32_t kEach = 16 / sizeof(T);
+  T at[kEach];
+};
+template <class T, class A>
+PROXYCCL_DEVICE void addWord(A* sum, const Bytes16& held, A weight) {
+  const Word<T> word = __builtin_bit_cast(Word<T>, held);
+#pragma unroll
+  for (uint32_t i = 0; i < word.kEach; ++i) sum[i] += weight * Element<T>::widen(word.at[i]);
+}
+template <class T, class A>
+PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
+  if constexpr (sizeof(T) == 2) {  // put together in registers: compilers go a long way with eight elements
+    uint32_t pairs[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i)
+      pairs[i] = Element<T>::narrow(sum[2 * i]).bits |
+                 static_cast<uint32_t>(Element<T>::narrow(sum[2 * i + 1]).bits) << 16;
+    return {pairs[0] | static_cast<uint64_t>(pairs[1]) << 32, pairs[2] | static_cast<uint64_t>(pairs[3]) << 32};
+  } else {
+    Word<T> word;
+#pragma unroll
+    for (uint32_t i = 0; i < word.kEach; ++i) word.at[i] = Element<T>::narrow(sum[i]);
+    return __builtin_bit_cast(Bytes16, word);
+  }
+}
+
+// By a group: words [begin, end) of the sum of kCount rows, each times its weight. The number is known to the compiler,
+// or loads would stand behind branches and wait for one another.
+template <class T, uint32_t kCount>
+PROXYCCL_DEVICE void sumWords(char* out, const GroupSpace& space, uint32_t begin, uint32_t end) {
+  using A = typename Element<T>::Accumulator;
+  constexpr uint32_t kWords = kCount == 1 ? 8 : 12 / kCount;  // with more loads under way, registers run out
+  const Bytes16* from[kCount];
+  A weight[kCount];
+#pragma unroll
+  for (uint32_t k = 0; k < kCount; ++k) {
+    from[k] = inGlobal(reinterpret_cast<const Bytes16*>(space.at[k]));
+    weight[k] = static_cast<A>(space.weight[k]);
+  }
+  Bytes16* to = inGlobal(reinterpret_cast<Bytes16*>(out));
+#pragma unroll 1
+  for (uint32_t word = begin + threadIdx.x % kGroupLanes; word < end; word += kWords * kGroupLanes) {
+    Bytes16 held[kWords][kCount];
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // beyond the end, anything
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
+    }
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      A sum[Word<T>::kEach] = {};
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; ++k) addWord<T>(sum, held[w][k], weight[k]);
+      if (word + w * kGroupLanes < end) to[word + w * kGroupLanes] = narrowWord<T>(sum);
+    }
+  }
+}
+template <class T>
+PROXYCCL_DEVICE void sumManyWords(char* out, const GroupSpace& space, uint32_t begin, uint32_t end) {
+  using A = typename Element<T>::Accumulator;
+  const uint32_t count = space.count;
+#pragma unroll 1
+  for (uint32_t word = begin + threadIdx.x % kGroupLanes; word < end; word += kGroupLanes) {
+    A sum[Word<T>::kEach] = {};
+#pragma unroll 4
+    for (uint32_t k = 0; k < count; ++k)
+      addWord<T>(sum, reinterpret_cast<const Bytes16*>(space.at[k])[word], static_cast<A>(space.weight[k]));
+    reinterpret_cast<Bytes16*>(out)[word] = narrowWord<T>(sum);
+  }
+}
+#endif
+
 // By a group: bytes [begin, end) of the sum of the rows that it has listed, each times its weight.
 template <class T>
 PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& piece, uint32_t lane) {
@@ -30,50 +106,36 @@ PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& pi
   uint64_t misaligned = reinterpret_cast<uintptr_t>(out) | piece.begin;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(space.at[k]);
   if (misaligned % 16 == 0) {
-    constexpr uint32_t kEach = 16 / sizeof(T), kWords = 4, kRows = 4;
-    struct Word {
-      T at[kEach];
-    };
-    const uint64_t words = piece.end / 16;
-    for (uint64_t word = piece.begin / 16 + lane; word < words; word += kWords * kGroupLanes) {
-      A sum[kWords][kEach] = {};
-      for (uint32_t first = 0; first < count; first += kRows) {
-        Bytes16 held[kRows][kWords];
-#pragma unroll
-        for (uint32_t k = 0; k < kRows; ++k)
-#pragma unroll
-          for (uint32_t w = 0; w < kWords; ++w)
-            if (first + k < count && word + w * kGroupLanes < words)
-              held[k][w] = reinterpret_cast<const Bytes16*>(space.at[first + k])[word + w * kGroupLanes];
-#pragma unroll
-        for (uint32_t k = 0; k < kRows; ++k) {
-          if (first + k >= count) break;
-#pragma unroll
-          for (uint32_t w = 0; w < kWords; ++w) {
-            const Word values = __builtin_bit_cast(Word, held[k][w]);
-#pragma unroll
-            for (uint32_t i = 0; i < kEach; ++i) sum[w][i] += scaled(first + k, values.at[i]);
-          }
-        }
-      }
-#pragma unroll
-      for (uint32_t w = 0; w < kWords; ++w) {
-        if (word + w * kGroupLanes >= words) break;
-        Word values;
-#pragma unroll
-        for (uint32_t i = 0; i < kEach; ++i) values.at[i] = Element<T>::narrow(sum[w][i]);
-        reinterpret_cast<Bytes16*>(out)[word + w * kGroupLanes] = __builtin_bit_cast(Bytes16, values);
-      }
+    const uint32_t first = static_cast<uint32_t>(piece.begin / 16), words = static_cast<uint32_t>(piece.end / 16);
+    switch (count) {
+      case 1: sumWords<T, 1>(out, space, first, words); break;
+      case 2: sumWords<T, 2>(out, space, first, words); break;
+      case 3: sumWords<T, 3>(out, space, first, words); break;
+      case 4: sumWords<T, 4>(out, space, first, words); break;
+      case 5: sumWords<T, 5>(out, space, first, words); break;
+      case 6: sumWords<T, 6>(out, space, first, words); break;
+      case 7: sumWords<T, 7>(out, space, first, words); break;
+      case 8: sumWords<T, 8>(out, space, first, words); break;
+      default: sumManyWords<T>(out, space, first, words);
     }
-    begin = words * kEach > begin ? words * kEach : begin;
+    begin = static_cast<uint64_t>(words) * Word<T>::kEach;
   }
 #endif
+#pragma unroll 1
   for (uint64_t i = begin + lane; i < end; i += kGroupLanes) {
     A sum = 0;
+#pragma unroll 1
     for (uint32_t k = 0; k < count; ++k) sum += scaled(k, reinterpret_cast<const T*>(space.at[k])[i]);
     reinterpret_cast<T*>(out)[i] = Element<T>::narrow(sum);
   }
 }
+
+enum class CombineStage : uint32_t {
+  send,   // to each rank what it is to get of this one's rows
+  take,   // and sum what came from this node; across nodes, for the ranks with this rank's number
+  nodes,  // sum what the nodes made of this rank's tokens
+};
+constexpr uint32_t kCombineStages = 3;
 
 // One combine, as one block sees it.
 template <class T>
@@ -100,26 +162,53 @@ class Combine {
     __syncthreads();
   }
 
-  PROXYCCL_DEVICE void send(const Group& group) const {
-    const uint32_t groups = Group::count(), ranks = team_->world_size, most = team_.mostItems();
-    for (uint32_t item = group.number; item < most; item += groups) {
-      for (uint32_t i = 1; i <= ranks; ++i) sendItem(group, item, (team_->rank + i) % ranks);
+  // By every group: goes through one stage, each taking the next item that none has taken. What is to be summed is
+  // found in the stage's own way, and summed here: that is long, and is written once.
+  PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* taken) const {
+    const uint32_t ranks = team_->world_size, most = team_.mostItems();
+    const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::take ? team_->nodes : 1;
+    for (;;) {
+      const uint32_t next = group.next(taken);
+      if (next >= most * sources) return;
+      // Ranks are sent to in turns. Of the nodes, others' tokens are taken first: their sums have the longer way.
+      uint32_t item = next % most, source = team_->rank;
+      if (stage == CombineStage::send) {
+        item = next / ranks;
+        source = (team_->rank + 1 + next) % ranks;
+      } else if (stage == CombineStage::take) {
+        source = team_.member((team_->node + 1 + next / most) % team_->nodes, team_->local_rank);
+      }
+      const Segment& segment = team_.segmentOf(source);
+      if (item >= segment.items()) continue;
+      char* to;
+      if (stage == CombineStage::send) {
+        to = sendItem(group, item, source);
+      } else if (stage == CombineStage::take) {
+        to = takeItem(group, item, source);
+      } else {
+        to = takeNodes(group, item);
+      }
+      if (to != nullptr) sumRows<T>(to, group.space(), Piece(row_bytes_, segment, item), group.lane);
       group.sync();
-      for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-        team_.raise(l, team_.returned(team_->local_rank, block_, group.number), flagValue(number_, item / groups + 1));
     }
   }
 
-  PROXYCCL_DEVICE void receive(const Group& group, uint32_t* finished) const {
-    const uint32_t groups = Group::count();
-    for (uint32_t i = 1; i <= team_->nodes; ++i) {  // other nodes' tokens first: their sums have the longer way
-      const uint32_t source = team_.member((team_->node + i) % team_->nodes, team_->local_rank);
-      const uint32_t items = team_.segmentOf(source).items();
-      for (uint32_t item = group.number; item < items; item += groups) takeItem(group, item, source);
-    }
+  // By the block, when it has sent. A release waits for all stores that are under way, so there is one.
+  PROXYCCL_DEVICE void tell() const {
+    syncThreadsSystem();
+    if (threadIdx.x < team_->local_size)
+      team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
+  }
+  PROXYCCL_DEVICE void awaitSenders() const {
+    if (threadIdx.x < team_->local_size)
+      team_.await(team_.returned(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
+    __syncthreads();
+  }
+
+  // By a group, when it has taken all: the last has all the others' rows, and the proxy reads them behind its release.
+  PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
-    // The last group to come has all the others' rows, and the proxy reads them behind its release.
-    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != groups) return;
+    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
       const uint64_t first = partialRow(0);
@@ -128,25 +217,12 @@ class Combine {
     }
   }
 
-  // By the block, when receive() is done: the nodes' sums of each token become its row of the output.
-  PROXYCCL_DEVICE void sumNodes(const Group& group) const {
+  // By the block, when it has posted.
+  PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
       team_.awaitPost(team_->back_channels, threadIdx.x);
     __syncthreads();
-    for (uint32_t item = group.number; item < own_.items(); item += Group::count()) {
-      const uint32_t i = own_.tokenOf(item);
-      const uint64_t token = own_.begin + i;
-      group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
-        const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
-        entry->at = team_->workspace + partial(team_->partial_in, node) +
-                    partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
-        entry->weight = 1;
-        return place != PROXYCCL_NO_ROW;
-      });
-      sumRows<T>(call_.output + token * row_bytes_, group.space(), Piece(row_bytes_, own_, item), group.lane);
-      group.sync();
-    }
   }
 
   PROXYCCL_DEVICE void acknowledge() const {
@@ -188,15 +264,20 @@ class Combine {
                       segment.tokens);
   }
 
-  // By a group: returns what this rank has of an item of a source.
-  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t item, uint32_t source) const {
+  // By a group: returns what this rank has of an item of a source. Where the rows that the group has listed must be
+  // summed for it, the result is where to, else null; so it is in the next two.
+  PROXYCCL_DEVICE char* sendItem(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
-    if (item >= segment.items()) return;
     const uint32_t to = team_.localOf(source), i = segment.tokenOf(item);
-    if (to == team_->local_rank && !team_->local_combine) return;  // read where it is
+    if (to == team_->local_rank && !team_->local_combine) return nullptr;  // read where it is
     const Piece piece(row_bytes_, segment, item);
     const int32_t* rows = rowsOf(source, segment.begin + i);
-    if (team_->local_combine) return sendSum(group, rows, piece, team_.peer(to) + sumRow(team_->local_rank, i));
+    if (team_->local_combine) {
+      // Also where no row of the token fitted in the output a sum is awaited; it is zero.
+      if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
+      group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
+      return team_.peer(to) + sumRow(team_->local_rank, i);
+    }
     GroupSpace& space = group.space();
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       *entry = {team_.peer(to) + slotRow(source, i, k), rows[k], 0};
@@ -214,16 +295,9 @@ class Combine {
       if (call_.weights != nullptr && group.lane == 0)
         weightOf(target, segment.pieceOf(item)) = row >= 0 ? call_.weights[row] : 0;
     }
-    group.sync();
+    return nullptr;
   }
 
-  PROXYCCL_DEVICE void sendSum(const Group& group, const int32_t* rows, const Piece& piece, char* target) const {
-    // Also where no row of the token fitted in the output a sum is awaited; it is zero.
-    if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return;
-    group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
-    sumRows<T>(target, group.space(), piece, group.lane);
-    group.sync();
-  }
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
     if (row < 0) return false;
     entry->weight = call_.weights != nullptr ? call_.weights[row] : 1;
@@ -231,45 +305,55 @@ class Combine {
     return true;
   }
 
-  // By a group: sums what this rank's node made of an item of a source: this rank, or one that has its number.
-  PROXYCCL_DEVICE void takeItem(const Group& group, uint32_t item, uint32_t source) const {
+  // By a group: what this rank's node made of an item of a source: this rank, or one that has its number.
+  PROXYCCL_DEVICE char* takeItem(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
     const uint64_t token = segment.begin + i;
-    const Piece piece(row_bytes_, segment, item);
     char* target = call_.output + token * row_bytes_;
     if (team_->nodes > 1) {
       const int32_t place =
           node == team_->node
               ? static_cast<int32_t>(i)
               : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
-      if (place == PROXYCCL_NO_ROW) return;
+      if (place == PROXYCCL_NO_ROW) return nullptr;
       target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
                partialRow(static_cast<uint32_t>(place));
     }
     const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
-    const uint64_t value = flagValue(number_, item / Group::count() + 1);
     if (team_->local_combine) {
       group.list(team_->local_size,
-                 [&](uint32_t l, RowEntry* entry) { return findSum(group, ids, value, i, l, entry); });
+                 [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
     } else {
       const int32_t* rows = rowsOf(source, token);
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
         const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
         if (rank >= team_->world_size || !team_.isNear(rank)) return false;
         if (rank == team_->rank) return ownRow(rows[k], entry);
-        team_.await(team_.returned(team_.localOf(rank), block_, group.number), value, rank);
         entry->at = team_->workspace + slotRow(source, i, k);
         entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
         return true;
       });
     }
-    sumRows<T>(target, group.space(), piece, group.lane);
-    group.sync();
+    return target;
   }
 
-  // By one thread: the sum that a rank of the node made of its rows of a token, when it is there.
-  PROXYCCL_DEVICE bool findSum(const Group& group, const int32_t* ids, uint64_t value, uint32_t i, uint32_t local,
+  // By a group: what the nodes made of an item of this rank.
+  PROXYCCL_DEVICE char* takeNodes(const Group& group, uint32_t item) const {
+    const uint32_t i = own_.tokenOf(item);
+    const uint64_t token = own_.begin + i;
+    group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
+      const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
+      entry->at = team_->workspace + partial(team_->partial_in, node) +
+                  partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+      entry->weight = 1;
+      return place != PROXYCCL_NO_ROW;
+    });
+    return call_.output + token * row_bytes_;
+  }
+
+  // By one thread: the sum that a rank of the node made of its rows of a token.
+  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local,
                                RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
@@ -277,7 +361,6 @@ class Combine {
 #pragma unroll 8
     for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) - first < team_->experts_per_rank;
     if (!chosen) return false;
-    team_.await(team_.returned(local, block_, group.number), value, rank);
     entry->at = team_->workspace + sumRow(local, i);
     entry->weight = 1;
     return true;
@@ -293,16 +376,24 @@ class Combine {
 
 template <class T>
 PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
-  __shared__ uint32_t finished;
+  __shared__ uint32_t finished, taken[kCombineStages];
   const Combine<T> combine(experts, call);
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
-  if (threadIdx.x == 0) finished = 0;
+  if (threadIdx.x < kCombineStages) taken[threadIdx.x] = finished = 0;
   if (sends) combine.awaitTakers();
   __syncthreads();
-  if (sends) combine.send(group);
-  if (receives) combine.receive(group, &finished);
-  if (receives && experts.nodes > 1) combine.sumNodes(group);
+#pragma unroll 1
+  for (uint32_t number = 0; number < kCombineStages; ++number) {
+    const CombineStage stage = static_cast<CombineStage>(number);
+    if (stage == CombineStage::send ? !sends : !receives) continue;
+    if (stage == CombineStage::nodes && experts.nodes == 1) continue;
+    if (stage == CombineStage::take) combine.awaitSenders();
+    if (stage == CombineStage::nodes) combine.awaitNodes();
+    combine.run(stage, group, &taken[number]);
+    if (stage == CombineStage::send) combine.tell();
+    if (stage == CombineStage::take) combine.post(group, &finished);
+  }
   if (receives) combine.acknowledge();
   finishExperts(experts, &experts.counters->combines, receives);
 }

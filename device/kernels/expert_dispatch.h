@@ -319,13 +319,9 @@ class Dispatch {
     const bool describes = describesApart();
     const uint32_t most = team_.mostItems(), copies = movesRows() || !describes ? most * ranks : 0;
     const uint32_t described = describes ? team_->segment_tokens * ranks : 0;
-    GroupSpace& space = group.space();
     uint64_t arrived = 0;
     for (;;) {
-      if (group.lane == 0) space.count = atomicAdd(taken, 1u);
-      group.sync();
-      uint32_t next = space.count;
-      group.sync();
+      uint32_t next = group.next(taken);
       if (describes && next-- == 0) {
         keepHeard(group, found.rows);
       } else if (next < copies) {

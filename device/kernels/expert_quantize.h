@@ -26,35 +26,49 @@ PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
   return static_cast<uint8_t>(result | (bits >> 24 & 0x80));
 }
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales.
+template <uint32_t kCount>
+PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
+#ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
+  bool numbers = true;
+  for (uint32_t i = 0; i < kCount; ++i) numbers &= values[i] == values[i];
+  if (numbers) {
+    for (uint32_t i = 0; i < kCount; i += 2) {
+      const uint16_t pair = floatsToE4M3(values[i], values[i + 1]);
+      to[i] = static_cast<uint8_t>(pair);
+      to[i + 1] = static_cast<uint8_t>(pair >> 8);
+    }
+    return;
+  }
+#endif
+  for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
+}
+
+// What one thread has of the elements that share a scale.
 template <class T>
-PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
-  constexpr float kGreatest = 448;
-  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS, kEach = kBlock / kGroupLanes;
-  // What a thread reads and writes, as few accesses.
-  constexpr uint32_t kTogether = kEach < 4 ? kEach : 4;
+struct ScaledPart {
+  static constexpr uint32_t kEach = PROXYCCL_SCALED_ELEMENTS / kGroupLanes, kTogether = kEach < 4 ? kEach : 4;
+  // Read and written with as few accesses as can be.
   struct alignas(kTogether * sizeof(T)) Values {
     T at[kEach];
   };
   struct alignas(kTogether) Elements {
     uint8_t at[kEach];
   };
-  const Group group;
-  const uint64_t blocks = call.hidden / kBlock, stride = call.hidden + blocks * sizeof(float);
-  const uint32_t groups = gridDim.x * Group::count();
-  for (uint64_t b = blockIdx.x * Group::count() + group.number; b < call.tokens * blocks; b += groups) {
-    const uint64_t token = b / blocks, first = b % blocks * kBlock + group.lane * kEach;
-    const T* from = reinterpret_cast<const T*>(call.rows) + token * call.hidden + first;
-    T given[kEach];
-    float values[kEach], greatest = 0;
-    if (reinterpret_cast<uintptr_t>(call.rows) % alignof(Values) == 0) {  // as one access, where it can be
-      const Values together = *reinterpret_cast<const Values*>(from);
-      for (uint32_t i = 0; i < kEach; ++i) given[i] = together.at[i];
+  Values given;
+
+  PROXYCCL_DEVICE void load(const T* from, bool aligned) {
+    if (aligned) {
+      given = *reinterpret_cast<const Values*>(from);
     } else {
-      for (uint32_t i = 0; i < kEach; ++i) given[i] = from[i];
+      for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
+  }
+  // By a group: to `row`, and the scale to `scale`.
+  PROXYCCL_DEVICE void store(const Group& group, char* row, char* scale) const {
+    constexpr float kGreatest = 448;
+    float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
-      values[i] = static_cast<float>(Element<T>::widen(given[i]));
+      values[i] = static_cast<float>(Element<T>::widen(given.at[i]));
       const float magnitude = values[i] < 0 ? -values[i] : values[i];
       greatest = magnitude > greatest ? magnitude : greatest;
     }
@@ -64,12 +78,39 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
       greatest = other > greatest ? other : greatest;
     }
 #endif
-    const float scale = greatest > 0 ? greatest / kGreatest : 1, factor = greatest > 0 ? kGreatest / greatest : 1;
-    char* row = call.output + token * stride;
+    const float factor = greatest > 0 ? kGreatest / greatest : 1;
+    for (uint32_t i = 0; i < kEach; ++i) values[i] *= factor;
     Elements elements;
-    for (uint32_t i = 0; i < kEach; ++i) elements.at[i] = floatToE4M3(values[i] * factor);
-    *reinterpret_cast<Elements*>(row + first) = elements;
-    if (group.lane == 0) *reinterpret_cast<float*>(row + call.hidden + b % blocks * sizeof(float)) = scale;
+    floatsToE4M3<kEach>(elements.at, values);
+    *reinterpret_cast<Elements*>(row) = elements;
+    if (group.lane == 0) *reinterpret_cast<float*>(scale) = greatest > 0 ? greatest / kGreatest : 1;
+  }
+};
+
+// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales.
+template <class T>
+PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
+  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS, kInFlight = PROXYCCL_ON_HOST ? 1 : 8;
+  const Group group;
+  const uint64_t in_row = call.hidden / kBlock, stride = call.hidden + in_row * sizeof(float);
+  const uint64_t blocks = call.tokens * in_row, groups = gridDim.x * Group::count();
+  const T* rows = reinterpret_cast<const T*>(call.rows) + group.lane * ScaledPart<T>::kEach;
+  const bool aligned = reinterpret_cast<uintptr_t>(call.rows) % alignof(typename ScaledPart<T>::Values) == 0;
+  for (uint64_t first = blockIdx.x * Group::count() + group.number; first < blocks; first += kInFlight * groups) {
+    ScaledPart<T> parts[kInFlight];
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint64_t b = first + i * groups;
+      parts[i].load(rows + (b < blocks ? b : first) * kBlock, aligned);  // beyond the last, anything
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kInFlight; ++i) {
+      const uint64_t b = first + i * groups;
+      if (b >= blocks) break;
+      char* row = call.output + b / in_row * stride;
+      parts[i].store(group, row + b % in_row * kBlock + group.lane * ScaledPart<T>::kEach,
+                     row + call.hidden + b % in_row * sizeof(float));
+    }
   }
 }
 

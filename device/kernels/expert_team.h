@@ -1,8 +1,8 @@
 // Geometry of the expert-parallel kernels (experts.h): segments, groups of threads, items of work, flags.
 //
 // A group is the threads that move one piece of a row together: a warp, or on a CPU one fiber, which copies faster
-// than many do bits of it. Group v of block b handles items v, v + groups, … of segment b of every source, on every
-// rank alike, so a flag for (source, block, group) says how many of them are there.
+// than many do bits of it. Block b handles segment b of every source, on every rank alike, so flags are for blocks. Where
+// a dispatch sends while it receives, group v sends items v, v + groups, …, and has a flag that says how many are there.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -65,6 +65,16 @@ struct Group {
 #if !PROXYCCL_ON_HOST
     syncWarp();
 #endif
+  }
+
+  // The number of the next item, by a counter of the block.
+  PROXYCCL_DEVICE uint32_t next(uint32_t* taken) const {
+    GroupSpace& space = this->space();
+    if (lane == 0) space.count = atomicAdd(taken, 1u);
+    sync();
+    const uint32_t number = space.count;
+    sync();
+    return number;
   }
 
   // Lists, in order, the entries for which find(i, &entry) is true, i < n, each found by one thread; there are no more
@@ -209,9 +219,9 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.blocks + block);
   }
-  // How many items of combine each group of a rank of the node has returned.
-  PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block, uint32_t group) const {
-    return e_.returned + 8ull * ((static_cast<uint64_t>(local) * e_.blocks + block) * Group::count() + group);
+  // Raised when the block of a rank of the node has returned its rows of combine.
+  PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
+    return e_.returned + 8ull * (local * e_.blocks + block);
   }
   // Raised when the block of a rank of the node has summed what combine brought it.
   PROXYCCL_DEVICE uint64_t taken(uint32_t local, uint32_t block) const {
@@ -283,8 +293,8 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
   uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);
   if (misaligned % 16 == 0) {
-    constexpr uint32_t kInFlight = 8;
-    const Bytes16* from = reinterpret_cast<const Bytes16*>(src);
+    constexpr uint32_t kInFlight = 4;  // with more, registers run out, which costs more than it brings
+    const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(src));
     const uint32_t words = bytes / 16;
     for (uint32_t first = lane; first < words; first += kInFlight * kGroupLanes) {
       Bytes16 held[kInFlight];
@@ -292,7 +302,7 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
       for (uint32_t i = 0; i < kInFlight; ++i)
         if (first + i * kGroupLanes < words) held[i] = from[first + i * kGroupLanes];
       for (uint32_t k = 0; k < count; ++k) {
-        Bytes16* to = reinterpret_cast<Bytes16*>(targets[k] + offset);
+        Bytes16* to = inGlobal(reinterpret_cast<Bytes16*>(targets[k] + offset));
 #pragma unroll
         for (uint32_t i = 0; i < kInFlight; ++i)
           if (first + i * kGroupLanes < words) to[first + i * kGroupLanes] = held[i];

@@ -7,8 +7,8 @@
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
 //   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
-//   namespace proxyccl: spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, fenceSystem, orderBeforeTrigger,
-//   storePacket128, loadPacket128, halfToFloat, floatToHalf, dynamicShared
+//   namespace proxyccl: inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, fenceSystem,
+//   orderBeforeTrigger, storePacket128, loadPacket128, halfToFloat, floatToHalf, dynamicShared
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //

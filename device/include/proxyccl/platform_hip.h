@@ -50,6 +50,10 @@ PROXYCCL_DEVICE void releaseDEVICE() {
 
 }  // namespace hip
 
+template <class T>
+PROXYCCL_DEVICE T* inGlobal(T* p) {
+  return p;
+}
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on every CDNA part.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }

@@ -102,6 +102,10 @@ void callKernel(void (*kernel)(Args...), void** args) {
 
 namespace proxyccl {
 
+template <class T>
+PROXYCCL_DEVICE T* inGlobal(T* p) {
+  return p;
+}
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
 // How many spins pass between two looks at the abort word and the clock: a spin here is a turn of the scheduler.
