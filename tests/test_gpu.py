@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from device_arrays import on_device, on_host
 from devices import RUNTIME, device_count, rank_runtime
+from expert_oracle import Routing
 from graphs import Graph, Replayed
 from ranks import Ranks
 from reference import ALGORITHMS, DTYPES, Call
@@ -24,6 +25,7 @@ from proxyccl import (
     Array,
     Communicator,
     DispatchCombine,
+    EPAll2AllLayer,
     ProxyCCLError,
     ResourceError,
     Runtime,
@@ -407,6 +409,64 @@ def test_dispatch_and_combine_are_replayed_over_one_routing(ranks: Ranks, algori
             graph.launch()
             comm.synchronize(stream)
             assert np.array_equal(out.numpy(), topk * values)
+
+    ranks.run(body)
+
+
+@CUDA_ONLY
+@pytest.mark.parametrize("local_combine", [False, True])
+@pytest.mark.parametrize("tokens", [(33, 9), (1500, 1400)], ids=["few", "many"])
+def test_a_graph_of_an_expert_layer_takes_a_new_routing_each_time(
+    ranks: Ranks, tokens: tuple[int, int], local_combine: bool
+) -> None:
+    """Nothing of a routing is the CPU's where the number of rows has a fixed maximum."""
+    hidden, topk, experts = 64, 4, 8
+
+    def body(comm: Communicator) -> None:
+        stream, own, world = comm.runtime.create_stream(), tokens[comm.rank], comm.world_size
+        layer = EPAll2AllLayer(
+            comm,
+            max(tokens),
+            hidden,
+            topk,
+            comm.rank,
+            experts,
+            world,
+            world,
+            dtype="float32",
+            enable_local_combine=local_combine,
+            max_recv_tokens=sum(tokens) * topk,
+        )
+        x, ids = comm.empty((own, hidden)).fill(0), comm.empty((own, topk), "int32").fill(0)
+        out = comm.empty((own, hidden))
+        dispatched: list[Any] = []
+
+        def issue() -> None:
+            rows, _, desc = layer.dispatch(x, ids, stream=stream)
+            layer.combine(rows, desc, out=out, stream=stream)
+            dispatched[:] = [rows, desc]
+
+        issue()
+        comm.synchronize(stream)
+        graph = Graph(stream, issue)
+        for turn in range(REPLAYS):
+            rngs = [np.random.default_rng((turn, rank)) for rank in range(world)]
+            every = tuple(
+                rng.integers(0, experts + 1, (count, topk), np.int32) for rng, count in zip(rngs, tokens, strict=True)
+            )
+            inputs = [
+                rng.normal(size=(count, hidden)).astype(np.float32) for rng, count in zip(rngs, tokens, strict=True)
+            ]
+            routing = Routing(every, experts, world, max(tokens))
+            x.upload(inputs[comm.rank])
+            ids.upload(every[comm.rank])
+            graph.launch()
+            comm.synchronize(stream)
+            layer.check()
+            rows = routing.dispatch(inputs)
+            assert np.array_equal(on_host(dispatched[0])[: routing.rows[comm.rank]], rows[comm.rank])
+            assert np.array_equal(out.numpy(), routing.combine(rows, local_combine=local_combine)[comm.rank])
+        layer.finalize()
 
     ranks.run(body)
 
