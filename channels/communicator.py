@@ -58,7 +58,8 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
-from proxyccl.proxy.service import Connection, IdlePolicy, ProxyFailure, ProxyService
+from proxyccl.proxy.service import Connection, ProxyFailure, ProxyService
+from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.devices import missing as missing_for_rdma
 from proxyccl.proxy.verbs.options import RdmaOptions

@@ -373,6 +373,7 @@ class CudaDriver:
             write64=_address("cuStreamWriteValue64"),
             event_record=_address("cuEventRecord"),
             event_query=_address("cuEventQuery"),
+            make_current=_address("cuCtxSetCurrent"),
         )
 
     def launch_address(self) -> int:

@@ -396,6 +396,7 @@ class HipDriver:
             write64=_address("hipStreamWriteValue64"),
             event_record=_address("hipEventRecord"),
             event_query=_address("hipEventQuery"),
+            make_current=_address("hipSetDevice"),
         )
 
     def launch_address(self) -> int:

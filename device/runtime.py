@@ -111,12 +111,16 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class EngineFunctions:
-    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h)."""
+    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
+
+    `make_current` takes a `LaunchTarget.context`; 0 where there is none. Threads that serve several devices call it.
+    """
 
     copy: int
     write64: int
     event_record: int
     event_query: int
+    make_current: int = 0
 
 
 @dataclass(frozen=True)

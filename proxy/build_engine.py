@@ -11,8 +11,11 @@ typedef struct { uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t sign
 ProxycclCounters;
 
 typedef struct ProxycclConnection ProxycclConnection;
-typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED, ... }
-ProxycclExit; typedef struct {
+typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED,
+  PROXYCCL_EXIT_NO_WORKERS, ... } ProxycclExit;
+typedef struct ProxycclWorker ProxycclWorker;
+typedef struct {
+  ProxycclWorker *worker;
   ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason;
   ProxycclConnection *connection; ...;
 } ProxycclExitInfo;
@@ -20,7 +23,7 @@ typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...
 enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, ... };
 
 typedef struct ProxycclService ProxycclService;
-typedef struct ProxycclWorker ProxycclWorker;
+typedef struct ProxycclThread ProxycclThread;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service);
@@ -28,15 +31,20 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service, const ProxycclIdlePolicy *idle);
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info);
+void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make_current, uintptr_t context);
 void proxyccl_worker_stop(ProxycclWorker *worker);
+void proxyccl_worker_abandon(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
 void proxyccl_worker_handled(ProxycclWorker *worker);
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
+void proxyccl_thread_destroy(ProxycclThread *thread);
+void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
+ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 
 typedef struct { ...; } ProxycclRuntimeTable;
 void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t event_record,
@@ -126,6 +134,9 @@ static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t c
   table->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
   table->event_record = (int (*)(void *, void *))event_record;
   table->event_query = (int (*)(void *))event_query;
+}
+static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make_current, uintptr_t context) {
+  proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);
 }
 static void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }
 static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return

@@ -25,14 +25,14 @@ class Fifo:
             raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
         self.size = size
         self.size_log2 = size.bit_length() - 1
-        self._pinned = runtime.allocate_pinned(size * _SLOT_BYTES + _LINE)
+        self.pinned = runtime.allocate_pinned(size * _SLOT_BYTES + _LINE)
         self._device = runtime.allocate(3 * _LINE)
-        self.slots_host = self._pinned.host_ptr
-        self.tail_host = self._pinned.host_ptr + size * _SLOT_BYTES
+        self.slots_host = self.pinned.host_ptr
+        self.tail_host = self.pinned.host_ptr + size * _SLOT_BYTES
 
     def fill_handle(self, handle: Any) -> None:
         """Fills a ProxycclFifo with the device's addresses."""
-        slots = self._pinned.ptr
+        slots = self.pinned.ptr
         handle.slots = ffi.cast("ProxycclTrigger *", slots)
         handle.tail = ffi.cast("uint64_t *", slots + self.size * _SLOT_BYTES)
         handle.head = ffi.cast("uint64_t *", self._device.ptr)
@@ -49,5 +49,5 @@ class Fifo:
 
     def close(self) -> None:
         """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
-        self._pinned.close()
+        self.pinned.close()
         self._device.close()

@@ -1,18 +1,19 @@
-"""The proxy service: rings, the threads that drain them, and the tables that triggers refer to.
+"""The proxy service: rings, the workers that drain them, and the tables that triggers refer to.
 
-A thread enters the C engine once and stays there without the GIL; it comes back for a Python handler, an error or a
-stop. The service runs inside a rank, or in a daemon for many: it knows no ranks and no collectives.
+It runs inside a rank, with threads of its own, or in a daemon beside others, on threads that they share. It knows no
+ranks and no collectives.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from proxyccl.device._native import lib as native
@@ -26,6 +27,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
 
@@ -37,27 +39,6 @@ EXTENTS_BYTES = 8 * MAX_MEMORIES
 _DRAIN_LOOK = 0.0002
 
 Handler = Callable[[Trigger], None]
-
-
-@dataclass(frozen=True)
-class IdlePolicy:
-    """What a worker does when its rings are empty.
-
-    Sleeps grow with the time that the worker has been idle, so that waking late adds at most a 32nd to a pause. The
-    defaults cost about 3 % of a core on a virtual machine with two; with `max_sleep_us` of 200 it is 11 %.
-    `proxyccl bench ring` measures both.
-
-    Attributes:
-        spin_us: first it spins for this long. Where cores are fewer than threads this is what a kernel that pushes
-            and waits for the core pays each time; where there are enough, yielding answers as fast.
-        yield_us: then it yields the core between looks for this long.
-        max_sleep_us: then it sleeps between looks, for a 32nd of the time idle, up to this. That is the most that
-            waking costs, beside what the system takes.
-    """
-
-    spin_us: float = 5.0
-    yield_us: float = 500.0
-    max_sleep_us: float = 1000.0
 
 
 @dataclass(frozen=True)
@@ -209,6 +190,13 @@ def _require_verbs(pointer: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Worker:
+    pointer: Any
+    thread: ProxyThread
+    ended: threading.Event = field(default_factory=threading.Event)  # its thread has let go of it for good
+
+
 def _leave_crowded_cores(workers: int) -> None:
     """Lets the calling worker thread run on any core that the system grants.
 
@@ -229,13 +217,15 @@ class ProxyService:
         shared: pinned memory of at least `shared_bytes()`, for counters, flush words and the
             extents of memories; zeroed.
         fifos: number of rings.
-        threads: number of workers; rings are dealt out to them in turn.
+        threads: number of workers, each with a thread of its own; rings are dealt out to them in turn.
         fifo_size: slots in each ring.
-        idle: what to do when there is nothing to do.
+        idle: what the threads do when there is nothing to do.
+        cores: that the threads may run on; None for any.
+        shared_threads: threads that others use too, for a worker each, in place of own ones.
         on_failure: called in the worker's thread when it ends on an error; nobody else is told.
 
     Raises:
-        ArgumentError: fewer rings than threads, or a size that is none.
+        ArgumentError: fewer rings than threads, a size that is none, or cores that there are not.
     """
 
     def __init__(
@@ -249,9 +239,12 @@ class ProxyService:
         threads: int = 1,
         fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
+        cores: Collection[int] | None = None,
+        shared_threads: Sequence[ProxyThread] = (),
         on_failure: Callable[[ProxyFailure], None] | None = None,
         name: str = "proxyccl",
     ) -> None:
+        threads = len(shared_threads) or threads
         if not isinstance(threads, int) or threads < 1:
             raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
         if not isinstance(fifos, int) or not threads <= fifos <= lib.PROXYCCL_MAX_RINGS:
@@ -281,24 +274,32 @@ class ProxyService:
         self._connections: list[Connection] = []
         self._closed = False
         self._lock = threading.Lock()
-        policy = idle or IdlePolicy()
-        self._policy = ffi.new("ProxycclIdlePolicy *")
-        self._policy.spin_ns, self._policy.yield_ns = int(policy.spin_us * 1000), int(policy.yield_us * 1000)
-        self._policy.max_sleep_ns = max(1000, int(policy.max_sleep_us * 1000))
-        self._workers = [lib.proxyccl_worker_create(self._service, self._policy) for _ in range(threads)]
+        own_thread = functools.partial(self._begin_own_thread, threads)
+        self._owned_threads = [
+            ProxyThread(f"{name}-proxy-{i}", idle or IdlePolicy(), cores, own_thread)
+            for i in range(0 if shared_threads else threads)
+        ]
+        self._workers = [
+            _Worker(lib.proxyccl_worker_create(self._service), thread)
+            for thread in shared_threads or self._owned_threads
+        ]
+        if shared_threads:
+            context = runtime.launch_target().context
+            for worker in self._workers:
+                lib.proxyccl_worker_enter_context(worker.pointer, functions.make_current, context)
         for i, fifo in enumerate(self.fifos):
             lib.proxyccl_worker_add_ring(
-                self._workers[i % threads],
+                self._workers[i % threads].pointer,
                 ffi.cast("ProxycclTrigger *", fifo.slots_host),
                 ffi.cast("uint64_t *", fifo.tail_host),
                 fifo.size_log2,
             )
-        self._threads = [
-            threading.Thread(target=self._run, args=(worker,), name=f"{name}-proxy-{i}", daemon=True)
-            for i, worker in enumerate(self._workers)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for worker in self._workers:
+            worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
+
+    def _begin_own_thread(self, threads: int) -> None:
+        self.runtime.activate(for_proxy=True)
+        _leave_crowded_cores(threads)
 
     @staticmethod
     def shared_bytes() -> int:
@@ -306,7 +307,7 @@ class ProxyService:
         return COUNTERS_BYTES + FLUSHED_BYTES + EXTENTS_BYTES
 
     def __repr__(self) -> str:
-        rings, threads, channels = len(self.fifos), len(self._threads), len(self._channel_fifos)
+        rings, threads, channels = len(self.fifos), len(self._workers), len(self._channel_fifos)
         return f"<ProxyService with {rings} rings, {threads} threads, {channels} channels>"
 
     def flushed_pointer(self, channel: int) -> int:
@@ -441,7 +442,7 @@ class ProxyService:
                 self._require_open()
                 worker = len(self._connections) % len(self._workers)
                 connection = Connection(pointer, worker, peer, owned)
-                if lib.proxyccl_worker_add_connection(self._workers[worker], pointer):
+                if lib.proxyccl_worker_add_connection(self._workers[worker].pointer, pointer):
                     raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
                 self._connections.append(connection)
         except ProxyCCLError:
@@ -522,41 +523,43 @@ class ProxyService:
         c = self._counters[channel]
         return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
 
-    def _run(self, worker: Any) -> None:
-        info = ffi.new("ProxycclExitInfo *")
-        self.runtime.activate(for_proxy=True)
-        _leave_crowded_cores(len(self._workers))
-        while True:
-            reason = lib.proxyccl_worker_run(worker, info)
-            if reason in (lib.PROXYCCL_EXIT_STOPPED, lib.PROXYCCL_EXIT_ABORTED):
-                return
-            trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)
-            channel = info.channel if info.channel < MAX_CHANNELS else None
+    def _hear(self, worker: _Worker, reason: int, info: Any) -> None:
+        """Called in the worker's thread when it has something to tell."""
+        try:
             if reason == lib.PROXYCCL_EXIT_HANDLER:
-                try:
-                    self._handlers[info.channel](trigger)
-                except Exception as error:
-                    reason_text = f"{type(error).__name__}: {error}"
-                    self._fail(ProxyFailure(native.PROXYCCL_ERROR_HANDLER, channel, trigger, 0, reason_text, error))
-                    return
-                lib.proxyccl_worker_handled(worker)
-                continue
-            connection = self._connection_at(info.connection)
-            reason_text = ffi.string(info.reason).decode() if info.reason else ""
-            if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
-                meaning = status_text(connection.transport, info.status)
-                reason_text = f"{reason_text}: {meaning}" if meaning else reason_text
-            self._fail(
-                ProxyFailure(
-                    code=info.code,
-                    channel=channel,
-                    trigger=trigger if channel is not None else None,
-                    status=info.status,
-                    reason=reason_text,
-                    peer=connection.peer if connection is not None else None,
-                )
-            )
-            return
+                self._handle(worker, info)
+            elif reason == lib.PROXYCCL_EXIT_ERROR:
+                self._fail(self._failure(info))
+        finally:
+            if reason != lib.PROXYCCL_EXIT_HANDLER:
+                worker.ended.set()
+
+    def _handle(self, worker: _Worker, info: Any) -> None:
+        trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)
+        try:
+            self._handlers[info.channel](trigger)
+        except Exception as error:
+            code, reason = native.PROXYCCL_ERROR_HANDLER, f"{type(error).__name__}: {error}"
+            self._fail(ProxyFailure(code, info.channel, trigger, 0, reason, error))
+            lib.proxyccl_worker_abandon(worker.pointer)
+        else:
+            lib.proxyccl_worker_handled(worker.pointer)
+
+    def _failure(self, info: Any) -> ProxyFailure:
+        of_trigger = info.channel < MAX_CHANNELS
+        connection = self._connection_at(info.connection)
+        reason = ffi.string(info.reason).decode() if info.reason else ""
+        if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
+            meaning = status_text(connection.transport, info.status)
+            reason = f"{reason}: {meaning}" if meaning else reason
+        return ProxyFailure(
+            code=info.code,
+            channel=info.channel if of_trigger else None,
+            trigger=Trigger.decode(info.trigger.word0, info.trigger.word1) if of_trigger else None,
+            status=info.status,
+            reason=reason,
+            peer=connection.peer if connection is not None else None,
+        )
 
     def _connection_at(self, pointer: Any) -> Connection | None:
         with self._lock:
@@ -583,30 +586,35 @@ class ProxyService:
         with self._lock:
             if self._closed:
                 return False
-            asked = [lib.proxyccl_worker_drain(worker) for worker in self._workers]
+            asked = [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
         deadline = time.monotonic() + timeout
-        for worker, thread, number in zip(self._workers, self._threads, asked, strict=True):
-            while lib.proxyccl_worker_drained(worker) != number:
-                if not thread.is_alive() or given_up() or time.monotonic() >= deadline:
+        for worker, number in zip(self._workers, asked, strict=True):
+            while lib.proxyccl_worker_drained(worker.pointer) != number:
+                if worker.ended.is_set() or given_up() or time.monotonic() >= deadline:
                     return False
                 time.sleep(_DRAIN_LOOK)
         return True
 
-    def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, ends the threads and frees everything.
+    def close(self, timeout: float = 30.0, *, drained: bool = True) -> bool:
+        """Ends the workers and frees everything.
 
-        False if a thread did not end in time (its memory is then kept).
+        Args:
+            timeout: in seconds, for each worker.
+            drained: empty the rings first, and wait until nothing is outstanding.
+
+        Returns:
+            False if a worker did not end in time. What it uses is then kept.
         """
         with self._lock:
             if self._closed:
                 return True
             self._closed = True
         for worker in self._workers:
-            lib.proxyccl_worker_stop(worker)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout)
-        if any(thread.is_alive() for thread in self._threads):
+            (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
+        ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
+        # One that was asked in vain is not waited for a second time.
+        closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._owned_threads)]
+        if not all(ended) or not all(closed):
             return False
         for connection in self._connections:
             lib.proxyccl_connection_destroy(connection.pointer)
@@ -616,7 +624,7 @@ class ProxyService:
                 with contextlib.suppress(ProxyCCLError):
                     resource.close()
         for worker in self._workers:
-            lib.proxyccl_worker_destroy(worker)
+            lib.proxyccl_worker_destroy(worker.pointer)
         lib.proxyccl_service_destroy(self._service)
         for fifo in self.fifos:
             fifo.close()

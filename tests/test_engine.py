@@ -12,7 +12,7 @@ from device_arrays import barrier, on_device, on_host
 from running import run_ranks
 
 from proxyccl import ArgumentError, ClosedError, Communicator, Operation, ProxyService, Trigger
-from proxyccl.proxy.service import IdlePolicy
+from proxyccl.proxy.thread import IdlePolicy
 
 KERNELS = r"""
 #include "proxyccl/proxyccl.h"

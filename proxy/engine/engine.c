@@ -13,7 +13,7 @@ enum {
   RELEASE_BATCH = 64,   /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
   POLL_INTERVAL = 256,  /* triggers between two polls of the connections under load: each asks the driver */
   LOOKS_PER_CLOCK = 16, /* looks at the rings between two at the clock, which takes as long as several looks */
-  SLEEP_PART = 32,      /* an idle worker sleeps for this part of the time that it has been idle */
+  SLEEP_PART = 32,      /* an idle thread sleeps for this part of the time that it has been idle */
   OUTSTANDING_SLEEP_NS = 50000 /* longest sleep while something is: its completion may be what the next waits for */
 };
 
@@ -32,9 +32,14 @@ struct ProxycclService {
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 
+enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
+#define NO_CONTEXT UINTPTR_MAX /* 0 is a device where contexts are known by number */
+
 struct ProxycclWorker {
   ProxycclService *service;
-  ProxycclIdlePolicy idle;
+  ProxycclWorker *next;                   /* of its thread's, or of those that are handed over to it */
+  int (*make_current)(uintptr_t context); /* NULL: the thread's context is this worker's for good */
+  uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
   /* Stored with release after the entry, so that entries can be added under a running worker. */
@@ -43,6 +48,13 @@ struct ProxycclWorker {
   int handling;     /* the current ring's next trigger is with a Python handler */
   int stop;
   uint32_t drain_asked, drained; /* numbers of requests to tell when all is done */
+};
+
+struct ProxycclThread {
+  ProxycclIdlePolicy idle;
+  ProxycclWorker *added;       /* a stack: pushed to by any thread, taken whole by this one */
+  ProxycclWorker *first, **at; /* its workers, and the place of the one whose turn it is */
+  uintptr_t context;           /* the one that is current, as far as workers have made it so */
 };
 
 static uint64_t now_ns(void) {
@@ -88,11 +100,10 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
   return 0;
 }
 
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service, const ProxycclIdlePolicy *idle) {
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service) {
   ProxycclWorker *worker = calloc(1, sizeof *worker);
   if (worker == NULL) return NULL;
   worker->service = service;
-  worker->idle = *idle;
   return worker;
 }
 
@@ -112,6 +123,11 @@ int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *c
   return 0;
 }
 
+void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context) {
+  worker->make_current = make_current;
+  worker->context = context;
+}
+
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker) {
   return __atomic_add_fetch(&worker->drain_asked, 1, __ATOMIC_RELEASE);
 }
@@ -120,7 +136,30 @@ uint32_t proxyccl_worker_drained(const ProxycclWorker *worker) {
   return __atomic_load_n(&worker->drained, __ATOMIC_ACQUIRE);
 }
 
-void proxyccl_worker_stop(ProxycclWorker *worker) { __atomic_store_n(&worker->stop, 1, __ATOMIC_RELEASE); }
+void proxyccl_worker_stop(ProxycclWorker *worker) {
+  __atomic_fetch_or(&worker->stop, STOP_WHEN_DONE, __ATOMIC_RELEASE);
+}
+
+void proxyccl_worker_abandon(ProxycclWorker *worker) {
+  __atomic_fetch_or(&worker->stop, STOP_AT_ONCE, __ATOMIC_RELEASE);
+}
+
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle) {
+  ProxycclThread *thread = calloc(1, sizeof *thread);
+  if (thread == NULL) return NULL;
+  thread->idle = *idle;
+  thread->at = &thread->first;
+  thread->context = NO_CONTEXT;
+  return thread;
+}
+
+void proxyccl_thread_destroy(ProxycclThread *thread) { free(thread); }
+
+/* The release pairs with the acquire in take_added: the thread sees the worker's rings. */
+void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) {
+  worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+}
 
 /* Only this worker writes these; a plain add would do but for readers in other threads, who must not see a torn
  * value. */
@@ -305,7 +344,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
 }
 
 /* Spins, then yields, then sleeps for a part of the time that nothing has happened: waking late costs little beside the
- * wait that came before it, and a worker that is idle for long costs next to no core. */
+ * wait that came before it, and a thread that is idle for long costs next to no core. */
 static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, int outstanding) {
   const uint64_t idle_ns = now_ns() - idle_since;
   if (idle_ns < policy->spin_ns) {
@@ -321,36 +360,85 @@ static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, int 
   }
 }
 
-ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info) {
+static void take_added(ProxycclThread *thread) {
+  if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return;
+  ProxycclWorker *added = __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);
+  while (added != NULL) {
+    ProxycclWorker *worker = added;
+    added = worker->next;
+    worker->next = thread->first;
+    thread->first = worker;
+  }
+  thread->at = &thread->first;
+}
+
+/* Makes a worker's context current where the last that worked here had another. */
+static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
+  if (worker->make_current == NULL || worker->context == thread->context) return 0;
+  const int status = worker->make_current(worker->context);
+  thread->context = status == 0 ? worker->context : NO_CONTEXT;
+  return status;
+}
+
+/* A worker's turn: what its rings hold, up to POLL_INTERVAL triggers of each, and a look at its connections. CONTINUE,
+ * or what there is to tell. Adds to *progress, sets *busy where triggers were taken, *any_outstanding where work is
+ * under way. */
+static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
+                              int *busy, int *any_outstanding) {
+  const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
+  const uint32_t drain_asked = __atomic_load_n(&worker->drain_asked, __ATOMIC_ACQUIRE);
+  const int stop = __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE);
+  uint32_t done = 0;
+  int held = 0, outstanding;
+  if (stop & STOP_AT_ONCE) return PROXYCCL_EXIT_ABORTED;
+  const int status = enter_context(thread, worker);
+  if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
+  for (uint32_t visited = 0; visited < rings; ++visited) {
+    const ProxycclExit result = drain(worker, &worker->rings[worker->current], info, &done, &held);
+    if (result != CONTINUE) return result;
+    worker->current = (worker->current + 1) % rings;
+  }
+
+  const int took = done != 0;
+  const ProxycclExit result = poll_connections(worker, info, &done, &outstanding);
+  if (result != CONTINUE) return result;
+  if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_EXIT_ABORTED;
+  *progress |= done != 0;
+  *busy |= took;
+  *any_outstanding |= outstanding;
+  if (!took && !outstanding && !held) {
+    if (worker->drained != drain_asked) __atomic_store_n(&worker->drained, drain_asked, __ATOMIC_RELEASE);
+    if (stop) return PROXYCCL_EXIT_STOPPED;
+  }
+  return CONTINUE;
+}
+
+ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
   uint64_t idle_since = 0;
   uint32_t looks = 0;
   memset(info, 0, sizeof *info);
+  info->channel = PROXYCCL_MAX_CHANNELS;
   for (;;) {
-    const uint32_t rings = __atomic_load_n(&worker->ring_count, __ATOMIC_ACQUIRE);
-    const uint32_t drain_asked = __atomic_load_n(&worker->drain_asked, __ATOMIC_ACQUIRE);
-    uint32_t progress = 0;
-    int held = 0;
-    for (uint32_t visited = 0; visited < rings; ++visited) {
-      const ProxycclExit result = drain(worker, &worker->rings[worker->current], info, &progress, &held);
-      if (result != CONTINUE) return result;
-      worker->current = (worker->current + 1) % rings;
-    }
-
-    int outstanding;
-    const int busy = progress != 0;
-    const ProxycclExit result = poll_connections(worker, info, &progress, &outstanding);
-    if (result != CONTINUE) return result;
-    if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK)
-      return PROXYCCL_EXIT_ABORTED;
-    if (progress != 0) {
+    int progress = 0, busy = 0, outstanding = 0;
+    take_added(thread);
+    if (thread->first == NULL) return PROXYCCL_EXIT_NO_WORKERS;
+    do {
+      ProxycclWorker *worker = *thread->at;
+      const ProxycclExit result = take_turn(thread, worker, info, &progress, &busy, &outstanding);
+      if (result != CONTINUE) {
+        info->worker = worker;
+        if (result != PROXYCCL_EXIT_HANDLER) *thread->at = worker->next;
+        if (*thread->at == NULL) thread->at = &thread->first;
+        return result;
+      }
+      thread->at = worker->next != NULL ? &worker->next : &thread->first;
+    } while (thread->at != &thread->first);
+    if (progress) {
       idle_since = 0;
       if (busy) continue;
     }
-    if (!outstanding && !held && worker->drained != drain_asked)
-      __atomic_store_n(&worker->drained, drain_asked, __ATOMIC_RELEASE);
-    if (!outstanding && !held && __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE)) return PROXYCCL_EXIT_STOPPED;
     if (idle_since == 0) idle_since = now_ns();
-    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&worker->idle, idle_since, outstanding);
+    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&thread->idle, idle_since, outstanding);
   }
 }
 

@@ -1,8 +1,9 @@
 /* The proxy engine: drains rings of triggers and issues what they ask for.
  *
- * A service has one table of memories, one of channels, and some workers; each worker is one OS thread that drains
- * its own rings. A channel's triggers all come through one ring, so its order is kept whatever the number of workers.
- * The engine knows no Python, no driver and no rank; it reaches data through connections (transport.h).
+ * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. A
+ * channel's triggers all come through one ring, so its order is kept whatever the number of workers. A thread runs
+ * workers in turn, of one service or of many. The engine knows no Python, no driver and no rank; it reaches data
+ * through connections (transport.h).
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
@@ -13,6 +14,7 @@
 
 typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
+typedef struct ProxycclThread ProxycclThread;
 
 /* Counters of one channel. Written by its worker alone, with plain 8-byte stores; read by anybody at any time. They
  * may lie in memory that other processes map. */
@@ -27,14 +29,17 @@ typedef struct ProxycclCounters {
 
 enum { PROXYCCL_MAX_RINGS = 64, PROXYCCL_MAX_CONNECTIONS = 1024 }; /* of one worker */
 
-typedef enum ProxycclExit {                            /* why proxyccl_worker_run returned */
-                            PROXYCCL_EXIT_STOPPED = 0, /* asked to, with its rings drained */
-                            PROXYCCL_EXIT_HANDLER = 1, /* `trigger` belongs to a Python handler; run again after it */
-                            PROXYCCL_EXIT_ERROR = 2,   /* see the fields below; the worker must not be run again */
-                            PROXYCCL_EXIT_ABORTED = 3  /* the abort word was raised elsewhere */
+typedef enum ProxycclExit { /* why proxyccl_thread_run returned; the thread has let go of the worker but for a handler
+                             */
+                            PROXYCCL_EXIT_STOPPED = 0,   /* asked to, with its rings drained */
+                            PROXYCCL_EXIT_HANDLER = 1,   /* `trigger` belongs to a Python handler; run again after it */
+                            PROXYCCL_EXIT_ERROR = 2,     /* see the fields below; the worker must not be run again */
+                            PROXYCCL_EXIT_ABORTED = 3,   /* the abort word was raised elsewhere, or it was abandoned */
+                            PROXYCCL_EXIT_NO_WORKERS = 4 /* the thread has none to run */
 } ProxycclExit;
 
 typedef struct ProxycclExitInfo {
+  ProxycclWorker *worker;
   ProxycclTrigger trigger;
   uint64_t ticket;
   uint32_t channel;
@@ -45,7 +50,7 @@ typedef struct ProxycclExitInfo {
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
-  uint64_t spin_ns;      /* spin this long after the last trigger … */
+  uint64_t spin_ns;      /* spin this long after the last trigger of any worker … */
   uint64_t yield_ns;     /* … then yield the core between looks for this long … */
   uint64_t max_sleep_ns; /* … then sleep between looks, for a 32nd of the time idle, up to this */
 } ProxycclIdlePolicy;
@@ -59,22 +64,32 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
 
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service, const ProxycclIdlePolicy *idle);
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Also while it runs. `slots` and `tail` as in ProxycclFifo. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-
-/* Drains until told to stop. The caller's thread stays inside, without the GIL. */
-ProxycclExit proxyccl_worker_run(ProxycclWorker *worker, ProxycclExitInfo *info);
-/* From any thread: run() returns when the rings are empty and nothing is outstanding. */
+/* Before it runs: what its thread calls, where it runs workers of several devices, before this one's connections are
+ * used (cuCtxSetCurrent, hipSetDevice). */
+void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
+/* From any thread: its thread lets go of it when the rings are empty and nothing is outstanding. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
-/* Asks a running worker to tell when its rings were seen empty and nothing was outstanding. Returns the request's number;
- * proxyccl_worker_drained() gives that of the last one told of. */
+/* The same, but at once and whatever there is. */
+void proxyccl_worker_abandon(ProxycclWorker *worker);
+/* Asks a running worker to tell when its rings were seen empty and nothing was outstanding. Returns the request's
+ * number; proxyccl_worker_drained() gives that of the last one told of. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
-/* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before run() is called again. */
+/* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before the thread is run again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
+
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
+void proxyccl_thread_destroy(ProxycclThread *thread);
+/* Hands a worker over, also while the thread runs. No other thread may have it. */
+void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
+/* Runs its workers in turn until one of them has something to tell. The caller's thread stays inside, without the GIL.
+ */
+ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 
 /* Drains a ring and nothing else: what the ring itself allows, for the benchmark to compare the engine with. Returns
  * when `count` triggers were taken, or, with fewer, after timeout_ns. */
