@@ -34,7 +34,8 @@ from proxyccl.channels.tools.report import Column, Report, Table, machine, versi
 from proxyccl.device.errors import ProxyCCLError, TransportError, WaitTimeoutError
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.service import ProxyFailure, ProxyService
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.address import EndpointAddress

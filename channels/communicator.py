@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import numbers
 import operator
 import os
@@ -58,7 +59,8 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
-from proxyccl.proxy.service import Connection, ProxyFailure, ProxyService
+from proxyccl.proxy.interface import Connection, Handle, Proxy, ProxyFailure
+from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.devices import missing as missing_for_rdma
@@ -151,7 +153,7 @@ class Communicator:
         self._state = "opening"
         self._failure: CommunicatorError | None = None
         self._failure_cause = ""
-        self._proxy: ProxyService | None = None
+        self._proxy: Proxy | None = None
         self._proxy_options = {"fifos": fifos, "threads": proxy_threads, "fifo_size": fifo_size, "idle": idle}
         self._lock = threading.RLock()
         _refuse_daemon()
@@ -675,7 +677,7 @@ class Communicator:
             self.runtime.in_flight.add(owners, handle)
 
     @property
-    def proxy(self) -> ProxyService:
+    def proxy(self) -> Proxy:
         """This rank's proxy service, started when first used."""
         with self._lock:
             if self._proxy is None:
@@ -692,7 +694,7 @@ class Communicator:
             return self._proxy
 
     @property
-    def proxy_if_started(self) -> ProxyService | None:
+    def proxy_if_started(self) -> Proxy | None:
         """The proxy service, if anything has used it."""
         return self._proxy
 
@@ -729,6 +731,10 @@ class Communicator:
         if self._transports[peer] == "copy":
             return self._segments[peer].semaphore_host(channel)
         return self.rdma.semaphore(peer, channel)
+
+    def peer_semaphore_handle(self, peer: int, channel: int) -> Handle:
+        """By which a proxy in another process reaches that word, where it is memory of this host."""
+        return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
 
     # -- end ---
 

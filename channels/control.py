@@ -117,6 +117,10 @@ class ControlSegment:
         """The CPU's address of that word."""
         return self.memory.host_ptr + self.semaphore_offset(channel)
 
+    def semaphore_handle(self, channel: int) -> bytes:
+        """By which another process maps that word alone."""
+        return self.memory.export(self.semaphore_host(channel), 8)
+
     def reset_semaphore(self, channel: int) -> None:
         """Sets the word to what a new channel expects. Nobody may signal it meanwhile."""
         ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0

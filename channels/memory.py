@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import weakref
@@ -174,7 +175,8 @@ class RegisteredMemory:
         self._require_open()
         if self._id is None:
             key = self._registration.lkey if self._registration is not None else 0
-            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes, key)
+            handle = functools.partial(self._handle, self._communicator.rank)
+            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes, key, handle=handle)
         return self._id
 
     def source_id(self, peer: int) -> int:
@@ -205,7 +207,9 @@ class RegisteredMemory:
             return self.id
         if peer not in self._remote_ids:
             address, key = self._reach(peer)
-            self._remote_ids[peer] = self._communicator.proxy.add_memory(address, self.peer_nbytes(peer), key)
+            self._remote_ids[peer] = self._communicator.proxy.add_memory(
+                address, self.peer_nbytes(peer), key, handle=functools.partial(self._handle, peer)
+            )
         return self._remote_ids[peer]
 
     def _reach(self, peer: int) -> tuple[int, int]:
@@ -245,11 +249,14 @@ class RegisteredMemory:
         """Maps a peer's range, once."""
         self._require_open()
         if peer not in self._opened:
-            offer = self._offers[peer]
-            if not offer.handle:
-                raise ArgumentError("memory", f"rank {peer} can't share its memory: {offer.refusal or 'it is empty'}")
-            self._opened[peer] = self._communicator.mappings.acquire(offer.handle)
+            self._opened[peer] = self._communicator.mappings.acquire(self._handle(peer))
         return self._opened[peer]
+
+    def _handle(self, rank: int) -> bytes:
+        offer = self._offers[rank]
+        if not offer.handle:
+            raise ArgumentError("memory", f"rank {rank} can't share its memory: {offer.refusal or 'it is empty'}")
+        return offer.handle
 
     def _require_open(self) -> None:
         if self._closed:

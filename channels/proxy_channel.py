@@ -9,7 +9,7 @@ from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy.service import ChannelCounters, Handler, ProxyService
+from proxyccl.proxy.interface import ChannelCounters, Handler, Proxy
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
@@ -25,7 +25,7 @@ class ProxyChannel(Channel):
         transport: name of what moves its data.
     """
 
-    def __init__(self, peer: int, handle: Any, service: ProxyService, transport: str) -> None:
+    def __init__(self, peer: int, handle: Any, service: Proxy, transport: str) -> None:
         super().__init__(peer, handle)
         self._service = service
         self.id: int = handle.channel
@@ -61,7 +61,9 @@ def connect_handles(
         channels[peer] = []
         for i, channel in enumerate(ids[peer]):
             if i < len(theirs):  # a channel that the peer did not make can put, but has nobody to signal
-                service.set_channel(channel, connection, communicator.peer_semaphore(peer, theirs[i]))
+                word = communicator.peer_semaphore(peer, theirs[i])
+                handle = communicator.peer_semaphore_handle(peer, theirs[i])
+                service.set_channel(channel, connection, word, handle=handle)
             handle = ffi.new("ProxycclProxyChannel *")
             service.fifo_for(channel).fill_handle(handle.fifo)
             handle.semaphore.inbound = ffi.cast("uint64_t *", communicator.control.semaphore_device(channel))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.service import Connection
+from proxyccl.proxy.interface import Connection
 from proxyccl.proxy.verbs.devices import choose_device, process_numa_node, rdma_devices
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions

@@ -121,6 +121,15 @@ class GpuPinnedMemory(GpuMemory):
         """By which other processes map it with `GpuRuntime.open_pinned`."""
         return self.shared.handle
 
+    def export(self, host_ptr: int, nbytes: int) -> bytes:
+        """The same for a part of it."""
+        return self.shared.export(host_ptr, nbytes)
+
+    @property
+    def descriptor(self) -> int:
+        """The file that it is."""
+        return self.shared.descriptor
+
 
 class GpuStream(OwnedStream):
     """A queue of device work that is independent of the legacy default stream."""

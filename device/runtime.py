@@ -58,6 +58,15 @@ class PinnedMemory(Memory, Protocol):
         """By which other processes of the node map it with `Runtime.open_pinned`."""
         ...
 
+    def export(self, host_ptr: int, nbytes: int) -> bytes:
+        """The same for a part of it."""
+        ...
+
+    @property
+    def descriptor(self) -> int:
+        """The file that it is."""
+        ...
+
 
 class Stream(Protocol):
     """A queue of device work."""

@@ -6,8 +6,8 @@ that is killed, and the size limit of /dev/shm does not apply.
 
 from __future__ import annotations
 
+import fcntl
 import os
-import stat
 import struct
 import threading
 import weakref
@@ -114,9 +114,23 @@ class SharedMemory:
         descriptor, offset, nbytes = _Handle.open(handle)
         return cls(_Mapping.of(descriptor), offset, nbytes)
 
+    @classmethod
+    def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
+        """Maps a file that another process handed over; its descriptor belongs to this call.
+
+        Raises:
+            ArgumentError: it is no shared memory of at least `nbytes`.
+        """
+        try:
+            _require_memory(descriptor, nbytes)
+        except ArgumentError:
+            os.close(descriptor)
+            raise
+        return cls(_Mapping.of(descriptor), 0, nbytes)
+
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle of a range of this memory."""
-        return _Handle.pack(self.descriptor, ptr - self.ptr, nbytes)
+        return _Handle.pack(self.descriptor, ptr - self.mapped_range[0], nbytes)
 
     def contains(self, ptr: int, nbytes: int) -> bool:
         """Whether a range lies in this memory."""
@@ -150,15 +164,29 @@ class _Handle:
         if magic != cls._MAGIC:
             raise ArgumentError("handle", "these bytes are no handle of shared memory")
         try:
-            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
-        info = os.fstat(own)
-        if (
-            (info.st_dev, info.st_ino) != (device, inode)
-            or not stat.S_ISREG(info.st_mode)
-            or info.st_size < offset + nbytes
-        ):
+        try:
+            _require_memory(own, offset + nbytes, (device, inode))
+        except ArgumentError:
             os.close(own)
-            raise ArgumentError("handle", f"process {pid} has closed the memory that this handle names")
+            raise
         return own, offset, nbytes
+
+
+def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
+    """Refuses a file that is another than the one with this device and inode, and one that can't be mapped without
+    risk: where another process may cut it short, a look at what it has lost would end this one.
+    """
+    info = os.fstat(descriptor)
+    if identity is not None and (info.st_dev, info.st_ino) != identity:
+        raise ArgumentError("handle", "its process has closed the memory that it names")
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ArgumentError("handle", "it names a file that is no shared memory of ProxyCCL")
+    if info.st_size < nbytes:
+        raise ArgumentError("handle", f"it names {nbytes} bytes of a memory of {info.st_size}")

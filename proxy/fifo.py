@@ -6,13 +6,45 @@ from typing import Any
 
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Runtime
+from proxyccl.device.runtime import PinnedMemory, Runtime
 
 _SLOT_BYTES = 16
 _LINE = 128  # no two of the words that different parties write share a cache line
 
 
-class Fifo:
+class Ring:
+    """What the proxy's worker reaches of a ring: slots and tail. It may be another process's.
+
+    Args:
+        memory: of `ring_bytes(size)` at least, zeroed.
+        size: slots, a power of two from 2 to 2**20.
+    """
+
+    def __init__(self, memory: PinnedMemory, size: int) -> None:
+        require_ring_size(size)
+        self.size = size
+        self.size_log2 = size.bit_length() - 1
+        self.pinned = memory
+        self.slots_host = memory.host_ptr
+        self.tail_host = memory.host_ptr + size * _SLOT_BYTES
+
+    def close(self) -> None:
+        """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
+        self.pinned.close()
+
+
+def require_ring_size(size: int) -> None:
+    """Raises ArgumentError for a number of slots that no ring has."""
+    if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
+        raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
+
+
+def ring_bytes(size: int) -> int:
+    """The pinned memory that a ring takes."""
+    return size * _SLOT_BYTES + _LINE
+
+
+class Fifo(Ring):
     """A ring of triggers that kernels push to and one proxy worker drains.
 
     Args:
@@ -21,14 +53,9 @@ class Fifo:
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:
-        if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
-            raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
-        self.size = size
-        self.size_log2 = size.bit_length() - 1
-        self.pinned = runtime.allocate_pinned(size * _SLOT_BYTES + _LINE)
+        require_ring_size(size)
+        super().__init__(runtime.allocate_pinned(ring_bytes(size)), size)
         self._device = runtime.allocate(3 * _LINE)
-        self.slots_host = self.pinned.host_ptr
-        self.tail_host = self.pinned.host_ptr + size * _SLOT_BYTES
 
     def fill_handle(self, handle: Any) -> None:
         """Fills a ProxycclFifo with the device's addresses."""
@@ -49,5 +76,5 @@ class Fifo:
 
     def close(self) -> None:
         """Frees the memory. Neither a kernel nor the proxy may use the ring any more."""
-        self.pinned.close()
+        super().close()
         self._device.close()

@@ -26,7 +26,16 @@ from proxyccl.device.errors import (
 )
 from proxyccl.device.runtime import Event, PinnedMemory, Runtime, Stream
 from proxyccl.proxy import _engine
-from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.fifo import Fifo, Ring
+from proxyccl.proxy.interface import (
+    ChannelCounters,
+    Connection,
+    Handle,
+    Handler,
+    ProxyFailure,
+    StagedOptions,
+    VerbsOptions,
+)
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
@@ -38,123 +47,50 @@ FLUSHED_BYTES = 8 * MAX_CHANNELS
 EXTENTS_BYTES = 8 * MAX_MEMORIES
 _DRAIN_LOOK = 0.0002
 
-Handler = Callable[[Trigger], None]
 
+class SharedWords:
+    """What a service keeps in shared memory: counters and flush words of its channels, extents of its memories.
 
-@dataclass(frozen=True)
-class ChannelCounters:
-    """What one channel did so far."""
-
-    triggers: int
-    puts: int
-    bytes: int
-    signals: int
-    flushes: int
-
-
-@dataclass(frozen=True)
-class ProxyFailure:
-    """Why a worker ended on its own account.
-
-    Attributes:
-        code: an error code of control.h.
-        channel: channel id, or None.
-        trigger: the trigger that failed, or None.
-        status: the transport's or driver's status.
-        reason: in words.
-        exception: what a handler raised, or None.
-        peer: the peer of the connection that failed, or that the trigger was for; None where there is none.
+    Args:
+        memory: pinned; it has `BYTES` behind `offset`.
+        offset: of the first.
     """
 
-    code: int
-    channel: int | None
-    trigger: Trigger | None
-    status: int
-    reason: str
-    exception: BaseException | None = None
-    peer: int | None = None
+    BYTES = COUNTERS_BYTES + FLUSHED_BYTES + EXTENTS_BYTES
 
+    def __init__(self, memory: PinnedMemory, offset: int) -> None:
+        self._memory = memory
+        self._flushed_offset = offset + COUNTERS_BYTES
+        self._extents_offset = self._flushed_offset + FLUSHED_BYTES
+        self.counters = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
+        self.extents = ffi.cast("uint64_t *", memory.host_ptr + self._extents_offset)
 
-@dataclass(frozen=True)
-class VerbsOptions:
-    """A queue pair and how to use it (verbs_transport.h).
+    def flushed_pointer(self, channel: int) -> int:
+        """The device's address of a channel's flush word."""
+        return self._memory.ptr + self._flushed_offset + 8 * channel
 
-    Attributes:
-        qp: address of the ibv_qp, connected and ready to send. No other may use it, nor its queue of send completions.
-        send_depth: work requests that its send queue takes.
-        cq_depth: completions that its queue of send completions takes. Fewer than `send_depth` leave that much of the
-            send queue unused.
-        max_message: bytes that one request may carry; longer puts become several.
-        signal_rkey: remote key of the memory that the peer's semaphore words lie in.
-        fetch_add: signal by an atomic add of one, for a device that takes no inline data.
-        scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
-        scratch_lkey: their local key.
-    """
+    def flushed_host(self, channel: int) -> Any:
+        """The CPU's pointer to the same word."""
+        return ffi.cast("uint64_t *", self._memory.host_ptr + self._flushed_offset + 8 * channel)
 
-    qp: int
-    send_depth: int
-    cq_depth: int
-    max_message: int
-    signal_rkey: int
-    fetch_add: bool = False
-    scratch: int = 0
-    scratch_lkey: int = 0
+    @property
+    def extents_pointer(self) -> int:
+        """The device's address of the table that says for each memory id how many bytes follow it."""
+        return self._memory.ptr + self._extents_offset
 
-
-@dataclass(frozen=True)
-class StagedOptions:
-    """A queue pair and the memory that stands between it and what it can't reach (staged_transport.h).
-
-    Attributes:
-        wire: the queue pair; its `signal_rkey` is of the peer's area.
-        area: address of this end's, `staged_area_bytes` of zeroed pinned memory that is registered.
-        device_area: the device's address of it.
-        area_lkey: its local key.
-        peer_area: the peer's, by the address that the peer has registered.
-        ring_bytes: of the two rings in an area; the same on both ends, and a multiple of 64.
-        chunk_bytes: of a put, are moved at a time.
-        landings: address of the table of own memory that peers may have data put in (`Landings`).
-        signals: address of the own words that the peer may signal.
-        signals_bytes: their size.
-    """
-
-    wire: VerbsOptions
-    area: int
-    device_area: int
-    area_lkey: int
-    peer_area: int
-    ring_bytes: int
-    chunk_bytes: int
-    landings: int
-    signals: int
-    signals_bytes: int
+    def counters_of(self, channel: int) -> ChannelCounters:
+        """A channel's counters, read without disturbing the proxy."""
+        if not 0 <= channel < MAX_CHANNELS:
+            raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
+        if self._memory.closed:
+            raise ClosedError("the proxy service is closed")
+        c = self.counters[channel]
+        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
 
 
 def staged_area_bytes(ring_bytes: int) -> int:
     """The size of an area with rings of that size."""
     return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks.
-
-    Attributes:
-        pointer: the engine's.
-        worker: number of its worker.
-        peer: the rank that it leads to, or None where nobody said.
-        owned: what is closed after it, in this order.
-    """
-
-    pointer: Any
-    worker: int
-    peer: int | None
-    owned: tuple[Stream | Event, ...]
-
-    @property
-    def transport(self) -> str:
-        """The transport's name."""
-        return str(ffi.string(lib.proxyccl_connection_transport(self.pointer)).decode())
 
 
 def _fill(native_options: Any, options: VerbsOptions | StagedOptions, names: tuple[str, ...]) -> None:
@@ -222,6 +158,7 @@ class ProxyService:
         idle: what the threads do when there is nothing to do.
         cores: that the threads may run on; None for any.
         shared_threads: threads that others use too, for a worker each, in place of own ones.
+        rings: that others made, in place of own ones; `close` closes them too.
         on_failure: called in the worker's thread when it ends on an error; nobody else is told.
 
     Raises:
@@ -241,34 +178,32 @@ class ProxyService:
         idle: IdlePolicy | None = None,
         cores: Collection[int] | None = None,
         shared_threads: Sequence[ProxyThread] = (),
+        rings: Sequence[Ring] = (),
         on_failure: Callable[[ProxyFailure], None] | None = None,
         name: str = "proxyccl",
     ) -> None:
         threads = len(shared_threads) or threads
         if not isinstance(threads, int) or threads < 1:
             raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
+        fifos = len(rings) or fifos
         if not isinstance(fifos, int) or not threads <= fifos <= lib.PROXYCCL_MAX_RINGS:
             raise ArgumentError(
                 "fifos", f"must be an integer from proxy_threads ({threads}) to {lib.PROXYCCL_MAX_RINGS}, not {fifos!r}"
             )
         self.runtime = runtime
-        self._shared = shared
-        self._counters_offset = shared_offset
-        self._flushed_offset = shared_offset + COUNTERS_BYTES
-        self._extents_offset = self._flushed_offset + FLUSHED_BYTES
-        self._extents = ffi.cast("uint64_t *", shared.host_ptr + self._extents_offset)
-        counters = ffi.cast("ProxycclCounters *", shared.host_ptr + shared_offset)
-        self._counters = counters
-        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), counters)
+        self._shared = SharedWords(shared, shared_offset)
+        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.counters)
         functions = runtime.engine_functions()
         self._table = ffi.new("ProxycclRuntimeTable *")
         lib.proxyccl_runtime_table_fill(
             self._table, functions.copy, functions.write64, functions.event_record, functions.event_query
         )
-        self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
+        self.fifos = [] if rings else [Fifo(runtime, fifo_size) for _ in range(fifos)]
+        self._rings: Sequence[Ring] = rings or self.fifos
         self._on_failure = on_failure
         self._memory_used = [False] * MAX_MEMORIES
-        self._channel_fifos: list[Fifo] = []
+        self._ring_of: dict[int, int] = {}  # by channel
+        self._next_channel = 0
         self._free_channels: list[list[int]] = [[] for _ in range(threads)]  # by worker
         self._handlers: dict[int, Handler] = {}
         self._connections: list[Connection] = []
@@ -287,12 +222,12 @@ class ProxyService:
             context = runtime.launch_target().context
             for worker in self._workers:
                 lib.proxyccl_worker_enter_context(worker.pointer, functions.make_current, context)
-        for i, fifo in enumerate(self.fifos):
+        for i, ring in enumerate(self._rings):
             lib.proxyccl_worker_add_ring(
                 self._workers[i % threads].pointer,
-                ffi.cast("ProxycclTrigger *", fifo.slots_host),
-                ffi.cast("uint64_t *", fifo.tail_host),
-                fifo.size_log2,
+                ffi.cast("ProxycclTrigger *", ring.slots_host),
+                ffi.cast("uint64_t *", ring.tail_host),
+                ring.size_log2,
             )
         for worker in self._workers:
             worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
@@ -304,23 +239,25 @@ class ProxyService:
     @staticmethod
     def shared_bytes() -> int:
         """Bytes of shared memory that a service needs."""
-        return COUNTERS_BYTES + FLUSHED_BYTES + EXTENTS_BYTES
+        return SharedWords.BYTES
 
     def __repr__(self) -> str:
-        rings, threads, channels = len(self.fifos), len(self._workers), len(self._channel_fifos)
+        rings, threads, channels = len(self._rings), len(self._workers), len(self._ring_of)
         return f"<ProxyService with {rings} rings, {threads} threads, {channels} channels>"
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
-        return self._shared.ptr + self._flushed_offset + 8 * channel
+        return self._shared.flushed_pointer(channel)
 
     @property
     def extents_pointer(self) -> int:
         """The device's address of the table that says for each memory id how many bytes follow it."""
-        return self._shared.ptr + self._extents_offset
+        return self._shared.extents_pointer
 
-    def add_memory(self, base: int, nbytes: int, key: int = 0) -> int:
+    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: Handle | None = None) -> int:
         """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB. Returns the first.
+
+        `handle` is not needed in the process whose address `base` is.
 
         Raises:
             ResourceError: no ids left: a ring's trigger can name 512.
@@ -332,7 +269,7 @@ class ProxyService:
             for i in range(windows):
                 self._memory_used[first + i] = True
                 offset = i * WINDOW_BYTES
-                self._extents[first + i] = nbytes - offset
+                self._shared.extents[first + i] = nbytes - offset
                 lib.proxyccl_service_set_memory(
                     self._service, first + i, ffi.cast("char *", base + offset), nbytes - offset, key
                 )
@@ -355,7 +292,7 @@ class ProxyService:
             if self._closed:
                 return
             for i in range(max(1, -(-nbytes // WINDOW_BYTES))):
-                self._extents[first + i] = 0
+                self._shared.extents[first + i] = 0
                 lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0)
                 self._memory_used[first + i] = False
 
@@ -441,7 +378,8 @@ class ProxyService:
             with self._lock:
                 self._require_open()
                 worker = len(self._connections) % len(self._workers)
-                connection = Connection(pointer, worker, peer, owned)
+                transport = str(ffi.string(lib.proxyccl_connection_transport(pointer)).decode())
+                connection = Connection(len(self._connections), worker, peer, transport, pointer, owned)
                 if lib.proxyccl_worker_add_connection(self._workers[worker].pointer, pointer):
                     raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
                 self._connections.append(connection)
@@ -459,10 +397,13 @@ class ProxyService:
         with self._lock:
             return self._take_channel(connection.worker)
 
-    def set_channel(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
+    def set_channel(
+        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: Handle | None = None
+    ) -> None:
         """Puts a channel in use.
 
-        `remote_semaphore` is the address, as the transport reaches it, of the word that its signals count up.
+        `remote_semaphore` is the address, as the transport reaches it, of the word that its signals count up. `handle`
+        is not needed in the process whose address it is.
         """
         with self._lock:
             self._require_open()
@@ -471,7 +412,7 @@ class ProxyService:
                 channel,
                 connection.pointer,
                 ffi.cast("uint64_t *", remote_semaphore),
-                ffi.cast("uint64_t *", self._shared.host_ptr + self._flushed_offset + 8 * channel),
+                self._shared.flushed_host(channel),
             )
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
@@ -485,43 +426,63 @@ class ProxyService:
                 lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
                 self._free_channels[connection.worker].append(channel)
 
-    def add_handler(self, handler: Handler) -> int:
+    def add_handler(self, handler: Handler, channel: int | None = None) -> int:
         """A channel whose triggers, of any operation, are passed to a Python function in the worker's thread.
 
         The ring's later triggers wait until it returns. If it raises, the communicator ends with a HandlerError.
+
+        Args:
+            handler: called with each trigger.
+            channel: an id that another service has given away (`reserve_handler`); None for one of this service's.
+
+        Raises:
+            ArgumentError: the handler can't be called.
+            ResourceError: all 1024 channel ids are in use.
         """
         if not callable(handler):
             raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
         with self._lock:
-            channel = self._take_channel(len(self._channel_fifos) % len(self._workers))
+            self._require_open()
+            worker = len(self._handlers) % len(self._workers)
+            if channel is None:
+                channel = self._take_channel(worker)
+            else:
+                self._ring_of[channel] = self._deal_ring(worker, len(self._handlers))
             self._handlers[channel] = handler
-            flushed = ffi.cast("uint64_t *", self._shared.host_ptr + self._flushed_offset + 8 * channel)
-            lib.proxyccl_service_set_handler(self._service, channel, flushed)
+            lib.proxyccl_service_set_handler(self._service, channel, self._shared.flushed_host(channel))
         return channel
+
+    def reserve_handler(self) -> int:
+        """A channel id for a handler of another service, that of a process which this one serves."""
+        with self._lock:
+            return self._take_channel(0)
 
     def _take_channel(self, worker: int) -> int:
         self._require_open()
         if self._free_channels[worker]:
             return self._free_channels[worker].pop()
-        channel = len(self._channel_fifos)
+        channel = self._next_channel
         if channel == MAX_CHANNELS:
             raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
-        rings = self.fifos[worker :: len(self._workers)]
-        self._channel_fifos.append(rings[channel // len(self._workers) % len(rings)])
+        self._next_channel += 1
+        self._ring_of[channel] = self._deal_ring(worker, channel // len(self._workers))
         return channel
+
+    def _deal_ring(self, worker: int, turn: int) -> int:
+        rings = range(worker, len(self._rings), len(self._workers))
+        return rings[turn % len(rings)]
 
     def fifo_for(self, channel: int) -> Fifo:
         """The ring that a channel's triggers go through."""
-        return self._channel_fifos[channel]
+        return self.fifos[self._ring_of[channel]]
+
+    def ring_of(self, channel: int) -> int:
+        """Its number."""
+        return self._ring_of[channel]
 
     def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
-        if not 0 <= channel < MAX_CHANNELS:
-            raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
-        if self._shared.closed:
-            raise ClosedError("the proxy service is closed")
-        c = self._counters[channel]
-        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
+        return self._shared.counters_of(channel)
 
     def _hear(self, worker: _Worker, reason: int, info: Any) -> None:
         """Called in the worker's thread when it has something to tell."""
@@ -626,6 +587,6 @@ class ProxyService:
         for worker in self._workers:
             lib.proxyccl_worker_destroy(worker.pointer)
         lib.proxyccl_service_destroy(self._service)
-        for fifo in self.fifos:
-            fifo.close()
+        for ring in self._rings:
+            ring.close()
         return True

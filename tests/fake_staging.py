@@ -19,7 +19,8 @@ from proxyccl.channels.control import ControlSegment, ErrorRecord, create_segmen
 from proxyccl.device._native import lib as native
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.runtime import EngineFunctions, PinnedMemory
-from proxyccl.proxy.service import ProxyFailure, StagedOptions, VerbsOptions, staged_area_bytes
+from proxyccl.proxy.interface import ProxyFailure, StagedOptions, VerbsOptions
+from proxyccl.proxy.service import staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from proxyccl.proxy.verbs.staging import Landings
 

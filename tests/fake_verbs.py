@@ -21,7 +21,7 @@ from proxyccl import ProxyService, Trigger
 from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.service import ProxyFailure, VerbsOptions
+from proxyccl.proxy.interface import ProxyFailure, VerbsOptions
 from proxyccl.proxy.trigger import Operation
 
 ROOT = Path(__file__).parent.parent

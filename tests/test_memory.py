@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Ru
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.memory import HandleCache
 from proxyccl.device.runtime import Memory
+from proxyccl.device.shared_memory import SharedMemory
 
 
 def contents(runtime: Runtime, ptr: int, nbytes: int) -> np.ndarray:
@@ -320,3 +322,29 @@ def test_idle_mappings_make_way_for_what_took_the_place_of_freed_memory() -> Non
     assert mapped[b"old"].closed
     one.close()
     other.close()
+
+
+@pytest.mark.host_only(reason="of the host's files")
+def test_memory_that_its_owner_could_cut_short_is_refused(tmp_path: Path) -> None:
+    """A look at what was cut off would end the process that looks."""
+    memory = SharedMemory.allocate(8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.descriptor, 4096)
+    unsealed = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 8192)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    for descriptor in (unsealed, file):
+        with pytest.raises(ArgumentError, match="no shared memory"):
+            SharedMemory.adopt(descriptor, 4096)
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(descriptor)  # it was closed
+    with pytest.raises(ArgumentError, match="8192"):
+        SharedMemory.adopt(os.dup(memory.descriptor), 8193)
+
+
+@pytest.mark.host_only(reason="of the host's memory")
+def test_a_part_of_a_part_is_exported_by_its_own_place() -> None:
+    memory = SharedMemory.allocate(4096)
+    part = SharedMemory.open(memory.export(memory.ptr + 1024, 2048))
+    inner = SharedMemory.open(part.export(part.ptr + 512, 8))
+    assert (inner.ptr, inner.nbytes) == (memory.ptr + 1536, 8)

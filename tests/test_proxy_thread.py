@@ -19,7 +19,7 @@ from proxyccl.channels.control import ControlSegment, ErrorRecord, create_segmen
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
 from proxyccl.proxy._engine import ffi, lib
-from proxyccl.proxy.service import ProxyFailure
+from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 
 HALF = 4096

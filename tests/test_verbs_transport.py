@@ -23,7 +23,7 @@ from running import run_ranks
 from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
 from proxyccl.device._native import lib as native
 from proxyccl.proxy import _engine
-from proxyccl.proxy.service import VerbsOptions
+from proxyccl.proxy.interface import VerbsOptions
 from proxyccl.proxy.transport_status import status_text
 
 ffi, lib = _engine.ffi, _engine.lib

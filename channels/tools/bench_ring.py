@@ -40,7 +40,8 @@ from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.service import ProxyFailure, ProxyService
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger
 

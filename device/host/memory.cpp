@@ -4,15 +4,17 @@
 // a peer of the same user opens it through /proc/<pid>/fd.
 #include <cerrno>
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "runtime.h"
 
 int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
-  const int fd = memfd_create("proxyccl", MFD_CLOEXEC);
+  const int fd = memfd_create("proxyccl", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return errno;
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
+  // Sealed so that whoever maps it need not fear that another process cuts it short.
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
     return error;

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
-from proxyccl.proxy.service import VerbsOptions
+from proxyccl.proxy.interface import VerbsOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice
 from proxyccl.proxy.verbs.options import MTUS, RdmaOptions

@@ -10,7 +10,8 @@ from collections.abc import Hashable
 from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.service import StagedOptions, VerbsOptions, staged_area_bytes
+from proxyccl.proxy.interface import StagedOptions, VerbsOptions
+from proxyccl.proxy.service import staged_area_bytes
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
 
