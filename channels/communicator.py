@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ from proxyccl.channels.control import (
 )
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.host_links import HostLink, Listener
-from proxyccl.channels.memory import HandleCache, RegisteredMemory
+from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.rdma import Rdma
 from proxyccl.channels.sm_channel import SmChannel
@@ -54,11 +55,13 @@ from proxyccl.device.errors import (
     ClosedError,
     CommunicatorError,
     KernelError,
-    RuntimeUnavailableError,
     WaitTimeoutError,
 )
+from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
+from proxyccl.proxy.cores import parse_cores
+from proxyccl.proxy.daemon.client import NO_RDMA, DaemonClient, missing_daemon
 from proxyccl.proxy.interface import Connection, Handle, Proxy, ProxyFailure
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
@@ -87,12 +90,13 @@ def _timeout_from(value: float | None) -> float:
     return float(value)
 
 
-def _refuse_daemon() -> None:
-    where = os.environ.get("PROXYCCL_PROXY") or "thread"
+def _proxy_from(where: str | None) -> str:
+    argument = "proxy"
+    if where is None:
+        where, argument = os.environ.get("PROXYCCL_PROXY") or "thread", "PROXYCCL_PROXY"
     if where not in ("thread", "daemon"):
-        raise ArgumentError("PROXYCCL_PROXY", f"{where!r} is neither 'thread' nor 'daemon'")
-    if where == "daemon":
-        raise RuntimeUnavailableError("PROXYCCL_PROXY=daemon: the node daemon is not part of this version")
+        raise ArgumentError(argument, f"{where!r} is neither 'thread' nor 'daemon'")
+    return where
 
 
 class Shared(Protocol):
@@ -122,7 +126,11 @@ class Communicator:
         fifos: rings of this rank's proxy.
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
-        idle: what an idle proxy does.
+        idle: what an idle proxy does. The node daemon has a policy of its own.
+        proxy: where the proxy runs: "thread", in this process, or "daemon", in the node daemon; None for
+            ``PROXYCCL_PROXY``, else "thread".
+        proxy_cores: cores that the proxy's threads may run on, in this process: numbers and ranges such as "0-3,8",
+            "node:1" for a NUMA node's, "near" for those of the node that the device is next to; None for any.
         transport: what moves the data of ProxyChannels: "copy", "verbs" (RDMA) or "staged" (RDMA through pinned memory)
             for all pairs of ranks, or a dict with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None
             for ``PROXYCCL_TRANSPORT``, else copies within a node and RDMA between nodes, which is staged where a rank's
@@ -131,7 +139,8 @@ class Communicator:
 
     Raises:
         ArgumentError: an argument is wrong, or ranks disagree on the runtime.
-        RuntimeUnavailableError: the machine does not offer the runtime, or ranks of different nodes have no RDMA.
+        RuntimeUnavailableError: the machine does not offer the runtime, ranks of different nodes have no RDMA, or there
+            is no node daemon that would run the proxy.
         WaitTimeoutError: not all ranks came within the time.
     """
 
@@ -147,6 +156,8 @@ class Communicator:
         proxy_threads: int = 1,
         fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
+        proxy: str | None = None,
+        proxy_cores: str | None = None,
         transport: TransportChoice = None,
         rdma: RdmaOptions | None = None,
     ) -> None:
@@ -154,9 +165,16 @@ class Communicator:
         self._failure: CommunicatorError | None = None
         self._failure_cause = ""
         self._proxy: Proxy | None = None
-        self._proxy_options = {"fifos": fifos, "threads": proxy_threads, "fifo_size": fifo_size, "idle": idle}
+        self._proxy_options: dict[str, Any] = {
+            "fifos": fifos,
+            "threads": proxy_threads,
+            "fifo_size": fifo_size,
+            "idle": idle,
+        }
+        self._proxy_cores = proxy_cores
         self._lock = threading.RLock()
-        _refuse_daemon()
+        self._failure_lock = threading.Lock()  # not the one above, under which a proxy that fails may be waited for
+        in_daemon = _proxy_from(proxy) == "daemon"
         self.timeout = _timeout_from(timeout)
         self._bootstrap, self._owns_bootstrap = as_bootstrap(bootstrap)
         self.rank: int = self._bootstrap.rank
@@ -171,7 +189,10 @@ class Communicator:
         self.default_stream: Stream = self.runtime.create_stream()
         self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout)
 
-        own = RankInfo.own(self.runtime, missing_for_rdma() or "", encode_choice(transport, self.world_size))
+        self._uses_daemon = in_daemon
+        rdma_missing = NO_RDMA if in_daemon else missing_for_rdma() or ""
+        own = RankInfo.own(self.runtime, rdma_missing, encode_choice(transport, self.world_size))
+        own = replace(own, daemon_missing=missing_daemon(self.timeout) if in_daemon else "")
         infos = [RankInfo.decode(data) for data in self.all_gather_bytes(own.encode())]
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         self.topology = Topology.find(self.rank, infos, self.runtime, local)
@@ -535,7 +556,7 @@ class Communicator:
             raise self._fail()
 
     def _fail(self) -> CommunicatorError:
-        with self._lock:
+        with self._failure_lock:
             if self._failure is None:
                 self._watcher.pass_on()
                 self._failure = exception_from(self.control.record(), self.rank, self._failure_cause)
@@ -558,7 +579,7 @@ class Communicator:
                 size=trigger.size if trigger else 0,
             )
         )
-        with self._lock:
+        with self._failure_lock:
             if self._failure is None:
                 self._failure = exception_from(self.control.record(), self.rank, failure.reason)
                 self._failure.__cause__ = failure.exception
@@ -678,20 +699,37 @@ class Communicator:
 
     @property
     def proxy(self) -> Proxy:
-        """This rank's proxy service, started when first used."""
+        """This rank's proxy, started when first used."""
         with self._lock:
             if self._proxy is None:
                 self.require_usable()
-                self._proxy = ProxyService(
-                    self.runtime,
-                    self.control.host_pointer,
-                    self.control.memory,
-                    shared_offset=ControlSegment.service_offset,
-                    on_failure=self._proxy_failed,
-                    name=f"proxyccl-{self.rank}",
-                    **self._proxy_options,  # type: ignore[arg-type]
-                )
+                self._proxy = self._daemon_client() if self._uses_daemon else self._service()
             return self._proxy
+
+    def _service(self) -> ProxyService:
+        cores = self._proxy_cores
+        return ProxyService(
+            self.runtime,
+            self.control.host_pointer,
+            self.control.memory,
+            shared_offset=ControlSegment.service_offset,
+            cores=parse_cores(cores, self.runtime.numa_node()) if cores is not None else None,
+            on_failure=self._proxy_failed,
+            name=f"proxyccl-{self.rank}",
+            **self._proxy_options,
+        )
+
+    def _daemon_client(self) -> DaemonClient:
+        return DaemonClient(
+            self.runtime,
+            self.control.memory,
+            shared_offset=ControlSegment.service_offset,
+            on_failure=self._proxy_failed,
+            name=f"proxyccl-{self.rank}",
+            rank=self.rank,
+            timeout=self.timeout,
+            **self._proxy_options,
+        )
 
     @property
     def proxy_if_started(self) -> Proxy | None:

@@ -24,6 +24,7 @@ from proxyccl.device.errors import (
     HandlerError,
     MismatchError,
     PeerLostError,
+    ProxyLostError,
     TransportError,
     TriggerError,
     WaitTimeoutError,
@@ -229,6 +230,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         return WaitTimeoutError(message, operation=f"wait for {what}", **details)
     if code == lib.PROXYCCL_ERROR_PEER_LOST:
         return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
+    if code == lib.PROXYCCL_ERROR_PROXY_LOST:
+        return ProxyLostError(_join(f"the node daemon of {who} is lost", cause), operation="watch", **details)
     operation = str(Operation(record.operation & 7).name or "").lower()
     if code == lib.PROXYCCL_ERROR_TRANSPORT:
         operation = operation if record.operation else "a transfer"  # the completion that failed may be of several

@@ -36,6 +36,7 @@ class RankInfo:
         rdma_missing: what it lacks for RDMA, in words; empty if nothing.
         transport: the transports that its caller chose, in one form (`encode_choice`).
         rdma_refusal: why its RDMA device can't register its device's memory; empty if it can, or was not asked.
+        daemon_missing: why it can't have its proxy in the node daemon; empty if it can, or did not ask for it.
     """
 
     host: str
@@ -45,6 +46,7 @@ class RankInfo:
     rdma_missing: str = "not asked for"
     transport: str = ""
     rdma_refusal: str = ""
+    daemon_missing: str = ""
 
     @classmethod
     def own(cls, runtime: Runtime, rdma_missing: str = "not asked for", transport: str = "") -> RankInfo:
@@ -87,7 +89,11 @@ class Topology:
         Raises:
             ArgumentError: ranks use different runtimes or chose different transports, ranks of one process use the
                 same GPU, or local_world_size does not divide the number of ranks.
+            RuntimeUnavailableError: a rank's proxy was to run in the node daemon, and can't.
         """
+        for peer, info in enumerate(ranks):
+            if info.daemon_missing:
+                raise RuntimeUnavailableError(f"rank {peer}: {info.daemon_missing}")
         kinds = {info.runtime for info in ranks}
         if len(kinds) > 1:
             raise ArgumentError("runtime", f"all ranks must use the same runtime; found {', '.join(sorted(kinds))}")

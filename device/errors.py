@@ -102,6 +102,10 @@ class PeerLostError(CommunicatorError):
     """The process of a rank ended."""
 
 
+class ProxyLostError(CommunicatorError):
+    """The node daemon that ran a rank's proxy ended, or does not answer."""
+
+
 class TransportError(CommunicatorError):
     """A copy or a work request failed."""
 

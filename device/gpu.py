@@ -425,6 +425,10 @@ class GpuRuntime:
         """Maps another process's pinned memory and pins it here."""
         return self._pin(SharedMemory.open(handle))
 
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> GpuPinnedMemory:
+        """The same by its descriptor."""
+        return self._pin(SharedMemory.adopt(descriptor, nbytes))
+
     def numa_node(self) -> int | None:
         """What sysfs says of the device."""
         path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"

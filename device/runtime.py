@@ -229,6 +229,10 @@ class Runtime(Protocol):
         """Maps another process's pinned memory, by its `handle`."""
         ...
 
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
+        """The same by its `descriptor`, which belongs to this call. Raises ArgumentError where it has fewer bytes."""
+        ...
+
     def numa_node(self) -> int | None:
         """The NUMA node that the device is next to; None where that is not known."""
         ...

@@ -45,6 +45,7 @@ ffi, lib = _engine.ffi, _engine.lib
 COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
 FLUSHED_BYTES = 8 * MAX_CHANNELS
 EXTENTS_BYTES = 8 * MAX_MEMORIES
+MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _DRAIN_LOOK = 0.0002
 
 
@@ -62,7 +63,7 @@ class SharedWords:
         self._memory = memory
         self._flushed_offset = offset + COUNTERS_BYTES
         self._extents_offset = self._flushed_offset + FLUSHED_BYTES
-        self.counters = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
+        self.table = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
         self.extents = ffi.cast("uint64_t *", memory.host_ptr + self._extents_offset)
 
     def flushed_pointer(self, channel: int) -> int:
@@ -78,13 +79,13 @@ class SharedWords:
         """The device's address of the table that says for each memory id how many bytes follow it."""
         return self._memory.ptr + self._extents_offset
 
-    def counters_of(self, channel: int) -> ChannelCounters:
+    def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
         if self._memory.closed:
             raise ClosedError("the proxy service is closed")
-        c = self.counters[channel]
+        c = self.table[channel]
         return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
 
 
@@ -124,6 +125,14 @@ def _require_verbs(pointer: Any) -> None:
             "RDMA: this build of ProxyCCL has no transport for it; build it where libibverbs' headers are "
             "(Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
         )
+
+
+def require_rings(fifos: int, threads: int) -> None:
+    """Raises ArgumentError for numbers of rings and of threads that don't go together."""
+    if not isinstance(threads, int) or threads < 1:
+        raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
+    if not isinstance(fifos, int) or not threads <= fifos <= MAX_RINGS:
+        raise ArgumentError("fifos", f"must be an integer from proxy_threads ({threads}) to {MAX_RINGS}, not {fifos!r}")
 
 
 @dataclass(frozen=True)
@@ -182,17 +191,11 @@ class ProxyService:
         on_failure: Callable[[ProxyFailure], None] | None = None,
         name: str = "proxyccl",
     ) -> None:
-        threads = len(shared_threads) or threads
-        if not isinstance(threads, int) or threads < 1:
-            raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
-        fifos = len(rings) or fifos
-        if not isinstance(fifos, int) or not threads <= fifos <= lib.PROXYCCL_MAX_RINGS:
-            raise ArgumentError(
-                "fifos", f"must be an integer from proxy_threads ({threads}) to {lib.PROXYCCL_MAX_RINGS}, not {fifos!r}"
-            )
+        threads, fifos = len(shared_threads) or threads, len(rings) or fifos
+        require_rings(fifos, threads)
         self.runtime = runtime
         self._shared = SharedWords(shared, shared_offset)
-        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.counters)
+        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
         functions = runtime.engine_functions()
         self._table = ffi.new("ProxycclRuntimeTable *")
         lib.proxyccl_runtime_table_fill(
@@ -482,7 +485,7 @@ class ProxyService:
 
     def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
-        return self._shared.counters_of(channel)
+        return self._shared.counters(channel)
 
     def _hear(self, worker: _Worker, reason: int, info: Any) -> None:
         """Called in the worker's thread when it has something to tell."""

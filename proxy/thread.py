@@ -17,6 +17,8 @@ from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
 
+_LONGEST_US = 1e9
+
 OnExit = Callable[[int, Any], None]
 """Called in the thread with a ProxycclExit and a ProxycclExitInfo, which is good until it returns."""
 
@@ -40,6 +42,11 @@ class IdlePolicy:
     spin_us: float = 5.0
     yield_us: float = 500.0
     max_sleep_us: float = 1000.0
+
+    def __post_init__(self) -> None:
+        for name in ("spin_us", "yield_us", "max_sleep_us"):
+            if not 0 <= getattr(self, name) <= _LONGEST_US:
+                raise ArgumentError(name, f"must be from 0 to {_LONGEST_US:.0e} µs, not {getattr(self, name)!r}")
 
 
 def _pin(cores: Collection[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -202,10 +203,13 @@ def test_a_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch, 
         Communicator(bootstrap)
 
 
-def test_a_daemon_is_refused_as_long_as_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_that_is_not_there_is_named_with_the_command_that_starts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PROXYCCL_PROXY", "daemon")
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     (bootstrap,) = ThreadBootstrap.create(1)
-    with pytest.raises(RuntimeUnavailableError, match="daemon"):
+    with pytest.raises(RuntimeUnavailableError, match=f"proxyccl daemon --socket {tmp_path}"):
         Communicator(bootstrap)
 
 

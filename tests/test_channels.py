@@ -247,6 +247,7 @@ def test_a_put_may_name_other_memories_by_number(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.own_proxy(reason="another process can't reach it")
 @pytest.mark.host_only(reason="a GPU's memory is shared whoever allocated it")
 def test_private_memory_is_a_good_source_of_a_put(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:

@@ -167,6 +167,7 @@ def test_rings_and_threads_must_be_sensible_numbers(fifos: int, proxy_threads: i
     run_ranks(1, body, fifos=fifos, proxy_threads=proxy_threads)
 
 
+@pytest.mark.own_proxy(reason="of a thread of this process")
 def test_an_idle_proxy_costs_next_to_no_core() -> None:
     def body(comm: Communicator) -> None:
         assert "1 rings, 1 threads" in repr(comm.proxy)

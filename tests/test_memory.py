@@ -19,7 +19,7 @@ from running import run_ranks
 
 from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.collectives.team import Team
-from proxyccl.channels.memory import HandleCache
+from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
 
@@ -61,6 +61,7 @@ def test_a_view_into_an_array_is_registered_where_it_lies(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.own_proxy(reason="the daemon refuses it even as a source")
 @pytest.mark.host_only(reason="a GPU's memory is shared whoever allocated it")
 def test_private_memory_is_refused_by_name_where_a_peer_wants_it(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
@@ -160,6 +161,7 @@ def test_a_memory_longer_than_4_gib_takes_consecutive_ids(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.own_proxy(reason="registers addresses that are no memory")
 def test_ids_that_are_free_but_not_consecutive_do_not_do(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         service, base = comm.proxy, comm.empty(16).ptr

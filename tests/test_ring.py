@@ -146,6 +146,7 @@ def test_a_flush_covers_the_puts_before_it(async_copies: bool) -> None:
         ranks.run(body)
 
 
+@pytest.mark.own_proxy(reason="blocks a stream of the proxy's")
 def test_a_flush_does_not_wait_for_other_channels() -> None:
     """The stream to one peer is held up; a flush to the other completes, and one to the first does not."""
 

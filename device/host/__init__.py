@@ -207,6 +207,10 @@ class HostRuntime:
         """The same."""
         return self.open(handle)
 
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
+        """Maps what a process of this machine handed over."""
+        return SharedMemory.adopt(descriptor, nbytes)
+
     def numa_node(self) -> None:
         """Its threads may run anywhere."""
 

@@ -11,6 +11,11 @@ from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kerne
 from proxyccl.device.arrays import reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.proxy.cores import parse_cores
+from proxyccl.proxy.daemon import command
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.daemon.server import DaemonOptions
+from proxyccl.proxy.thread import IdlePolicy
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +33,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="ARCH",
         help="for GPUs of this architecture, such as sm_90 or gfx942; may be given again (default: this machine's)",
     )
+
+    daemon = commands.add_parser("daemon", help="run the proxies of this node's ranks, until SIGTERM")
+    daemon.add_argument(
+        "--socket", metavar="PATH", help="where to listen (default: PROXYCCL_DAEMON_SOCKET, else one of this user's)"
+    )
+    daemon.add_argument(
+        "--threads", type=options.count, default=1, help="that run the proxies of all ranks (default %(default)s)"
+    )
+    daemon.add_argument("--cores", help="that they may run on: 0-3,8, or node:1 for a NUMA node's (default: any)")
+    for name, what in (("spin", "spins"), ("yield", "then yields its core"), ("max-sleep", "then sleeps, at most")):
+        default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
+        daemon.add_argument(
+            f"--{name}-us",
+            type=float,
+            default=default,
+            metavar="US",
+            help=f"an idle thread {what} (default {default:g})",
+        )
 
     bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
@@ -82,6 +105,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return info.run(as_json=parsed.json)
         if parsed.command == "compile":
             return compile_kernels.run(parsed.arch)
+        if parsed.command == "daemon":
+            return command.run(
+                socket_path(parsed.socket),
+                DaemonOptions(
+                    threads=parsed.threads,
+                    cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
+                    idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
+                ),
+            )
         if parsed.benchmark == "ring":
             return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
         if parsed.min_bytes > parsed.max_bytes:

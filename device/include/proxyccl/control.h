@@ -18,7 +18,8 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_HANDLER = 5,      /* a Python handler raised */
   PROXYCCL_ERROR_MISMATCH = 6,     /* ranks called a collective with different arguments */
   PROXYCCL_ERROR_INVALID_FLAG = 7, /* a kernel used packet flag 0 */
-  PROXYCCL_ERROR_LOCAL = 8         /* any other failure on one rank that ends the communicator */
+  PROXYCCL_ERROR_LOCAL = 8,        /* any other failure on one rank that ends the communicator */
+  PROXYCCL_ERROR_PROXY_LOST = 9    /* the node daemon that runs a rank's proxy ended */
 };
 
 enum ProxycclWaitKind { /* what a bounded wait waits for */

@@ -1,0 +1,41 @@
+"""Which cores a thread may run on, as people write them: numbers and ranges, or those of a NUMA node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from proxyccl.device.errors import ArgumentError
+
+_NODES = Path("/sys/devices/system/node")
+_DIGITS = 5  # of a core's number
+
+
+def parse_cores(text: str, near: int | None = None) -> list[int]:
+    """The numbers of cores.
+
+    Args:
+        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for those of a NUMA node; ``near`` for those of the
+            node `near`.
+        near: the node that the device is next to; None where there is no such device, or its node is not known.
+
+    Raises:
+        ArgumentError: it names none.
+    """
+    if text == "near":
+        if near is None:
+            raise ArgumentError("cores", "no NUMA node is known to be near; name the cores, or node:NUMBER")
+        text = f"node:{near}"
+    if text.startswith("node:"):
+        listed = _NODES / f"node{text.removeprefix('node:')}" / "cpulist"
+        try:
+            text = listed.read_text().strip()
+        except OSError:
+            raise ArgumentError("cores", f"this machine has no NUMA node {text.removeprefix('node:')!r}") from None
+    cores: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        ends = (first, last or first)
+        if not all(end.isdecimal() and len(end) <= _DIGITS for end in ends) or int(ends[0]) > int(ends[1]):
+            raise ArgumentError("cores", f"{part!r} is neither a core's number nor a range such as 0-3")
+        cores.update(range(int(ends[0]), int(ends[1]) + 1))
+    return sorted(cores)

@@ -1,0 +1,373 @@
+"""What the daemon does for one client: a proxy service over the client's own rings and memories.
+
+A client is not trusted beyond its user. It names only what it was given, its memories are mapped before they are used,
+and stay mapped as long as its worker may be using them, whatever the client says meanwhile. What goes wrong ends this
+session alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import select
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
+from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.daemon.protocol import (
+    LAYOUT,
+    VERSION,
+    Fields,
+    ProtocolError,
+    limit_waits,
+    peer_credentials,
+    receive,
+    send,
+)
+from proxyccl.proxy.fifo import Ring, ring_bytes
+from proxyccl.proxy.interface import Connection, ProxyFailure
+from proxyccl.proxy.service import MAX_RINGS, ProxyService, SharedWords
+from proxyccl.proxy.thread import ProxyThread
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
+
+HELLO_SECONDS = 10
+_ANSWER_SECONDS = 10
+_LONGEST_DRAIN = 1e9
+_QUIET_SECONDS = 0.05
+_MOST_RETIRED = 4096
+_END_SECONDS = 10.0
+
+log = logging.getLogger("proxyccl.daemon")
+
+Deal = Callable[[int], Sequence[ProxyThread]]
+"""Gives threads for so many workers."""
+
+
+def require_user(user: int, own: int) -> None:
+    """Raises ProtocolError for another user than the daemon's own."""
+    if user != own:
+        raise ProtocolError(f"this daemon serves user {own}, not {user}")
+
+
+class Session:
+    """One connection of a client, from its hello to its end.
+
+    Args:
+        connection: the socket; the session closes it.
+        open_runtime: gives the runtime of a name and a device_id.
+        deal_threads: gives the threads that the client's workers run on.
+    """
+
+    def __init__(
+        self, connection: socket.socket, open_runtime: Callable[[str, str], Runtime], deal_threads: Deal
+    ) -> None:
+        self._connection = connection
+        self._open_runtime = open_runtime
+        self._deal_threads = deal_threads
+        self._runtime: Runtime | None = None
+        self._service: ProxyService | None = None
+        self._segment: PinnedMemory | None = None
+        self._mappings: HandleCache | None = None
+        self._connections: list[Connection] = []
+        self._channels: dict[int, Connection | None] = {}  # None: a handler of the client's own
+        self._words: dict[int, PinnedMemory] = {}
+        self._memories: dict[int, tuple[int, bytes]] = {}  # size and handle, by first id
+        self._retired: list[Callable[[], None]] = []  # unmaps what the worker may still be using
+        self._end_within: float | None = None
+        self.threads: Sequence[ProxyThread] = ()
+        self.name = "a client"
+
+    # -- the conversation ---
+
+    def run(self) -> None:
+        """Serves the client until it leaves, says nonsense, or `end` is called."""
+        try:
+            try:
+                self._greet()
+                while (message := receive(self._connection)) is not None:
+                    answer = self._answer(*message)
+                    send(self._connection, answer)
+                if self._end_within is not None:
+                    self._say_farewell(self._end_within)
+            except ProtocolError as error:
+                log.warning("%s is sent away: %s", self.name, error)
+                with contextlib.suppress(OSError):
+                    send(self._connection, _refusal(error), flags=socket.MSG_DONTWAIT)
+            except OSError as error:
+                log.info("%s is lost: %s", self.name, error)
+        finally:
+            self._close()
+
+    def _greet(self) -> None:
+        limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
+        pid, user = peer_credentials(self._connection)
+        self.name = f"process {pid}"
+        require_user(user, os.geteuid())
+        message = receive(self._connection)
+        if message is None:
+            return
+        fields, descriptors = message
+        _close_all(descriptors)
+        version = fields.integer("hello")
+        if version != VERSION:
+            raise ProtocolError(f"version: the daemon speaks {VERSION}, the client {version}")
+        if fields.integers("layout") != LAYOUT:
+            raise ProtocolError("layout: the daemon and the client are of different builds of ProxyCCL")
+        send(self._connection, {"version": VERSION, "pid": os.getpid()})
+        limit_waits(self._connection, _ANSWER_SECONDS, 0)
+
+    def _answer(self, fields: Fields, descriptors: list[int]) -> dict[str, Any]:
+        requests = {
+            "add_memory": self._add_memory,
+            "remove_memory": self._remove_memory,
+            "connect_copy": self._connect_copy,
+            "reserve_channel": self._reserve_channel,
+            "reserve_handler": self._reserve_handler,
+            "set_channel": self._set_channel,
+            "free_channels": self._free_channels,
+            "drain": self._drain,
+            "close": self._end_service,
+        }
+        try:
+            name = fields.text("do")
+            if name == "open":
+                return self._open(fields, descriptors)
+            return requests.get(name, self._refuse)(fields)
+        except ProtocolError:
+            raise
+        except ProxyCCLError as error:
+            return _refusal(error)
+        finally:
+            _close_all(descriptors)
+
+    # -- requests ---
+
+    def _refuse(self, fields: Fields) -> dict[str, Any]:
+        raise ProtocolError(f"do: there is no {fields.text('do')!r:.100}")
+
+    @property
+    def _proxy(self) -> ProxyService:
+        if self._service is None:
+            raise ProtocolError("do: nothing is open")
+        return self._service
+
+    def _open(self, fields: Fields, offered: list[int]) -> dict[str, Any]:
+        if self._service is not None:
+            raise ProtocolError("open: it is open")
+        size = fields.integer("fifo_size", 2, 1 << 20)
+        threads = fields.integer("threads", 1, MAX_RINGS)
+        offset = fields.integer("shared_offset", LAYOUT[0], 1 << 30)
+        if offset % 128:
+            raise ProtocolError("shared_offset: it is not aligned")
+        if not threads < len(offered) <= MAX_RINGS + 1:
+            raise ProtocolError(f"open: {len(offered)} descriptors, for a segment and at least {threads} rings")
+        runtime = self._open_runtime(fields.text("runtime"), fields.text("device_id"))
+        with contextlib.ExitStack() as undo:
+            segment = runtime.adopt_pinned(os.dup(offered[0]), offset + SharedWords.BYTES)
+            undo.callback(segment.close)
+            rings = []
+            for descriptor in offered[1:]:
+                # The engine alone looks at a ring here: it is the client's device that must reach it.
+                rings.append(Ring(SharedMemory.adopt(os.dup(descriptor), ring_bytes(size)), size))
+                undo.callback(rings[-1].close)
+            self.threads = self._deal_threads(threads)
+            self._service = ProxyService(
+                runtime,
+                segment.host_ptr,
+                segment,
+                shared_offset=offset,
+                shared_threads=self.threads,
+                rings=rings,
+                on_failure=self._tell,
+            )
+            undo.pop_all()
+        self._runtime, self._segment, self._mappings = runtime, segment, HandleCache(runtime.open)
+        rank = fields.optional("rank", high=1 << 31)
+        self.name += f" (rank {rank})" if rank is not None else ""
+        log.info("%s: %d rings of %d slots on %s", self.name, len(rings), size, runtime.device_id)
+        return {}
+
+    def _add_memory(self, fields: Fields) -> dict[str, Any]:
+        proxy, handle, nbytes = self._proxy, fields.data("handle"), fields.integer("nbytes", 0, 1 << 62)
+        assert self._mappings is not None
+        if nbytes == 0:
+            first = proxy.add_memory(0, 0)
+            self._memories[first] = (0, b"")
+            return {"first": first}
+        memory = self._mappings.acquire(handle)
+        try:
+            if memory.nbytes < nbytes:
+                raise ArgumentError("nbytes", f"{nbytes} bytes of a memory of {memory.nbytes}")
+            first = proxy.add_memory(memory.ptr, nbytes)
+        except ProxyCCLError:
+            self._mappings.release(handle)
+            raise
+        self._memories[first] = (nbytes, handle)
+        return {"first": first}
+
+    def _remove_memory(self, fields: Fields) -> dict[str, Any]:
+        first = fields.integer("first", 0, MAX_MEMORIES - 1)
+        if first not in self._memories:
+            raise ProtocolError(f"first: memory {first} is none of this client's")
+        nbytes, handle = self._memories.pop(first)
+        self._proxy.remove_memory(first, nbytes)
+        assert self._mappings is not None
+        if nbytes:
+            self._retire(functools.partial(self._mappings.release, handle))
+        return {}
+
+    def _connect_copy(self, fields: Fields) -> dict[str, Any]:
+        connection = self._proxy.connect_copy(peer=fields.optional("peer", high=1 << 31))
+        self._connections.append(connection)
+        return {"number": connection.number, "worker": connection.worker, "transport": connection.transport}
+
+    def _find_connection(self, fields: Fields) -> Connection:
+        number = fields.integer("connection")
+        if number >= len(self._connections):
+            raise ProtocolError(f"connection: {number} is none of this client's")
+        return self._connections[number]
+
+    def _reserve_channel(self, fields: Fields) -> dict[str, Any]:
+        connection = self._find_connection(fields)
+        channel = self._proxy.reserve_channel(connection)
+        self._channels[channel] = connection
+        return {"channel": channel, "ring": self._proxy.ring_of(channel)}
+
+    def _reserve_handler(self, fields: Fields) -> dict[str, Any]:
+        channel = self._proxy.reserve_handler()
+        self._channels[channel] = None
+        return {"channel": channel}
+
+    def _require_channel(self, channel: int, connection: Connection) -> None:
+        if self._channels.get(channel) is not connection:
+            raise ProtocolError(f"channel: {channel} is none of connection {connection.number}")
+
+    def _set_channel(self, fields: Fields) -> dict[str, Any]:
+        channel, connection = fields.integer("channel", 0, MAX_CHANNELS - 1), self._find_connection(fields)
+        self._require_channel(channel, connection)
+        assert self._runtime is not None
+        word = self._runtime.open_pinned(fields.data("word"))
+        if word.nbytes != 8 or word.host_ptr % 8:
+            word.close()
+            raise ArgumentError("word", "a semaphore is a word of 8 bytes, aligned to 8")
+        self._proxy.set_channel(channel, connection, word.host_ptr)
+        self._retire_word(channel)
+        self._words[channel] = word
+        return {}
+
+    def _retire_word(self, channel: int) -> None:
+        if channel in self._words:
+            self._retire(self._words.pop(channel).close)
+
+    def _free_channels(self, fields: Fields) -> dict[str, Any]:
+        channels, connection = fields.integers("channels", MAX_CHANNELS - 1), self._find_connection(fields)
+        for channel in channels:
+            self._require_channel(channel, connection)
+            del self._channels[channel]
+            self._proxy.free_channels([channel], connection)
+            self._retire_word(channel)
+        return {}
+
+    def _retire(self, unmap: Callable[[], None]) -> None:
+        """Unmaps when the worker is seen with nothing to do: until then it may have read the table's old entry."""
+        self._retired.append(unmap)
+        if self._proxy.drain(_QUIET_SECONDS):
+            self._unmap_retired()
+        elif len(self._retired) > _MOST_RETIRED:
+            raise ProtocolError("it removes memory while its rings are never empty")
+
+    def _unmap_retired(self) -> None:
+        while self._retired:
+            self._retired.pop()()
+
+    def _drain(self, fields: Fields) -> dict[str, Any]:
+        gone = select.poll()
+        gone.register(self._connection, select.POLLRDHUP)
+        drained = self._proxy.drain(fields.number("timeout", 0, _LONGEST_DRAIN), lambda: bool(gone.poll(0)))
+        return {"drained": drained}
+
+    def _end_service(self, fields: Fields) -> dict[str, Any]:
+        proxy, timeout = self._proxy, fields.number("timeout", 0, _LONGEST_DRAIN)
+        proxy.drain(timeout)
+        return {"ended": self._free(timeout)}
+
+    # -- the end ---
+
+    def _tell(self, failure: ProxyFailure) -> None:
+        """Called in a thread that others' workers share: it must not wait for this client to read."""
+        words = failure.trigger.encode() if failure.trigger is not None else ()
+        log.warning("%s: its proxy failed: %s", self.name, failure.reason)
+        message = {
+            "event": "failed",
+            "code": failure.code,
+            "channel": failure.channel,
+            "trigger": list(words),
+            "status": failure.status,
+            "reason": failure.reason,
+            "peer": failure.peer,
+        }
+        self._send_event(message)
+
+    def _send_event(self, message: dict[str, Any]) -> None:
+        try:
+            send(self._connection, message, flags=socket.MSG_DONTWAIT)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, timeout: float) -> None:
+        """Ends the session, in its own thread: what the client's rings hold is done first. From any thread."""
+        self._end_within = timeout
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RD)
+
+    def _say_farewell(self, timeout: float) -> None:
+        if self._service is not None and not self._service.drain(timeout):
+            log.warning("%s: what its rings hold was not done within %g s", self.name, timeout)
+        self._send_event({"event": "ending"})
+
+    def _close(self) -> None:
+        if not self._free(_END_SECONDS):
+            log.error("%s: its worker does not end; what it uses is kept", self.name)
+        self._connection.close()
+        log.log(logging.INFO if self.threads else logging.DEBUG, "%s has left", self.name)
+
+    def _free(self, timeout: float) -> bool:
+        """Ends the workers at once and unmaps everything. False if a worker did not end; then all is kept."""
+        service, self._service = self._service, None
+        if service is None:
+            return True
+        if not service.close(timeout, drained=False):
+            return False
+        self._unmap_retired()
+        for word in self._words.values():
+            word.close()
+        self._words.clear()
+        assert self._mappings is not None
+        assert self._segment is not None
+        self._mappings.close()
+        self._segment.close()
+        self._channels.clear()
+        self._connections.clear()
+        self._memories.clear()
+        return True
+
+
+def _refusal(error: ProxyCCLError) -> dict[str, Any]:
+    kinds = {ArgumentError: "argument", ResourceError: "resource", ProtocolError: "protocol"}
+    kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "other")
+    answer = {"error": kind, "message": str(error)}
+    if isinstance(error, ArgumentError):
+        answer |= {"argument": error.argument, "message": str(error).removeprefix(f"{error.argument}: ")}
+    return answer
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
