@@ -33,8 +33,8 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
             raise ArgumentError("cores", f"this machine has no NUMA node {text.removeprefix('node:')!r}") from None
     cores: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        ends = (first, last or first)
+        first, dash, last = part.partition("-")
+        ends = (first, last if dash else first)
         if not all(end.isdecimal() and len(end) <= _DIGITS for end in ends) or int(ends[0]) > int(ends[1]):
             raise ArgumentError("cores", f"{part!r} is neither a core's number nor a range such as 0-3")
         cores.update(range(int(ends[0]), int(ends[1]) + 1))

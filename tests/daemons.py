@@ -66,7 +66,11 @@ class RunningDaemon:
         """Sends it a signal and waits for its end."""
         if self.ended is None:
             self.process.send_signal(number)
-            self.ended = self.process.wait(timeout=_END_SECONDS)
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        self.ended = self.process.wait(timeout=_END_SECONDS)
 
 
 @contextlib.contextmanager

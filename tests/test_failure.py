@@ -384,6 +384,7 @@ def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
         return ranks.run(rank_main)
 
 
+@pytest.mark.own_proxy(reason="its copies are this process's")
 def test_a_copy_that_the_driver_refuses_is_a_transport_error_everywhere() -> None:
     errors = with_faulty_proxy(copy=_Copy(lambda *_: 700))
     assert all(isinstance(error, TransportError) for error in errors), errors
@@ -393,6 +394,7 @@ def test_a_copy_that_the_driver_refuses_is_a_transport_error_everywhere() -> Non
         assert "700" in str(error)
 
 
+@pytest.mark.own_proxy(reason="its copies are this process's")
 def test_a_copy_that_fails_later_is_a_transport_error_everywhere() -> None:
     errors = with_faulty_proxy(event_query=_Query(lambda _: 701))
     for error in errors:

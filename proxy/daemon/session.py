@@ -108,12 +108,12 @@ class Session:
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
         pid, user = peer_credentials(self._connection)
         self.name = f"process {pid}"
-        require_user(user, os.geteuid())
-        message = receive(self._connection)
+        message = receive(self._connection)  # before a refusal: with it unread, the client would not get that
         if message is None:
             return
         fields, descriptors = message
         _close_all(descriptors)
+        require_user(user, os.geteuid())
         version = fields.integer("hello")
         if version != VERSION:
             raise ProtocolError(f"version: the daemon speaks {VERSION}, the client {version}")

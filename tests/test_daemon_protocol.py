@@ -1,0 +1,438 @@
+"""What a client can't do to the node daemon: nonsense is refused or ends that client alone, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from daemons import RunningDaemon, running_daemon
+from running import TIMEOUT, run_ranks
+
+from proxyccl import ArgumentError, Communicator, ProxyCCLError, ResourceError, RuntimeUnavailableError
+from proxyccl.channels.control import SEGMENT_BYTES, ControlSegment
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.cores import parse_cores
+from proxyccl.proxy.daemon import session
+from proxyccl.proxy.daemon.client import missing_daemon
+from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
+from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.fifo import ring_bytes
+from proxyccl.proxy.thread import IdlePolicy
+
+RING = 64
+OFFSET = ControlSegment.service_offset
+HELLO = {"hello": VERSION, "layout": LAYOUT}
+OPEN = {
+    "do": "open",
+    "runtime": "host",
+    "device_id": "host:0",
+    "rank": 0,
+    "fifo_size": RING,
+    "threads": 1,
+    "shared_offset": OFFSET,
+}
+
+
+class RawClient:
+    """Says what it is told to, true or not."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self.connection = daemon.connect()
+        self.segment = SharedMemory.allocate(SEGMENT_BYTES)
+        self.ring = SharedMemory.allocate(ring_bytes(RING))
+        self.buffer = SharedMemory.allocate(4096)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.connection.close()
+
+    def say(self, frame: bytes | dict[str, Any], *descriptors: int) -> dict[str, Any] | None:
+        """The daemon's answer, or None where it hung up."""
+        data = frame if isinstance(frame, bytes) else json.dumps(frame).encode()
+        try:
+            socket.send_fds(self.connection, [data], list(descriptors))
+            answer = self.connection.recv(LONGEST_FRAME)
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        return json.loads(answer) if answer else None
+
+    def open(self, **changed: Any) -> dict[str, Any] | None:
+        """Says hello, and asks for a service with one ring."""
+        assert self.say(HELLO) is not None
+        return self.say(OPEN | changed, self.segment.descriptor, self.ring.descriptor)
+
+    def use(self) -> dict[str, Any]:
+        """A memory and a channel to itself."""
+        handle = self.buffer.export(self.buffer.ptr, 4096).hex()
+        memory = self.say({"do": "add_memory", "handle": handle, "nbytes": 4096})
+        connection = self.say({"do": "connect_copy", "peer": 0})
+        assert memory is not None
+        assert connection is not None
+        channel = self.say({"do": "reserve_channel", "connection": connection["number"]})
+        assert channel is not None
+        return {"first": memory["first"], "connection": connection["number"], "channel": channel["channel"]}
+
+    def ended(self) -> bool:
+        """Whether the daemon has hung up."""
+        try:
+            return self.connection.recv(LONGEST_FRAME) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running_daemon(tmp_path_factory.mktemp("protocol") / "socket") as running:
+        with RawClient(running) as first:  # whatever a process keeps for good
+            assert first.open() == {}
+            first.use()
+        yield running
+    assert running.ended == 0, running.log
+
+
+@pytest.fixture
+def bystander(daemon: RunningDaemon) -> Iterator[RawClient]:
+    """A client that works before and after, and nothing of the other's is left when that has gone."""
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+        client.use()
+        before = daemon.resources()
+        yield client
+        assert client.say({"do": "drain", "timeout": 5}) == {"drained": True}
+        assert daemon.settles(before), (before, daemon.resources())
+
+
+FIRST_FRAMES = {
+    "no JSON": b"\xff\xfe",
+    "no object": b"[1]",
+    "too deep": b"[" * 30_000,
+    "a long number": b'{"hello":' + b"9" * 10_000 + b"}",
+    "no hello": {"do": "drain", "timeout": 1},
+    "another version": {**HELLO, "hello": VERSION + 1},
+    "a version that is no number": {**HELLO, "hello": True},
+    "another layout": {**HELLO, "layout": [*LAYOUT, 1]},
+    "too long": json.dumps({**HELLO, "padding": "x" * LONGEST_FRAME}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_FRAMES)
+@pytest.mark.usefixtures("bystander")
+def test_a_client_that_does_not_introduce_itself_is_sent_away(daemon: RunningDaemon, name: str) -> None:
+    with RawClient(daemon) as client:
+        answer = client.say(FIRST_FRAMES[name])  # type: ignore[arg-type]
+        assert answer is not None
+        assert answer["error"] == "protocol"
+        assert client.ended()
+
+
+OPENS = {
+    "a runtime that there is not": {"runtime": "opencl"},
+    "a ring of no size": {"fifo_size": 63},
+    "an offset that leaves the segment": {"shared_offset": SEGMENT_BYTES // 128 * 128},
+    "an offset into the control block": {"shared_offset": 0},
+    "an offset that is not aligned": {"shared_offset": OFFSET + 8},
+    "more threads than rings": {"threads": 2},
+    "no threads": {"threads": 0},
+    "a text for a number": {"fifo_size": "64"},
+    "a ring that is larger than its memory": {"fifo_size": 1 << 20},
+}
+
+
+@pytest.mark.parametrize("name", OPENS)
+@pytest.mark.usefixtures("bystander")
+def test_what_can_not_be_opened_is_refused(daemon: RunningDaemon, name: str) -> None:
+    with RawClient(daemon) as client:
+        answer = client.open(**OPENS[name])
+        assert answer is not None
+        assert answer["error"] in ("argument", "protocol"), answer
+
+
+def _unsealed() -> int:
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, SEGMENT_BYTES)
+    return descriptor
+
+
+@pytest.mark.parametrize("which", ["segment", "ring"])
+@pytest.mark.parametrize("kind", ["too small", "one that can be cut short", "a socket", "a directory", "none"])
+@pytest.mark.usefixtures("bystander")
+def test_descriptors_that_are_no_such_memory_are_refused(daemon: RunningDaemon, which: str, kind: str) -> None:
+    with RawClient(daemon) as client:
+        assert client.say(HELLO) is not None
+        wrong: list[int] = []
+        small = SharedMemory.allocate(4096 if which == "segment" else 1)
+        if kind == "too small":
+            wrong = [os.dup(small.descriptor)]
+        elif kind == "one that can be cut short":
+            wrong = [_unsealed()]
+        elif kind == "a socket":
+            wrong = [os.dup(client.connection.fileno())]
+        elif kind == "a directory":
+            wrong = [os.open("/", os.O_RDONLY)]
+        right = client.ring if which == "segment" else client.segment
+        given = [*wrong, right.descriptor] if which == "segment" else [right.descriptor, *wrong]
+        frame = OPEN | ({"fifo_size": 1 << 12} if kind == "too small" and which == "ring" else {})
+        answer = client.say(frame, *given)
+        for descriptor in wrong:
+            os.close(descriptor)
+        assert answer is not None
+        assert answer["error"] in ("argument", "protocol")
+
+
+def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, bystander: RawClient) -> None:
+    theirs = bystander.use()  # more than the stranger has, so that their numbers are free there
+    strange = [
+        {"do": "remove_memory", "first": theirs["first"]},
+        {"do": "reserve_channel", "connection": theirs["connection"]},
+        {"do": "free_channels", "channels": [theirs["channel"]], "connection": 0},
+        {"do": "set_channel", "channel": theirs["channel"], "connection": 0, "word": ""},
+        {"do": "set_channel", "channel": 5000, "connection": 0, "word": ""},
+    ]
+    for request in strange:
+        with RawClient(daemon) as stranger:
+            assert stranger.open() == {}
+            stranger.use()
+            answer = stranger.say(request)
+            assert answer is not None
+            assert answer["error"] == "protocol", request
+            assert stranger.ended()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"do": "fly"},
+        {"do": 7},
+        {},
+        {"do": "open"},
+        {"do": "drain", "timeout": -1},
+        {"do": "drain", "timeout": float("nan")},
+        {"do": "free_channels", "channels": {"0": 1}, "connection": 0},
+        {"do": "add_memory", "handle": "not hex", "nbytes": 1},
+        {"do": "add_memory", "handle": 3, "nbytes": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("bystander")
+def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, request_: dict[str, Any]) -> None:
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+        client.use()
+        answer = client.say(request_)
+        assert answer is not None
+        assert answer["error"] == "protocol"
+        assert client.ended()
+
+
+@pytest.mark.usefixtures("bystander")
+def test_memory_that_can_not_be_mapped_is_refused_and_the_client_stays(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+        used = client.use()
+        handle = client.buffer.export(client.buffer.ptr, 4096)
+        refused = [
+            {"do": "add_memory", "handle": "00", "nbytes": 1},
+            {"do": "add_memory", "handle": handle.hex(), "nbytes": 4097},
+            {"do": "set_channel", **used, "word": handle.hex()},
+            {"do": "set_channel", **used, "word": client.buffer.export(client.buffer.ptr + 4, 8).hex()},
+        ]
+        for request in refused:
+            answer = client.say(request)
+            assert answer is not None
+            assert answer["error"] == "argument", request
+        assert client.say({"do": "add_memory", "handle": handle.hex(), "nbytes": 4096}) is not None
+
+
+@pytest.mark.usefixtures("bystander")
+def test_descriptors_that_nobody_asked_for_are_closed(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+        before = daemon.descriptors()
+        for _ in range(20):
+            client.say({"do": "drain", "timeout": 1}, *[client.ring.descriptor] * 64)
+        assert daemon.descriptors() <= before
+
+
+def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """10,000 frames: valid ones with a part changed, and noise; with descriptors now and then."""
+    rng = random.Random(20260101)
+    before = daemon.resources()
+    sent = 0
+    while sent < 10_000:
+        with RawClient(daemon) as client:
+            used = client.open() == {} and client.use()
+            assert used
+            handle = client.buffer.export(client.buffer.ptr, 64).hex()
+            valid: list[dict[str, Any]] = [
+                {"do": "add_memory", "handle": handle, "nbytes": 64},
+                {"do": "remove_memory", "first": rng.randrange(4)},
+                {"do": "connect_copy", "peer": rng.randrange(4)},
+                {"do": "reserve_channel", "connection": 0},
+                {"do": "reserve_handler"},
+                {"do": "set_channel", **used, "word": client.buffer.export(client.buffer.ptr, 8).hex()},
+                {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
+                {"do": "drain", "timeout": 0.001},
+                OPEN,
+            ]
+            alive = True
+            while alive and sent < 10_000:
+                frame: bytes = json.dumps(rng.choice(valid)).encode()
+                chance = rng.random()
+                if chance < 0.1:
+                    frame = rng.randbytes(rng.randrange(1, 300))
+                elif chance < 0.3:
+                    damaged = bytearray(frame)
+                    damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+                    frame = bytes(damaged)
+                elif chance < 0.4:
+                    frame = frame[: rng.randrange(1, len(frame))]
+                extra = [client.ring.descriptor] * rng.choice([0, 0, 0, 0, 1, 3])
+                alive = client.say(frame, *extra) is not None
+                sent += 1
+    assert bystander.say({"do": "drain", "timeout": 5}) == {"drained": True}
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_two_hundred_clients_come_and_go(daemon: RunningDaemon, bystander: RawClient) -> None:
+    before = daemon.resources()
+    clients = []
+    for _ in range(200):
+        client = RawClient(daemon)
+        assert client.open() == {}
+        client.use()
+        clients.append(client)
+    assert bystander.say({"do": "drain", "timeout": 5}) == {"drained": True}
+    for client in clients:
+        client.connection.close()
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) -> None:
+    silent = [daemon.connect() for _ in range(20)]
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+    for connection in silent:
+        connection.close()
+
+
+# -- the socket and its users ---
+
+
+def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.require_user(7, 7)
+    with pytest.raises(ProxyCCLError, match="serves user 7, not 8"):
+        session.require_user(8, 7)
+
+    monkeypatch.setattr(session, "peer_credentials", lambda _: (os.getpid(), os.geteuid() + 1))
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
+    with Daemon(socket_path()) as daemon:
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        assert "serves user" in missing_daemon(TIMEOUT)
+        daemon.stop()
+        serving.join()
+
+
+def test_the_socket_is_its_users_alone(daemon: RunningDaemon, tmp_path: Path) -> None:
+    assert stat.S_IMODE(daemon.path.stat().st_mode) == 0o600
+    nested = tmp_path / "fresh" / "socket"
+    with Daemon(nested):
+        assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o700
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public").chmod(0o777)
+    with pytest.raises(ArgumentError, match="others than this user"):
+        Daemon(tmp_path / "public" / "socket")
+
+
+def test_a_second_daemon_on_a_socket_is_refused(daemon: RunningDaemon) -> None:
+    with pytest.raises(ResourceError, match="another node daemon listens"):
+        Daemon(daemon.path)
+    with RawClient(daemon) as client:
+        assert client.open() == {}
+
+
+def test_what_a_killed_daemon_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):
+        with running_daemon(path) as killed:
+            killed.end(9)
+        assert path.is_socket()
+    with Daemon(path):
+        assert path.is_socket()
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(ArgumentError, match="no socket"):
+        Daemon(path)
+    assert path.read_text() == "precious"
+
+
+def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROXYCCL_DAEMON_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert socket_path() == Path("/run/user/7/proxyccl.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert socket_path() == Path(f"/tmp/proxyccl-{os.geteuid()}/daemon.sock")
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", "/elsewhere")
+    assert socket_path() == Path("/elsewhere")
+    assert socket_path("/here") == Path("/here")
+    with pytest.raises(ArgumentError, match="socket"):
+        socket_path("/" + 200 * "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [({"threads": 0}, "threads"), ({"threads": 65}, "threads"), ({"cores": [1 << 20]}, "cores")],
+)
+def test_options_that_can_not_be_are_named(tmp_path: Path, options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError, match=argument):
+        Daemon(tmp_path / "socket", DaemonOptions(**options))
+    with Daemon(tmp_path / "socket"):  # nothing of the first is left
+        pass
+
+
+@pytest.mark.parametrize("name", ["spin_us", "yield_us", "max_sleep_us"])
+@pytest.mark.parametrize("value", [-1, float("nan"), 1e12])
+def test_an_idle_policy_that_can_not_be_is_named(name: str, value: float) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        IdlePolicy(**{name: value})
+
+
+def test_cores_are_read_as_people_write_them() -> None:
+    assert parse_cores("3") == [3]
+    assert parse_cores("0-2,8,2") == [0, 1, 2, 8]
+    for text in ("", "a", "1-", "-1", "3-1", "0,,1", "99999999999", "node:99", "node:../x"):
+        with pytest.raises(ArgumentError, match="cores"):
+            parse_cores(text)
+    with pytest.raises(ArgumentError, match="near"):
+        parse_cores("near", None)
+
+
+def test_a_proxy_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="proxy: 'fork'"):
+        run_ranks(1, lambda comm: None, proxy="fork")
+    monkeypatch.setenv("PROXYCCL_PROXY", "fork")
+    with pytest.raises(ArgumentError, match="PROXYCCL_PROXY: 'fork'"):
+        run_ranks(1, lambda comm: None)
+
+
+def test_a_daemon_that_is_missing_on_one_rank_is_an_error_on_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
+    bodies: list[Communicator] = []
+    with pytest.raises(RuntimeUnavailableError, match="rank 0: no node daemon answers"):
+        run_ranks(2, bodies.append, proxy="daemon")
+    assert not bodies
