@@ -17,18 +17,26 @@ HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_top
   test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type \
   test_dispatch_combine.py::test_sizes
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
+# What is run with the proxies in the node daemon as a matter of course; all of it: make test-daemon DAEMON_TESTS=tests
+DAEMON_TESTS ?= $(addprefix tests/,test_channels.py test_ring.py test_engine.py test_memory.py test_failure.py \
+  test_collectives.py::test_ranks_as_processes test_dispatch_combine.py::test_sizes)
 SOFT_ROCE := tests/soft_roce
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-rdma bench-page lint clean
+.PHONY: demo test test-daemon test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-rdma bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed lint
 	$(BIN)/pytest tests
+	$(MAKE) test-daemon
 	$(MAKE) test-hip
 	$(MAKE) test-rdma
+
+# The behaviour tests with the proxies of all ranks in one node daemon.
+test-daemon: $(VENV)/.installed
+	PROXYCCL_PROXY=daemon $(BIN)/pytest $(DAEMON_TESTS)
 
 # The HIP runtime through hip-python, on the host runtime.
 test-hip: $(VENV)/.installed rocm-on-host

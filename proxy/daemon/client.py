@@ -329,7 +329,7 @@ class DaemonClient:
             answer = self._ask("drain", takes=timeout, timeout=timeout)
         except ProxyLostError:
             return False
-        return bool(answer.integer("drained", 0, 1))
+        return answer.flag("drained")
 
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and has the daemon let go of all that it was given.

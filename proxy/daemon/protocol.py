@@ -61,6 +61,13 @@ class Fields:
             raise ProtocolError(f"{name}: {value!r:.100} is no list of integers from 0 to {high}")
         return list(value)
 
+    def flag(self, name: str) -> bool:
+        """Yes or no."""
+        value = self._values.get(name)
+        if not isinstance(value, bool):
+            raise ProtocolError(f"{name}: {value!r:.100} is neither true nor false")
+        return value
+
     def number(self, name: str, low: float, high: float) -> float:
         """A number, of seconds say."""
         value = self._values.get(name)

@@ -1,0 +1,299 @@
+"""The node daemon beside proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
+
+One run starts a daemon and opens communicators of both kinds in turn, several times over.
+
+Latency is half of a ping-pong's round trip between the first two ranks, in a kernel of one thread that times each
+round. Rates are those of one ring that leads to a peer: pushed by a kernel of a warp, and by a thread of the CPU, from
+the first push until the last was taken. CPU time is that of the threads that run proxies, or of the whole daemon: with
+nothing to do, and while each rank pushes puts of 8 bytes with their signals, some each millisecond.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+from program import common_arguments, describe, end_if_it_hangs, heading
+
+from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Trigger
+from proxyccl.channels.tools.report import Column, Report, Table, write_json
+from proxyccl.proxy._engine import ffi, lib
+from proxyccl.proxy.daemon.client import missing_daemon
+
+_TIMEOUT = 20.0  # seconds, of each wait
+_ROUNDS = 300
+_KERNEL_PUSHES = 200_000
+_CPU_PUSHES = 1_000_000
+_BURST = 16  # pushes of a rank each millisecond
+_WHERE = ("thread", "daemon")
+
+_SOURCE = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+
+extern "C" __global__ void ping_pong(DeviceHandle<ProxyChannel> channel, uint64_t bytes, int first, int rounds,
+                                     uint64_t* ns) {
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t start = nanoseconds();
+    for (int turn = 0; turn < 2; ++turn) {
+      if (turn == first) {
+        if (!channel.wait()) return;
+      } else if (bytes == 0) {
+        channel.signal();
+      } else {
+        channel.putWithSignal(0, 0, bytes);
+      }
+    }
+    ns[round] = nanoseconds() - start;
+  }
+}
+
+extern "C" __global__ void push(DeviceHandle<ProxyChannel> channel, int count, uint64_t* ns) {
+  const uint64_t start = nanoseconds();
+  for (int i = 0; i < count; ++i) channel.put(0, 0, 0);
+  __syncthreads();
+  if (threadIdx.x == 0 && channel.flush()) ns[0] = nanoseconds() - start;
+}
+"""
+
+
+def quiet_barrier() -> None:
+    """All ranks come here; none of them spins for it."""
+    request = MPI.COMM_WORLD.Ibarrier()
+    while not request.Test():
+        time.sleep(0.002)
+
+
+class Pusher:
+    """Pushes onto a channel's ring from this thread. No kernel may push there before or after.
+
+    Args:
+        comm: whose proxy.
+        channel: whose ring.
+        memory: that it puts from and to.
+    """
+
+    def __init__(self, comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory) -> None:
+        self._fifo = comm.proxy.fifo_for(channel.id)
+        self._channel = channel.id
+        self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
+        self._pushed = comm.proxy.counters(channel.id).triggers  # a kernel's, which are done
+
+    def push(self, operation: Operation, nbytes: int, count: int) -> None:
+        """So many triggers; waits for room."""
+        src, dst = self._memories
+        trigger = Trigger(operation, self._channel, nbytes, src, 0, dst, 0)
+        words = ffi.new("ProxycclTrigger *", trigger.encode())
+        slots, tail = self._pointers()
+        limit = int(_TIMEOUT * 1e9)
+        pushed = lib.proxyccl_bare_produce(slots, tail, self._fifo.size_log2, self._pushed, count, words[0], limit)
+        if pushed != count:
+            raise SystemExit("daemon.py: the proxy takes no triggers")
+        self._pushed += count
+
+    def _pointers(self) -> tuple[Any, Any]:
+        return ffi.cast("ProxycclTrigger *", self._fifo.slots_host), ffi.cast("uint64_t *", self._fifo.tail_host)
+
+    def wait(self) -> None:
+        """Until all were taken."""
+        _, tail = self._pointers()
+        while tail[0] < self._pushed:
+            pass
+
+
+def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[str, list[float]]:
+    """Microseconds one way, of each round but the first ones."""
+    found = {}
+    ns = comm.empty(_ROUNDS, "int64")
+    for name, nbytes in (("signal", 0), ("put of 8 bytes + signal", 8), ("put of 1 KiB + signal", 1024)):
+        kernels["ping_pong"](1, 1, channel, nbytes, comm.rank, _ROUNDS, ns)
+        comm.synchronize()
+        found[name] = (ns.numpy()[_ROUNDS // 10 :] / 2e3).tolist()
+    return found
+
+
+def rates(comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any) -> dict[str, list[float]]:
+    """Triggers a second, on the first rank; the other has nothing to do. The CPU's come last: its pushes are unknown to
+    the kernels."""
+    if comm.rank:
+        return {}
+    ns = comm.empty(1, "int64")
+    kernel = []
+    for _ in range(3):
+        kernels["push"](1, 32, channel, _KERNEL_PUSHES // 32, ns)
+        comm.synchronize()
+        kernel.append(_KERNEL_PUSHES / float(ns.numpy()[0]) * 1e9)
+    pusher = Pusher(comm, channel, memory)
+    cpu = []
+    for _ in range(3):
+        start = time.perf_counter()
+        pusher.push(Operation.DATA, 0, _CPU_PUSHES)
+        pusher.wait()
+        cpu.append(_CPU_PUSHES / (time.perf_counter() - start))
+    return {"pushed by a kernel": kernel, "pushed by a CPU thread": cpu}
+
+
+def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Latencies and rates between the first two ranks; the others wait."""
+    pair = MPI.COMM_WORLD.Split(int(MPI.COMM_WORLD.rank >= 2))
+    found: Any = ({}, {})
+    if MPI.COMM_WORLD.rank < 2:
+        with Communicator.from_mpi(pair, timeout=_TIMEOUT, proxy=where) as comm:
+            memory = comm.register(comm.empty(1 << 16, "uint8"))
+            channels = comm.proxy_channels(memory)
+            kernels = comm.compile(_SOURCE)
+            comm.all_gather_bytes(b"")
+            found = latencies(comm, channels[0], kernels), rates(comm, channels[0], memory, kernels)
+            comm.all_gather_bytes(b"")
+    quiet_barrier()
+    pair.Free()
+    return found
+
+
+def _cpu_of(stat: Path) -> float:
+    """Seconds, out of a thread's or a process's line."""
+    fields = stat.read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def proxy_seconds(daemon: int) -> float:
+    """CPU time of this process's proxy threads; on the first rank also that of the daemon."""
+    own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
+    seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
+    return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)
+
+
+def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
+    """Cores that the proxies of all ranks take, idle and busy."""
+    with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
+        memory = comm.register(comm.empty(1 << 16, "uint8"))
+        channel = comm.proxy_channels(memory).to((comm.rank + 1) % comm.world_size)
+        pusher = Pusher(comm, channel, memory)
+
+        def measure(load: Callable[[], None]) -> float:
+            quiet_barrier()
+            before, start = proxy_seconds(daemon), time.perf_counter()
+            while time.perf_counter() - start < seconds:
+                load()
+            took = time.perf_counter() - start
+            cores = (proxy_seconds(daemon) - before) / took
+            return float(MPI.COMM_WORLD.allreduce(cores))
+
+        def burst() -> None:
+            pusher.push(Operation.DATA | Operation.SIGNAL, 8, _BURST)
+            time.sleep(0.001)
+
+        time.sleep(0.2)
+        idle = measure(lambda: time.sleep(0.05))
+        before = comm.proxy.counters(channel.id).triggers
+        busy = measure(burst)
+        pusher.wait()
+        mine = (comm.proxy.counters(channel.id).triggers - before) / seconds
+        return {"idle": idle, "busy": busy, "triggers_per_s": float(MPI.COMM_WORLD.allreduce(mine))}
+
+
+def start_daemon(path: Path) -> subprocess.Popen[bytes]:
+    """Starts one and waits until it listens."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path)], stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while missing_daemon(_TIMEOUT):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit("daemon.py: the daemon does not start")
+        time.sleep(0.05)
+    return process
+
+
+def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Report]:
+    """Medians of both kinds, and the daemon's over the other's."""
+    found = []
+    for name, values in rows.items():
+        thread, daemon = (statistics.median(values[where]) for where in _WHERE)
+        found.append({"what": name, "thread": thread, "daemon": daemon, "ratio": daemon / thread})
+        found[-1]["aim"] = 0.9 if higher_is_better else 1.15
+    return found
+
+
+def show(title: str, unit: str, rows: list[Report], scale: float, digits: str) -> None:
+    """Prints one table."""
+    print(f"\n{title}")
+    table = Table(
+        (
+            Column("", "", 28, left=True),
+            Column("in ranks", unit, 10, digits),
+            Column("daemon", unit, 10, digits),
+            Column("ratio", "", 8, ".2f"),
+        )
+    )
+    table.header()
+    for row in rows:
+        table.row(row["what"], row["thread"] * scale, row["daemon"] * scale, row["ratio"])
+
+
+def main() -> int:
+    parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
+    end_if_it_hangs(parsed.seconds)
+    world = MPI.COMM_WORLD
+    if world.size < 2:
+        raise SystemExit("daemon.py needs at least 2 ranks: mpiexec -n 4 python -m mpi4py …")
+    directory = Path(world.bcast(tempfile.mkdtemp(prefix="proxyccl-") if world.rank == 0 else None))
+    os.environ["PROXYCCL_DAEMON_SOCKET"] = str(directory / "socket")
+    process = start_daemon(directory / "socket") if world.rank == 0 else None
+    daemon = world.bcast(process.pid if process else None)
+    try:
+        with Communicator.from_mpi(timeout=_TIMEOUT) as comm:
+            heading(comm, "node daemon beside proxies in the ranks")
+            facts = describe(comm)
+        latency: dict[str, dict[str, list[float]]] = {}
+        rate: dict[str, dict[str, list[float]]] = {}
+        node: dict[str, dict[str, list[float]]] = {}
+        for repeat in range(2 if parsed.quick else 5):
+            for where in _WHERE if repeat % 2 == 0 else reversed(_WHERE):
+                for into, found in zip((latency, rate), of_two(where), strict=True):
+                    for name, values in found.items():
+                        into.setdefault(name, {}).setdefault(where, []).extend(values)
+                for name, value in of_node(where, daemon, 0.5 if parsed.quick else 2.0).items():
+                    node.setdefault(name, {}).setdefault(where, []).append(value)
+        if world.rank == 0:
+            report = {
+                "benchmark": "daemon",
+                **facts,
+                "threads": 1,
+                "latency_us": compared(latency, higher_is_better=False),
+                "triggers_per_s": compared(rate, higher_is_better=True),
+                "cores": {
+                    name: {where: statistics.median(values[where]) for where in _WHERE} for name, values in node.items()
+                },
+            }
+            show("Latency, one way", "(µs)", report["latency_us"], 1, ".2f")
+            show("Rate of one ring", "(M/s)", report["triggers_per_s"], 1e-6, ".2f")
+            cores = report["cores"]
+            print(f"\nCores that the proxies of {world.size} ranks take: in the ranks, in the daemon")
+            for name in ("idle", "busy"):
+                print(f"{name}: {cores[name]['thread']:.3f}, {cores[name]['daemon']:.3f}")
+            moved = cores["triggers_per_s"]
+            print(f"(busy: {moved['thread']:.0f} and {moved['daemon']:.0f} puts with signals a second)")
+            if parsed.json is not None:
+                write_json(parsed.json, report)
+    finally:
+        if process is not None:
+            process.terminate()
+            process.wait(60)
+            for left in directory.iterdir():
+                left.unlink()
+            directory.rmdir()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
