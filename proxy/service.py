@@ -212,7 +212,7 @@ class ProxyService:
         self._connections: list[Connection] = []
         self._closed = False
         self._lock = threading.Lock()
-        own_thread = functools.partial(self._begin_own_thread, threads)
+        own_thread = functools.partial(self._begin_own_thread, threads if cores is None else 0)
         self._owned_threads = [
             ProxyThread(f"{name}-proxy-{i}", idle or IdlePolicy(), cores, own_thread)
             for i in range(0 if shared_threads else threads)
@@ -235,9 +235,9 @@ class ProxyService:
         for worker in self._workers:
             worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
 
-    def _begin_own_thread(self, threads: int) -> None:
+    def _begin_own_thread(self, unbound_threads: int) -> None:
         self.runtime.activate(for_proxy=True)
-        _leave_crowded_cores(threads)
+        _leave_crowded_cores(unbound_threads)
 
     @staticmethod
     def shared_bytes() -> int:

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from running import TIMEOUT
+from running import TIMEOUT, run_ranks
 
-from proxyccl import ArgumentError, Operation, ProxyService, Trigger
+from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigger
 from proxyccl.channels.control import ControlSegment, ErrorRecord, create_segment
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
@@ -217,3 +217,18 @@ def test_a_thread_runs_on_the_cores_that_are_named() -> None:
     assert thread.close(TIMEOUT)
     with pytest.raises(ArgumentError, match="cores"):
         ProxyThread("pinned", IdlePolicy(), cores=[1 << 20])
+
+
+def test_a_communicators_proxy_runs_on_the_cores_that_are_named() -> None:
+    core = max(os.sched_getaffinity(0))
+
+    def body(comm: Communicator) -> None:
+        _ = comm.proxy
+        (proxy,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-0-proxy-0")
+        until(lambda: os.sched_getaffinity(proxy.native_id or 0) == {core})
+        time.sleep(0.05)
+        assert os.sched_getaffinity(proxy.native_id or 0) == {core}
+
+    run_ranks(1, body, proxy="thread", proxy_cores=str(core))
+    with pytest.raises(ArgumentError, match="cores"):
+        run_ranks(1, lambda comm: comm.proxy, proxy="thread", proxy_cores="some")
