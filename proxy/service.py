@@ -12,7 +12,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -536,6 +536,26 @@ class ProxyService:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the proxy service is closed")
+
+    @contextlib.contextmanager
+    def paused(self, timeout: float) -> Iterator[None]:
+        """No worker looks at rings or tables within the block, so that entries can be changed which triggers may name.
+
+        Raises:
+            ResourceError: they did not come to rest in time.
+        """
+        deadline = time.monotonic() + timeout
+        asked = [lib.proxyccl_worker_pause(worker.pointer) for worker in self._workers]
+        try:
+            for worker, number in zip(self._workers, asked, strict=True):
+                while lib.proxyccl_worker_paused(worker.pointer) != number and not worker.ended.is_set():
+                    if time.monotonic() >= deadline:
+                        raise ResourceError(f"a proxy thread did not come to rest within {timeout:g} s")
+                    time.sleep(_DRAIN_LOOK)
+            yield
+        finally:
+            for worker in self._workers:
+                lib.proxyccl_worker_resume(worker.pointer)
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """Waits until what the rings held is done and nothing is outstanding. The workers go on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
@@ -13,11 +14,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import pytest
 from daemons import RunningDaemon, running_daemon
 from running import TIMEOUT, run_ranks
 
-from proxyccl import ArgumentError, Communicator, ProxyCCLError, ResourceError, RuntimeUnavailableError
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    Operation,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+    Trigger,
+)
 from proxyccl.channels.control import SEGMENT_BYTES, ControlSegment
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.cores import parse_cores
@@ -91,6 +101,26 @@ class RawClient:
             return self.connection.recv(LONGEST_FRAME) == b""
         except ConnectionResetError:
             return True
+
+
+class Flood:
+    """A ring that is always full of one trigger: a thread flips the bits that tell a lap from the next."""
+
+    def __init__(self, ring: SharedMemory, trigger: Trigger) -> None:
+        self._stop = threading.Event()
+        self._slots = np.frombuffer((ctypes.c_uint64 * (2 * RING)).from_address(ring.ptr), np.uint64)
+        self._slots[0::2], self._slots[1::2] = trigger.encode()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._slots[1::2] ^= np.uint64(1 << 63)
+
+    def end(self) -> None:
+        """Stops the thread."""
+        self._stop.set()
+        self._thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +332,32 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 extra = [client.ring.descriptor] * rng.choice([0, 0, 0, 0, 1, 3])
                 alive = client.say(frame, *extra) is not None
                 sent += 1
+    assert bystander.say({"do": "drain", "timeout": 5}) == {"drained": True}
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """A client that frees and sets what its triggers name at that moment."""
+    before = daemon.resources()
+    for attempt in range(60):
+        with RawClient(daemon) as client:
+            assert client.open() == {}
+            used = client.use()
+            word = client.buffer.export(client.buffer.ptr + 1024, 8).hex()
+            assert client.say({"do": "set_channel", **used, "word": word}) == {}
+            trigger = Trigger(
+                Operation.DATA | Operation.SIGNAL, used["channel"], 8, used["first"], 0, used["first"], 64
+            )
+            flood = Flood(client.ring, trigger)
+            change = (
+                {"do": "set_channel", **used, "word": word},
+                {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
+                {"do": "remove_memory", "first": used["first"]},
+            )[attempt % 3]
+            for _ in range(10):
+                if client.say(change) != {}:  # freed twice, or the failure is told first
+                    break
+            flood.end()
     assert bystander.say({"do": "drain", "timeout": 5}) == {"drained": True}
     assert daemon.settles(before), (before, daemon.resources())
 

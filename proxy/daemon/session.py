@@ -40,6 +40,7 @@ HELLO_SECONDS = 10
 _ANSWER_SECONDS = 10
 _LONGEST_DRAIN = 1e9
 _QUIET_SECONDS = 0.05
+_REST_SECONDS = 10.0
 _MOST_RETIRED = 4096
 _END_SECONDS = 10.0
 
@@ -194,29 +195,35 @@ class Session:
         return {}
 
     def _add_memory(self, fields: Fields) -> dict[str, Any]:
-        proxy, handle, nbytes = self._proxy, fields.data("handle"), fields.integer("nbytes", 0, 1 << 62)
-        assert self._mappings is not None
+        handle, nbytes = fields.data("handle"), fields.integer("nbytes", 0, 1 << 62)
+        if self._mappings is None:
+            raise ProtocolError("do: nothing is open")
         if nbytes == 0:
-            first = proxy.add_memory(0, 0)
+            first = self._register(0, 0)
             self._memories[first] = (0, b"")
             return {"first": first}
         memory = self._mappings.acquire(handle)
         try:
             if memory.nbytes < nbytes:
                 raise ArgumentError("nbytes", f"{nbytes} bytes of a memory of {memory.nbytes}")
-            first = proxy.add_memory(memory.ptr, nbytes)
+            first = self._register(memory.ptr, nbytes)
         except ProxyCCLError:
             self._mappings.release(handle)
             raise
         self._memories[first] = (nbytes, handle)
         return {"first": first}
 
+    def _register(self, base: int, nbytes: int) -> int:
+        with self._proxy.paused(_REST_SECONDS):  # a trigger may name an id before the client was told of it
+            return self._proxy.add_memory(base, nbytes)
+
     def _remove_memory(self, fields: Fields) -> dict[str, Any]:
         first = fields.integer("first", 0, MAX_MEMORIES - 1)
         if first not in self._memories:
             raise ProtocolError(f"first: memory {first} is none of this client's")
         nbytes, handle = self._memories.pop(first)
-        self._proxy.remove_memory(first, nbytes)
+        with self._proxy.paused(_REST_SECONDS):
+            self._proxy.remove_memory(first, nbytes)
         assert self._mappings is not None
         if nbytes:
             self._retire(functools.partial(self._mappings.release, handle))
@@ -256,7 +263,8 @@ class Session:
         if word.nbytes != 8 or word.host_ptr % 8:
             word.close()
             raise ArgumentError("word", "a semaphore is a word of 8 bytes, aligned to 8")
-        self._proxy.set_channel(channel, connection, word.host_ptr)
+        with self._proxy.paused(_REST_SECONDS):
+            self._proxy.set_channel(channel, connection, word.host_ptr)
         self._retire_word(channel)
         self._words[channel] = word
         return {}
@@ -270,12 +278,13 @@ class Session:
         for channel in channels:
             self._require_channel(channel, connection)
             del self._channels[channel]
-            self._proxy.free_channels([channel], connection)
+            with self._proxy.paused(_REST_SECONDS):
+                self._proxy.free_channels([channel], connection)
             self._retire_word(channel)
         return {}
 
     def _retire(self, unmap: Callable[[], None]) -> None:
-        """Unmaps when the worker is seen with nothing to do: until then it may have read the table's old entry."""
+        """Unmaps when the worker is seen with nothing to do: until then copies may be under way."""
         self._retired.append(unmap)
         if self._proxy.drain(_QUIET_SECONDS):
             self._unmap_retired()

@@ -48,6 +48,7 @@ struct ProxycclWorker {
   int handling;     /* the current ring's next trigger is with a Python handler */
   int stop;
   uint32_t drain_asked, drained; /* numbers of requests to tell when all is done */
+  uint32_t pause_asked, paused;  /* numbers of requests to pause, odd, and to go on, even */
 };
 
 struct ProxycclThread {
@@ -143,6 +144,18 @@ void proxyccl_worker_stop(ProxycclWorker *worker) {
 void proxyccl_worker_abandon(ProxycclWorker *worker) {
   __atomic_fetch_or(&worker->stop, STOP_AT_ONCE, __ATOMIC_RELEASE);
 }
+
+uint32_t proxyccl_worker_pause(ProxycclWorker *worker) {
+  return __atomic_add_fetch(&worker->pause_asked, 1, __ATOMIC_RELAXED);
+}
+
+/* The acquire pairs with the release in take_turn: what the worker read from the tables, it read before they change. */
+uint32_t proxyccl_worker_paused(const ProxycclWorker *worker) {
+  return __atomic_load_n(&worker->paused, __ATOMIC_ACQUIRE);
+}
+
+/* The release pairs with the acquire in take_turn: the worker sees the changes. */
+void proxyccl_worker_resume(ProxycclWorker *worker) { __atomic_add_fetch(&worker->pause_asked, 1, __ATOMIC_RELEASE); }
 
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle) {
   ProxycclThread *thread = calloc(1, sizeof *thread);
@@ -390,7 +403,10 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   const int stop = __atomic_load_n(&worker->stop, __ATOMIC_ACQUIRE);
   uint32_t done = 0;
   int held = 0, outstanding;
+  const uint32_t pause_asked = __atomic_load_n(&worker->pause_asked, __ATOMIC_ACQUIRE);
   if (stop & STOP_AT_ONCE) return PROXYCCL_EXIT_ABORTED;
+  if (worker->paused != pause_asked) __atomic_store_n(&worker->paused, pause_asked, __ATOMIC_RELEASE);
+  if (pause_asked & 1) return CONTINUE;
   const int status = enter_context(thread, worker);
   if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
   for (uint32_t visited = 0; visited < rings; ++visited) {

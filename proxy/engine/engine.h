@@ -58,7 +58,7 @@ typedef struct ProxycclIdlePolicy {
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service); /* its workers have returned */
 
-/* Table entries may be set while workers run, before a trigger names them. */
+/* Table entries may be set while workers run, before a trigger names them; otherwise while its workers are paused. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
@@ -80,6 +80,12 @@ void proxyccl_worker_abandon(ProxycclWorker *worker);
  * number; proxyccl_worker_drained() gives that of the last one told of. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
+/* Keeps a worker from its rings and from the service's tables, until proxyccl_worker_resume(): its entries can then be
+ * changed whatever its triggers name. Returns the request's number; it holds when proxyccl_worker_paused() gives that.
+ */
+uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
+uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
+void proxyccl_worker_resume(ProxycclWorker *worker);
 /* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before the thread is run again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
