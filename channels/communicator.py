@@ -8,6 +8,7 @@ import functools
 import numbers
 import operator
 import os
+import secrets
 import sys
 import threading
 import weakref
@@ -63,6 +64,7 @@ from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon.client import NO_RDMA, DaemonClient, missing_daemon
 from proxyccl.proxy.interface import Connection, Handle, Proxy, ProxyFailure
+from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
@@ -212,7 +214,7 @@ class Communicator:
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         uses_verbs = self.topology.uses_verbs()  # before a rank's own: where a pair has no transport, all ranks raise
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
-        self.all_gather_bytes(b"")
+        self.job = self.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
         self.rdma = Rdma(self, rdma or RdmaOptions.from_environment())
         if uses_verbs:
             self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
@@ -715,6 +717,7 @@ class Communicator:
             shared_offset=ControlSegment.service_offset,
             cores=parse_cores(cores, self.runtime.numa_node()) if cores is not None else None,
             on_failure=self._proxy_failed,
+            description=Description.of_this_program(self.rank, self.world_size, self.job),
             name=f"proxyccl-{self.rank}",
             **self._proxy_options,
         )
@@ -726,7 +729,7 @@ class Communicator:
             shared_offset=ControlSegment.service_offset,
             on_failure=self._proxy_failed,
             name=f"proxyccl-{self.rank}",
-            rank=self.rank,
+            description=Description.of_this_program(self.rank, self.world_size, self.job),
             timeout=self.timeout,
             **self._proxy_options,
         )

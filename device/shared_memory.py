@@ -111,7 +111,7 @@ class SharedMemory:
     @classmethod
     def open(cls, handle: bytes) -> SharedMemory:
         """Maps what a process of this machine and user exported. Raises ArgumentError for what is no handle."""
-        descriptor, offset, nbytes = _Handle.open(handle)
+        descriptor, offset, nbytes = open_descriptor(handle)
         return cls(_Mapping.of(descriptor), offset, nbytes)
 
     @classmethod
@@ -139,6 +139,14 @@ class SharedMemory:
     def close(self) -> None:
         """Lets go of the mapping; the memory itself goes with the last process that maps it."""
         self._mapping = None
+
+
+def open_descriptor(handle: bytes) -> tuple[int, int, int]:
+    """A descriptor of the file that a handle names, for the caller to close; and the range's offset and size in it.
+
+    Raises ArgumentError as `SharedMemory.open`.
+    """
+    return _Handle.open(handle)
 
 
 class _Handle:

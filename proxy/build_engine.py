@@ -7,8 +7,29 @@ ffi = cffi.FFI()
 ffi.cdef("""
 typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 typedef struct { uint32_t abort; ...; } ProxycclControl;
-typedef struct { uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; ...; }
-ProxycclCounters;
+typedef struct {
+  uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; uint64_t flush_ns;
+  uint64_t timed_flushes; uint64_t errors; ...;
+} ProxycclCounters;
+
+enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNTOLD, ... };
+#define PROXYCCL_PLACE_HANDLER ...
+enum { PROXYCCL_MARK_SHIFT, PROXYCCL_MARK_BITS, ... };
+typedef enum {
+  PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, ...
+} ProxycclTraceMark;
+typedef struct { uint32_t connection; uint16_t worker; uint16_t ring; ...; } ProxycclChannelPlace;
+typedef struct {
+  uint64_t issued; uint64_t completed; uint64_t errors; uint32_t in_use; uint32_t peer; char transport[...]; ...;
+} ProxycclConnectionStats;
+typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTraceRecord;
+typedef struct {
+  uint64_t looks; uint64_t idle_ns; uint64_t sleeps; uint64_t slept_ns; uint64_t started_ns; uint64_t traced;
+  uint64_t trace_until; ProxycclConnectionStats connections[...]; ...;
+} ProxycclWorkerStats;
+typedef struct { ProxycclChannelPlace channels[...]; ProxycclWorkerStats workers[]; ...; } ProxycclObserved;
+uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
+                             uint32_t room, uint64_t *lost);
 
 typedef struct ProxycclConnection ProxycclConnection;
 typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED,
@@ -31,7 +52,7 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service);
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
@@ -149,6 +170,7 @@ connection->transport->name; }
         "proxy/engine/calls.c",
         "proxy/engine/copy_transport.c",
         "proxy/engine/engine.c",
+        "proxy/engine/observe.c",
         "proxy/engine/staged_transport.c",
         "proxy/engine/verbs_bare.c",
         "proxy/engine/verbs_objects.c",
@@ -159,9 +181,11 @@ connection->transport->name; }
         "proxy/engine/calls.h",
         "proxy/engine/copy_transport.h",
         "proxy/engine/engine.h",
+        "proxy/engine/observe.h",
         "proxy/engine/ring.h",
         "proxy/engine/runtime_table.h",
         "proxy/engine/staged_transport.h",
+        "proxy/engine/trace.h",
         "proxy/engine/transport.h",
         "proxy/engine/verbs_bare.h",
         "proxy/engine/verbs_objects.h",

@@ -36,6 +36,9 @@ from proxyccl.proxy.interface import (
     StagedOptions,
     VerbsOptions,
 )
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description, Publication
+from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
@@ -61,10 +64,16 @@ class SharedWords:
 
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
         self._memory = memory
+        self._offset = offset
         self._flushed_offset = offset + COUNTERS_BYTES
         self._extents_offset = self._flushed_offset + FLUSHED_BYTES
         self.table = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
         self.extents = ffi.cast("uint64_t *", memory.host_ptr + self._extents_offset)
+
+    @property
+    def counters_handle(self) -> bytes:
+        """By which other processes open the counters."""
+        return self._memory.export(self._memory.host_ptr + self._offset, COUNTERS_BYTES)
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
@@ -169,6 +178,7 @@ class ProxyService:
         shared_threads: threads that others use too, for a worker each, in place of own ones.
         rings: that others made, in place of own ones; `close` closes them too.
         on_failure: called in the worker's thread when it ends on an error; nobody else is told.
+        description: by which observers know it; without one they don't find it.
 
     Raises:
         ArgumentError: fewer rings than threads, a size that is none, or cores that there are not.
@@ -189,6 +199,7 @@ class ProxyService:
         shared_threads: Sequence[ProxyThread] = (),
         rings: Sequence[Ring] = (),
         on_failure: Callable[[ProxyFailure], None] | None = None,
+        description: Description | None = None,
         name: str = "proxyccl",
     ) -> None:
         threads, fifos = len(shared_threads) or threads, len(rings) or fifos
@@ -217,9 +228,10 @@ class ProxyService:
             ProxyThread(f"{name}-proxy-{i}", idle or IdlePolicy(), cores, own_thread)
             for i in range(0 if shared_threads else threads)
         ]
+        self._observed = ObservedSegment(threads)
         self._workers = [
-            _Worker(lib.proxyccl_worker_create(self._service), thread)
-            for thread in shared_threads or self._owned_threads
+            _Worker(lib.proxyccl_worker_create(self._service, self._observed.worker(i)), thread)
+            for i, thread in enumerate(shared_threads or self._owned_threads)
         ]
         if shared_threads:
             context = runtime.launch_target().context
@@ -234,6 +246,20 @@ class ProxyService:
             )
         for worker in self._workers:
             worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
+        self._publication = publications.try_publish(self._describe(description)) if description else None
+
+    def _describe(self, description: Description) -> Publication:
+        return Publication.of_this_process(
+            description,
+            self.runtime.name,
+            workers=len(self._workers),
+            observed=self._observed.memory.handle.hex(),
+            counters=self._shared.counters_handle.hex(),
+            rings=tuple(
+                publications.RingPlace(ring.pinned.handle.hex(), i % len(self._workers), ring.size_log2)
+                for i, ring in enumerate(self._rings)
+            ),
+        )
 
     def _begin_own_thread(self, unbound_threads: int) -> None:
         self.runtime.activate(for_proxy=True)
@@ -383,6 +409,9 @@ class ProxyService:
                 worker = len(self._connections) % len(self._workers)
                 transport = str(ffi.string(lib.proxyccl_connection_transport(pointer)).decode())
                 connection = Connection(len(self._connections), worker, peer, transport, pointer, owned)
+                number = connection.number // len(self._workers)
+                if number < lib.PROXYCCL_MAX_CONNECTIONS:
+                    self._observed.add_connection(worker, number, peer, transport)
                 if lib.proxyccl_worker_add_connection(self._workers[worker].pointer, pointer):
                     raise ResourceError(f"a proxy thread serves at most {lib.PROXYCCL_MAX_CONNECTIONS} connections")
                 self._connections.append(connection)
@@ -417,6 +446,7 @@ class ProxyService:
                 ffi.cast("uint64_t *", remote_semaphore),
                 self._shared.flushed_host(channel),
             )
+            self._show_channel(channel, connection.worker, connection.number // len(self._workers))
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Gives a connection's channel ids back. What was pushed on them must have been drained, and nobody may use
@@ -427,6 +457,7 @@ class ProxyService:
                 return
             for channel in channels:
                 lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
+                self._observed.remove_channel(channel)
                 self._free_channels[connection.worker].append(channel)
 
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
@@ -453,12 +484,16 @@ class ProxyService:
                 self._ring_of[channel] = self._deal_ring(worker, len(self._handlers))
             self._handlers[channel] = handler
             lib.proxyccl_service_set_handler(self._service, channel, self._shared.flushed_host(channel))
+            self._show_channel(channel, worker, None)
         return channel
 
     def reserve_handler(self) -> int:
         """A channel id for a handler of another service, that of a process which this one serves."""
         with self._lock:
             return self._take_channel(0)
+
+    def _show_channel(self, channel: int, worker: int, connection: int | None) -> None:
+        self._observed.place_channel(channel, worker, self._ring_of[channel], connection)
 
     def _take_channel(self, worker: int) -> int:
         self._require_open()
@@ -504,6 +539,7 @@ class ProxyService:
             self._handlers[info.channel](trigger)
         except Exception as error:
             code, reason = native.PROXYCCL_ERROR_HANDLER, f"{type(error).__name__}: {error}"
+            self._shared.table[info.channel].errors += 1
             self._fail(ProxyFailure(code, info.channel, trigger, 0, reason, error))
             lib.proxyccl_worker_abandon(worker.pointer)
         else:
@@ -593,6 +629,8 @@ class ProxyService:
             if self._closed:
                 return True
             self._closed = True
+        if self._publication is not None:
+            publications.withdraw(self._publication)
         for worker in self._workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
@@ -610,6 +648,7 @@ class ProxyService:
         for worker in self._workers:
             lib.proxyccl_worker_destroy(worker.pointer)
         lib.proxyccl_service_destroy(self._service)
+        self._observed.close()
         for ring in self._rings:
             ring.close()
         return True

@@ -10,6 +10,7 @@ import errno
 import random
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,9 @@ from proxyccl import ArgumentError, Operation, ResourceError, Runtime, Trigger
 from proxyccl.device._native import lib as native
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import _engine
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.verbs.staging import Landings
 
@@ -197,6 +201,30 @@ def test_a_flush_waits_until_the_data_is_at_its_destination() -> None:
             assert not there.destination.numpy().any()
         ends.wait(lambda: here.flushed() == ticket + 1, "the flush")
         assert (there.destination.numpy()[:100] == here.source.numpy()[:100]).all()
+
+
+def test_an_observer_sees_a_put_complete_when_the_peer_has_placed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with Ends(service={"description": Description(0, 2, "job", "program")}) as ends:
+        here, there = ends
+        views = [Observer(publication) for _, publication in publications.find("job")]
+        assert len(views) == 2
+
+        def progress() -> list[tuple[int, int]]:
+            """Of the end that sends; the other's has nothing."""
+            found = ((way.completed, way.outstanding) for view in views for way in view.look().connections)
+            return [each for each in found if each != (0, 0)]
+
+        with Stuck(there):
+            here.push(PUT, 100)
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] == 1, "the message")
+            ends.wait(lambda: progress() == [(0, 1)], "it is seen to be outstanding")
+        ends.wait(lambda: progress() == [(1, 0)], "it is seen to be complete")
+        assert (there.destination.numpy()[:100] == here.source.numpy()[:100]).all()
+        for view in views:
+            view.close()
 
 
 def test_flushes_wait_each_for_the_credits_before_it() -> None:

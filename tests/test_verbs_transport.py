@@ -10,7 +10,9 @@ import errno
 import mmap
 import random
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,10 @@ from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableE
 from proxyccl.device._native import lib as native
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import VerbsOptions
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.transport_status import status_text
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -161,6 +167,33 @@ def test_a_flush_word_is_stored_with_the_last_completion_before_it() -> None:
             assert peer.flushed() == 0
             peer.device.allow(1)
         loop.wait(lambda: peer.flushed() == ticket + 1, "the flush")
+
+
+@needs_transport
+def test_an_observer_sees_what_is_outstanding_and_when_it_completes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    described = {"description": Description(0, 2, "job", "program")}
+    with Loop(memory(64), np.zeros(64, np.uint8), service=described) as loop:
+        (peer,) = loop.peers
+        ((path, publication),) = publications.find("job")
+        with Observer(publication) as observer, Tracer(path, publication) as tracer:
+
+            def progress() -> tuple[int, int]:
+                (connection,) = observer.look().connections
+                return connection.completed, connection.outstanding
+
+            peer.device.allow(0)
+            for count in (1, 2, 3):
+                loop.push(0, PUT, 8)
+                loop.wait(lambda count=count: progress() == (0, count), "the puts are seen to be outstanding")
+            allowed = time.monotonic_ns()
+            peer.device.allow(3)
+            loop.wait(lambda: progress() == (3, 0), "the puts are seen to be complete")
+            triggers = tracer.stop().triggers
+            assert [t.trigger.operation for t in triggers] == [PUT] * 3
+            assert all(t.completed_ns is not None and t.issued_ns < allowed < t.completed_ns for t in triggers)
 
 
 @needs_transport

@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from proxyccl.proxy.interface import (
     StagedOptions,
     VerbsOptions,
 )
+from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService, SharedWords, require_rings
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
@@ -112,7 +114,7 @@ class DaemonClient:
         fifo_size: slots in each ring.
         idle: what a thread of this process does that runs handlers; the daemon's threads have the daemon's policy.
         on_failure: called, in a thread of this object's, when a worker ends on an error, and when the daemon is lost.
-        rank: for the daemon's log.
+        description: by which observers and the daemon's log know it.
         timeout: in seconds, of what the daemon is asked.
 
     Raises:
@@ -132,7 +134,7 @@ class DaemonClient:
         idle: IdlePolicy | None = None,
         on_failure: Callable[[ProxyFailure], None],
         name: str = "proxyccl",
-        rank: int | None = None,
+        description: Description | None = None,
         timeout: float = 30.0,
     ) -> None:
         require_rings(fifos, threads)
@@ -147,6 +149,7 @@ class DaemonClient:
             "fifo_size": fifo_size,
             "idle": idle,
             "on_failure": on_failure,
+            "description": description,
             "name": name,
         }
         self._handlers: ProxyService | None = None  # runs in this process
@@ -167,10 +170,10 @@ class DaemonClient:
             request: dict[str, Any] = {
                 "runtime": runtime.name,
                 "device_id": runtime.device_id,
-                "rank": rank,
                 "fifo_size": fifo_size,
                 "threads": threads,
                 "shared_offset": shared_offset,
+                **(asdict(description) if description is not None else {}),
             }
             self._ask("open", descriptors=descriptors, **request)
         except ProxyCCLError:

@@ -32,6 +32,7 @@ from proxyccl.proxy.daemon.protocol import (
 )
 from proxyccl.proxy.fifo import Ring, ring_bytes
 from proxyccl.proxy.interface import Connection, ProxyFailure
+from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import MAX_RINGS, ProxyService, SharedWords
 from proxyccl.proxy.thread import ProxyThread
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
@@ -54,6 +55,13 @@ def require_user(user: int, own: int) -> None:
     """Raises ProtocolError for another user than the daemon's own."""
     if user != own:
         raise ProtocolError(f"this daemon serves user {own}, not {user}")
+
+
+def _description_in(fields: Fields) -> Description | None:
+    if "job" not in fields:
+        return None
+    rank, world_size = (fields.integer(name, high=1 << 31) for name in ("rank", "world_size"))
+    return Description(rank, world_size, fields.text("job"), fields.text("program"))
 
 
 class Session:
@@ -168,6 +176,7 @@ class Session:
             raise ProtocolError("shared_offset: it is not aligned")
         if not threads < len(offered) <= MAX_RINGS + 1:
             raise ProtocolError(f"open: {len(offered)} descriptors, for a segment and at least {threads} rings")
+        whose = _description_in(fields)
         runtime = self._open_runtime(fields.text("runtime"), fields.text("device_id"))
         with contextlib.ExitStack() as undo:
             segment = runtime.adopt_pinned(os.dup(offered[0]), offset + SharedWords.BYTES)
@@ -186,11 +195,11 @@ class Session:
                 shared_threads=self.threads,
                 rings=rings,
                 on_failure=self._tell,
+                description=whose,
             )
             undo.pop_all()
         self._runtime, self._segment, self._mappings = runtime, segment, HandleCache(runtime.open)
-        rank = fields.optional("rank", high=1 << 31)
-        self.name += f" (rank {rank})" if rank is not None else ""
+        self.name += f" (rank {whose.rank} of job {whose.job})" if whose is not None else ""
         log.info("%s: %d rings of %d slots on %s", self.name, len(rings), size, runtime.device_id)
         return {}
 

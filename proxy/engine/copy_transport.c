@@ -51,11 +51,13 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
     if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
     self->issued = 0;
     self->recorded = 1;
+    base->progress.marked = base->progress.issued;
   }
   status = self->runtime.event_query(self->event);
   if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
   if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
   self->recorded = 0;
+  base->progress.completed = base->progress.marked;
   ++*progress;
   return 0;
 }

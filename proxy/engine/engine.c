@@ -8,6 +8,7 @@
 #include <time.h>
 
 #include "ring.h"
+#include "trace.h"
 
 enum {
   RELEASE_BATCH = 64,   /* triggers between two stores to a tail: a store to a line that a GPU polls is not free */
@@ -35,13 +36,24 @@ struct ProxycclService {
 enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
 #define NO_CONTEXT UINTPTR_MAX /* 0 is a device where contexts are known by number */
 
+/* A flush that is being timed; one a connection. */
+typedef struct {
+  const uint64_t *flushed; /* NULL: none is */
+  uint64_t awaited;        /* the value that tells of its completion */
+  uint64_t seen_ns;
+  ProxycclCounters *counters;
+} TimedFlush;
+
 struct ProxycclWorker {
   ProxycclService *service;
+  ProxycclWorkerStats *stats;
+  Trace trace;
   ProxycclWorker *next;                   /* of its thread's, or of those that are handed over to it */
   int (*make_current)(uintptr_t context); /* NULL: the thread's context is this worker's for good */
   uintptr_t context;
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
+  TimedFlush timed[PROXYCCL_MAX_CONNECTIONS];
   /* Stored with release after the entry, so that entries can be added under a running worker. */
   uint32_t ring_count, connection_count;
   uint32_t current; /* ring to look at first; fair over returns to Python */
@@ -101,10 +113,12 @@ int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t
   return 0;
 }
 
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service) {
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats) {
   ProxycclWorker *worker = calloc(1, sizeof *worker);
   if (worker == NULL) return NULL;
   worker->service = service;
+  worker->stats = stats;
+  stats->started_ns = now_ns();
   return worker;
 }
 
@@ -119,6 +133,7 @@ int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uin
 
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection) {
   if (worker->connection_count == PROXYCCL_MAX_CONNECTIONS) return ENOSPC;
+  connection->number = worker->connection_count;
   worker->connections[worker->connection_count] = connection;
   __atomic_store_n(&worker->connection_count, worker->connection_count + 1, __ATOMIC_RELEASE);
   return 0;
@@ -208,6 +223,7 @@ typedef struct {
   const ProxycclMemory *dst, *src;
   ProxycclCounters *counters;
   uint64_t triggers, bytes; /* not yet in `counters`: a sum in a register costs less than one in memory */
+  uint32_t first;           /* how many triggers the visit had taken when the run began */
 } Route;
 
 static ALWAYS_INLINE void publish_counts(Route *route) {
@@ -218,6 +234,13 @@ static ALWAYS_INLINE void publish_counts(Route *route) {
     count(&route->counters->bytes, route->bytes);
   }
   route->triggers = route->bytes = 0;
+}
+
+/* At the end of a run, of which the last was number `taken` of the visit. */
+static ALWAYS_INLINE void end_run(Route *route, uint32_t taken) {
+  publish_counts(route);
+  if (taken != route->first) route->channel->connection->progress.issued += taken - route->first;
+  route->first = taken;
 }
 
 static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
@@ -240,10 +263,16 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
   return CONTINUE;
 }
 
+/* Times a flush that has something to wait for, and costs a transport more than the clock does. */
+static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
+  TimedFlush *timed = &worker->timed[channel->connection->number];
+  if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
+}
+
 /* Acts on one trigger. CONTINUE, or the reason to return to Python. Nothing has moved when a trigger is refused: all
  * of it is checked before any of it is done. */
-static ALWAYS_INLINE ProxycclExit execute(Route *route, uint64_t ticket, ProxycclTrigger trigger,
-                                          ProxycclExitInfo *info) {
+static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
+                                          ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
   ProxycclConnection *connection = channel->connection;
   int status;
@@ -272,6 +301,8 @@ static ALWAYS_INLINE ProxycclExit execute(Route *route, uint64_t ticket, Proxycc
     count(&route->counters->flushes, 1);
     status = connection->transport->flush(connection, channel->flushed, ticket + 1);
     if (status != 0) return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
+    if (__atomic_load_n(channel->flushed, __ATOMIC_RELAXED) <= ticket)
+      time_flush(worker, channel, ticket + 1, route->counters);
   }
   return CONTINUE;
 }
@@ -280,20 +311,24 @@ static uint32_t room_of(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
 }
 
-/* Acts on what a ring holds, up to POLL_INTERVAL triggers, and adds their number to *progress. A trigger whose
- * connection takes none stays where it is, with all behind it, and sets *held.
+/* Acts on what a ring holds, up to `limit` triggers, and adds their number to *progress. A trigger whose connection
+ * takes none stays where it is, with all behind it, and sets *held.
  *
  * The cursor is a copy that the compiler keeps in registers: behind the pointer it would be stored and loaded again
- * for each trigger. What leads to an exit is noted at the exit only, for the same reason. */
-static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo *info, uint32_t *progress, int *held) {
+ * for each trigger. What leads to an exit is noted at the exit only, for the same reason. It is compiled twice, so that
+ * a trigger that is not traced does not even ask. */
+static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
+                                        uint32_t *progress, int *held, int traced) {
+  ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
+  const uint32_t most = limit;
   Ring ring = *shared;
   Route route = {.names = ~0ull};
   ProxycclTrigger trigger;
   ProxycclExit result = CONTINUE;
-  uint32_t taken = 0, limit = POLL_INTERVAL;
+  uint32_t taken = 0;
   while (taken < limit && ring_peek(&ring, &trigger)) {
     if (names_of(trigger) != route.names) {
-      publish_counts(&route);
+      end_run(&route, taken);
       result = find_route(worker->service, trigger, &route, info);
       if (result == CONTINUE) {
         const uint32_t room = room_of(route.channel->connection);
@@ -301,11 +336,13 @@ static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo
           *held = 1;
           break;
         }
-        limit = room < POLL_INTERVAL - taken ? taken + room : POLL_INTERVAL;
+        limit = room < most - taken ? taken + room : most;
       }
     }
-    if (result == CONTINUE) result = execute(&route, ring.next, trigger, info);
+    if (traced) trace_trigger(record++, trigger);
+    if (result == CONTINUE) result = execute(worker, &route, ring.next, trigger, info);
     if (result != CONTINUE) {
+      if (result == PROXYCCL_EXIT_ERROR) count(&route.counters->errors, 1);
       info->trigger = trigger;
       info->ticket = ring.next;
       info->connection = route.channel->connection;
@@ -316,16 +353,86 @@ static ProxycclExit drain(ProxycclWorker *worker, Ring *shared, ProxycclExitInfo
     ++ring.next;
     if (++taken % RELEASE_BATCH == 0) ring_release(&ring);
   }
-  publish_counts(&route); /* before the tail, for who waits in sync() */
+  end_run(&route, taken); /* before the tail, for who waits in sync() */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
+  if (traced) worker->trace.next += taken + (result != CONTINUE);
   return result;
+}
+
+/* The time, if an observer wants records, else 0. The time until which it does is taken away once it has passed, so that
+ * it is asked for once; the observer may have put it off meanwhile. */
+static uint64_t traced_at(ProxycclWorker *worker) {
+  uint64_t until = __atomic_load_n(&worker->stats->trace_until, __ATOMIC_RELAXED);
+  if (__builtin_expect(until == 0, 1)) return 0;
+  const uint64_t now = now_ns();
+  trace_begin();
+  if (now <= until) return now;
+  __atomic_compare_exchange_n(&worker->stats->trace_until, &until, 0, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return 0;
+}
+
+/* Visits a ring in parts, as many triggers as share a look at the clock. Not inlined: where both loops lie in one
+ * function, the traced one finds no registers free. */
+static __attribute__((noinline)) ProxycclExit drain_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
+                                                           ProxycclExitInfo *info, uint32_t *progress, int *held) {
+  const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
+  Trace *trace = &worker->trace;
+  const uint64_t begin = trace->next;
+  ProxycclTrigger trigger;
+  ProxycclExit result;
+  if (!ring_peek(ring, &trigger)) return CONTINUE;
+  trace_seen(trace, worker->stats, number, ring->next, now);
+  for (;;) {
+    const uint32_t left = POLL_INTERVAL - (*progress - before), share = trace->share == 0 ? 1 : trace->share;
+    const uint32_t room = trace_room(trace), most = share < left ? share : left, limit = room < most ? room : most;
+    const uint64_t first = ring->next;
+    result = visit(worker, ring, limit, info, progress, held, 1);
+    const uint32_t taken = (uint32_t)(ring->next - first);
+    if (taken == 0 && result == CONTINUE) break;
+    const uint64_t end = now_ns();
+    trace_mark(trace, worker->stats, PROXYCCL_MARK_ISSUED, 0, end);
+    if (taken > 0) trace->share = trace_share(taken, end - now, POLL_INTERVAL);
+    now = end;
+    if (result != CONTINUE || taken < limit || taken == left) break;
+  }
+  if (trace->next == begin + 1) trace->next = begin; /* the trigger is held: it is seen again */
+  trace_tell(trace, worker->stats);
+  return result;
+}
+
+static ProxycclExit drain(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info, uint32_t *progress, int *held) {
+  const uint64_t now = traced_at(worker);
+  if (now != 0) return drain_traced(worker, ring, now, info, progress, held);
+  return visit(worker, ring, POLL_INTERVAL, info, progress, held, 0);
+}
+
+static void end_timed_flush(TimedFlush *timed) {
+  /* Pairs with the release of the transport, or of its stream. */
+  if (__atomic_load_n(timed->flushed, __ATOMIC_ACQUIRE) < timed->awaited) return;
+  count(&timed->counters->flush_ns, now_ns() - timed->seen_ns);
+  count(&timed->counters->timed_flushes, 1);
+  timed->flushed = NULL;
+}
+
+/* Shows how far a connection has come, to those that trace in a mark too. */
+static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
+  const ProxycclProgress *progress = &connection->progress;
+  ProxycclConnectionStats *stats = &worker->stats->connections[connection->number];
+  if (stats->issued != progress->issued) __atomic_store_n(&stats->issued, progress->issued, __ATOMIC_RELAXED);
+  if (stats->completed == progress->completed) return;
+  __atomic_store_n(&stats->completed, progress->completed, __ATOMIC_RELAXED);
+  if (*traced_ns == 0 && (*traced_ns = traced_at(worker)) == 0) return;
+  const uint64_t outstanding = progress->issued - progress->completed;
+  trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_COMPLETED,
+             (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
 static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
                                      int *outstanding) {
   const uint32_t connections = __atomic_load_n(&worker->connection_count, __ATOMIC_ACQUIRE);
+  uint64_t traced_ns = 0; /* when the first to be marked as complete was found to be */
   *outstanding = 0;
   for (uint32_t i = 0; i < connections; ++i) {
     ProxycclConnection *connection = worker->connections[i];
@@ -334,10 +441,18 @@ static ProxycclExit poll_connections(ProxycclWorker *worker, ProxycclExitInfo *i
       memset(info, 0, sizeof *info);
       info->channel = PROXYCCL_MAX_CHANNELS;
       info->connection = connection;
+      count(&worker->stats->connections[i].errors, 1);
       return fail(info, PROXYCCL_ERROR_TRANSPORT, status, "completion");
     }
-    if (!connection->transport->idle(connection)) *outstanding = 1;
+    if (!connection->transport->idle(connection))
+      *outstanding = 1;
+    else
+      connection->progress.completed = connection->progress.issued;
+    show_progress(worker, connection, &traced_ns);
+    if (worker->timed[i].flushed != NULL) end_timed_flush(&worker->timed[i]);
   }
+  if (traced_ns != 0) trace_tell(&worker->trace, worker->stats);
+  count(&worker->stats->looks, 1);
   return CONTINUE;
 }
 
@@ -354,22 +469,38 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   ++ring->next;
   ring_release(ring);
   worker->handling = 0;
+  const uint64_t traced_ns = traced_at(worker);
+  if (traced_ns == 0) return;
+  trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_HANDLED, id, traced_ns);
+  trace_tell(&worker->trace, worker->stats);
 }
 
 /* Spins, then yields, then sleeps for a part of the time that nothing has happened: waking late costs little beside the
- * wait that came before it, and a thread that is idle for long costs next to no core. */
-static void back_off(const ProxycclIdlePolicy *policy, uint64_t idle_since, int outstanding) {
-  const uint64_t idle_ns = now_ns() - idle_since;
+ * wait that came before it, and a thread that is idle for long costs next to no core. Returns the time slept. */
+static uint64_t back_off(const ProxycclIdlePolicy *policy, uint64_t idle_ns, int outstanding) {
   if (idle_ns < policy->spin_ns) {
-    return;
+    return 0;
   } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
     sched_yield();
+    return 0;
   } else {
+    const uint64_t begin_ns = now_ns();
     uint64_t sleep_ns = idle_ns / SLEEP_PART;
     if (sleep_ns > policy->max_sleep_ns) sleep_ns = policy->max_sleep_ns;
     if (outstanding && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
     const struct timespec pause = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
     nanosleep(&pause, NULL);
+    return now_ns() - begin_ns;
+  }
+}
+
+/* Time in which all workers of a thread were idle. */
+static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_ns) {
+  for (ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
+    count(&worker->stats->idle_ns, idle_ns);
+    if (slept_ns == 0) continue;
+    count(&worker->stats->sleeps, 1);
+    count(&worker->stats->slept_ns, slept_ns);
   }
 }
 
@@ -430,7 +561,7 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
 }
 
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
-  uint64_t idle_since = 0;
+  uint64_t idle_since = 0, counted = 0; /* idle time is counted as far as the clock was looked at anyway */
   uint32_t looks = 0;
   memset(info, 0, sizeof *info);
   info->channel = PROXYCCL_MAX_CHANNELS;
@@ -453,8 +584,12 @@ ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info)
       idle_since = 0;
       if (busy) continue;
     }
-    if (idle_since == 0) idle_since = now_ns();
-    if (++looks % LOOKS_PER_CLOCK == 0) back_off(&thread->idle, idle_since, outstanding);
+    if (idle_since == 0) idle_since = counted = now_ns();
+    if (++looks % LOOKS_PER_CLOCK == 0) {
+      const uint64_t now = now_ns(), slept = back_off(&thread->idle, now - idle_since, outstanding);
+      count_idle(thread, now + slept - counted, slept);
+      counted = now + slept;
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
 
+#include "observe.h"
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
 #include "transport.h"
@@ -24,10 +25,12 @@ typedef struct ProxycclCounters {
   uint64_t bytes;
   uint64_t signals;
   uint64_t flushes;
-  uint64_t reserved[3];
+  uint64_t flush_ns;      /* from issue to completion of flushes, all together … */
+  uint64_t timed_flushes; /* … of so many: those that had something to wait for, one at a time for each connection */
+  uint64_t errors;
 } ProxycclCounters;
 
-enum { PROXYCCL_MAX_RINGS = 64, PROXYCCL_MAX_CONNECTIONS = 1024 }; /* of one worker */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker; and PROXYCCL_MAX_CONNECTIONS */
 
 typedef enum ProxycclExit { /* why proxyccl_thread_run returned; the thread has let go of the worker but for a handler
                              */
@@ -64,7 +67,8 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
 
-ProxycclWorker *proxyccl_worker_create(ProxycclService *service);
+/* `stats` are zeroed and outlive the worker. */
+ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 /* Also while it runs. `slots` and `tail` as in ProxycclFifo. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);

@@ -347,8 +347,8 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   if (status == 0) status = self->in->transport->poll(self->in, progress);
   if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_IN);
   status = give_credits(self, progress);
-  if (status != 0) return status;
-  return self->wire->transport->poll(self->wire, progress);
+  if (status == 0) status = self->wire->transport->poll(self->wire, progress);
+  return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
 /* An operation waits only behind a message that has no credit yet. */

@@ -37,8 +37,27 @@ typedef struct ProxycclTransport {
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
+/* How far a connection's work has come, in triggers from the first that it was given. */
+typedef struct ProxycclProgress {
+  uint64_t issued;    /* by the engine, behind a run of triggers */
+  uint64_t completed; /* by the transport, at a poll: so many of them, at least, are complete */
+  uint64_t marked;    /* by the transport: what `completed` comes to be next */
+} ProxycclProgress;
+
 struct ProxycclConnection {
   const ProxycclTransport *transport;
+  ProxycclProgress progress;
+  uint32_t number; /* in its worker */
 };
+
+/* For the end of a poll, where a flush costs the transport nothing: has `completed` follow what was issued, by one flush
+ * at a time. */
+static inline int proxyccl_mark_progress(ProxycclConnection *self) {
+  ProxycclProgress *progress = &self->progress;
+  if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;
+  if (self->transport->ready(self) == 0) return 0;
+  progress->marked = progress->issued;
+  return self->transport->flush(self, &progress->completed, progress->marked);
+}
 
 #endif

@@ -214,7 +214,7 @@ static int verbs_poll(ProxycclConnection *base, uint32_t *progress) {
   int status = retire(self, progress);
   if (status == 0) status = issue(self);
   if (status == 0) status = post(self);
-  return status;
+  return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
 /* An operation waits only behind a request that is outstanding. */

@@ -1,0 +1,33 @@
+/* The reader's side of the trace. See observe.h. */
+#include "observe.h"
+
+/* Number of the oldest record that the worker is not about to write over. */
+static uint64_t oldest(uint64_t traced) {
+  enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNTOLD };
+  return traced > KEPT ? traced - KEPT : 0;
+}
+
+uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
+                             uint32_t room, uint64_t *lost) {
+  const uint64_t traced = __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
+  uint64_t first = *next, end, kept;
+  if (oldest(traced) > first) {
+    *lost += oldest(traced) - first;
+    first = oldest(traced);
+  }
+  end = traced - first > room ? first + room : traced;
+  for (uint64_t i = first; i < end; ++i) {
+    const ProxycclTraceRecord *record = &stats->records[i % PROXYCCL_TRACE_RECORDS];
+    records[i - first].word0 = __atomic_load_n(&record->word0, __ATOMIC_RELAXED);
+    records[i - first].word1 = __atomic_load_n(&record->word1, __ATOMIC_RELAXED);
+  }
+  *next = end;
+  /* What the worker wrote over meanwhile is not what it was. */
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  kept = oldest(__atomic_load_n(&stats->traced, __ATOMIC_RELAXED));
+  if (kept <= first) return (uint32_t)(end - first);
+  if (kept > end) kept = end;
+  *lost += kept - first;
+  for (uint64_t i = kept; i < end; ++i) records[i - kept] = records[i - first];
+  return (uint32_t)(end - kept);
+}

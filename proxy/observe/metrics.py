@@ -1,0 +1,178 @@
+"""Services as Prometheus metrics: the text, and a server of it on the loopback interface.
+
+Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.proxy.observe.publications import find
+from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Labels = dict[str, object]
+
+_WORKERS: tuple[tuple[str, str, str, Callable[[WorkerView], float]], ...] = (
+    ("worker_looks_total", "counter", "Looks at rings and connections.", lambda w: w.looks),
+    ("worker_seconds_total", "counter", "Age of the worker.", lambda w: w.age_ns / 1e9),
+    ("worker_idle_seconds_total", "counter", "Time in which it found nothing to do.", lambda w: w.idle_ns / 1e9),
+    ("worker_sleeps_total", "counter", "Sleeps.", lambda w: w.sleeps),
+    ("worker_slept_seconds_total", "counter", "Time slept.", lambda w: w.slept_ns / 1e9),
+)
+_RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
+    ("ring_triggers_total", "counter", "Triggers taken out of the ring.", lambda r: r.taken),
+    ("ring_full_slots", "gauge", "Slots that hold a trigger.", lambda r: r.full),
+    ("ring_slots", "gauge", "Slots.", lambda r: r.size),
+)
+_CONNECTIONS: tuple[tuple[str, str, str, Callable[[ConnectionView], float]], ...] = (
+    ("connection_completed_total", "counter", "Triggers that were seen to be complete.", lambda c: c.completed),
+    ("connection_outstanding", "gauge", "Triggers that were issued and not yet complete.", lambda c: c.outstanding),
+    ("connection_errors_total", "counter", "Failures.", lambda c: c.errors),
+)
+_CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
+    ("channel_triggers_total", "counter", "Triggers acted on.", lambda c: c.triggers),
+    ("channel_puts_total", "counter", "Triggers that moved data.", lambda c: c.puts),
+    ("channel_bytes_total", "counter", "Bytes moved.", lambda c: c.bytes),
+    ("channel_signals_total", "counter", "Triggers that signalled.", lambda c: c.signals),
+    ("channel_flushes_total", "counter", "Triggers that flushed.", lambda c: c.flushes),
+    ("channel_flush_seconds_sum", "counter", "Time of the flushes that were timed.", lambda c: c.flush_ns / 1e9),
+    ("channel_flush_seconds_count", "counter", "Flushes that were timed.", lambda c: c.timed_flushes),
+    ("channel_errors_total", "counter", "Triggers that failed.", lambda c: c.errors),
+)
+
+
+def _escape(value: object) -> str:
+    return str(value).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+def _sample(name: str, labels: Labels, value: float) -> str:
+    inside = ",".join(f'{key}="{_escape(label)}"' for key, label in labels.items() if label is not None)
+    return f"proxyccl_{name}{{{inside}}} {value:.17g}"
+
+
+def _labels_of(view: ServiceView) -> Labels:
+    who = view.publication
+    return {"job": who.description.job, "rank": who.description.rank, "pid": who.pid}
+
+
+def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
+    connection = view.connection_of(channel)
+    way = {"peer": connection.peer, "transport": connection.transport} if connection else {"transport": "handler"}
+    return {**_labels_of(view), "channel": channel.id, "ring": channel.ring, **way}
+
+
+def metrics_text(views: Iterable[ServiceView]) -> str:
+    """The services' metrics, for Prometheus to read."""
+    seen = list(views)
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, samples: Iterator[str]) -> None:
+        lines.extend((f"# HELP proxyccl_{name} {text}", f"# TYPE proxyccl_{name} {kind}", *samples))
+
+    family("up", "gauge", "A proxy service that runs.", (_sample("up", _labels_of(view), 1) for view in seen))
+    for name, kind, text, of_worker in _WORKERS:
+        samples = (
+            _sample(name, {**_labels_of(v), "worker": each.number}, of_worker(each)) for v in seen for each in v.workers
+        )
+        family(name, kind, text, samples)
+    for name, kind, text, of_ring in _RINGS:
+        samples = (
+            _sample(name, {**_labels_of(v), "ring": each.number}, of_ring(each)) for v in seen for each in v.rings
+        )
+        family(name, kind, text, samples)
+    for name, kind, text, of_connection in _CONNECTIONS:
+        samples = (
+            _sample(
+                name,
+                {
+                    **_labels_of(v),
+                    "worker": each.worker,
+                    "connection": each.number,
+                    "peer": each.peer,
+                    "transport": each.transport,
+                },
+                of_connection(each),
+            )
+            for v in seen
+            for each in v.connections
+        )
+        family(name, kind, text, samples)
+    for name, kind, text, of_channel in _CHANNELS:
+        samples = (_sample(name, _labels_of_channel(v, each), of_channel(each)) for v in seen for each in v.channels)
+        family(name, kind, text, samples)
+    return "\n".join(lines) + "\n"
+
+
+def look_at_all() -> list[ServiceView]:
+    """This user's services on this machine, now."""
+    views = []
+    for _, publication in find():
+        with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # it was closed meanwhile
+            views.append(observer.look())
+    return views
+
+
+class MetricsServer:
+    """Serves the metrics at http://127.0.0.1:PORT/metrics, to this machine alone.
+
+    Use it as a context manager, or call `close`.
+
+    Args:
+        port: 0 for any that is free.
+        look: what is asked for the services, for each request.
+
+    Raises:
+        ArgumentError: the port is none.
+        ResourceError: the port can't be had.
+    """
+
+    def __init__(self, port: int, look: Callable[[], list[ServiceView]] = look_at_all) -> None:
+        if not isinstance(port, int) or not 0 <= port < 1 << 16:
+            raise ArgumentError("port", f"must be from 0 to 65535, not {port!r}")
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = 10.0
+
+            def do_GET(self) -> None:  # the base class's name
+                if self.path.partition("?")[0] != "/metrics":
+                    self.send_error(404, "the metrics are at /metrics")
+                    return
+                body = metrics_text(look()).encode()
+                self.send_response(200)
+                self.send_header("Content-Type", CONTENT_TYPE)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """A scrape every few seconds is no news."""
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise ResourceError(f"port {port} of the loopback interface can't be had: {error.strerror}") from None
+        self._server.daemon_threads = True
+        self.port = int(self._server.server_address[1])
+        self._thread = threading.Thread(target=self._server.serve_forever, name="proxyccl-metrics", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> MetricsServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,142 @@
+"""What a service did between two looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxyccl.proxy.observe.reader import ChannelView, ServiceView
+
+
+@dataclass(frozen=True)
+class WorkerRates:
+    """A worker.
+
+    Attributes:
+        number: its number in its service.
+        busy: the part of the time in which it found something to do, from 0 to 1.
+        looks_per_s: at its rings and connections.
+        sleeps_per_s: how often it slept.
+    """
+
+    number: int
+    busy: float
+    looks_per_s: float
+    sleeps_per_s: float
+
+
+@dataclass(frozen=True)
+class ChannelRates:
+    """A channel.
+
+    Attributes:
+        id: its id.
+        peer: the rank that it leads to; None for a handler's.
+        transport: what moves its data; "handler" for a handler's.
+        worker: which acts on it.
+        triggers: since it was made.
+        triggers_per_s: of all operations.
+        bytes_per_s: that its puts moved.
+        ring: number of its ring, …
+        ring_full: … in which so many slots hold a trigger now, …
+        ring_size: … of so many.
+        outstanding: triggers that its connection has not seen complete, those of its other channels included.
+        completed: triggers that it has.
+        flush_us: mean time from issue to completion of the flushes that were timed; None where none was.
+        errors: triggers that failed, and failures of its connection, ever.
+    """
+
+    id: int
+    peer: int | None
+    transport: str
+    worker: int
+    triggers: int
+    triggers_per_s: float
+    bytes_per_s: float
+    ring: int
+    ring_full: int
+    ring_size: int
+    outstanding: int
+    completed: int
+    flush_us: float | None
+    errors: int
+
+
+@dataclass(frozen=True)
+class ServiceRates:
+    """A service.
+
+    Attributes:
+        job: what all ranks of a communicator have in common.
+        rank: whose service it is.
+        world_size: ranks of the job.
+        pid: the service's process, the rank's or a daemon.
+        program: what the rank runs.
+        runtime: the runtime's name.
+        seconds: between the two looks.
+        workers: by number.
+        channels: those in use, by id.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    pid: int
+    program: str
+    runtime: str
+    seconds: float
+    workers: tuple[WorkerRates, ...]
+    channels: tuple[ChannelRates, ...]
+
+
+def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
+    """What a service did between two looks."""
+    seconds = max(1e-9, (after.time_ns - before.time_ns) / 1e9)
+    earlier = {channel.id: channel for channel in before.channels}
+    workers = []
+    for old, new in zip(before.workers, after.workers, strict=True):
+        idle = (new.idle_ns - old.idle_ns) / 1e9
+        workers.append(
+            WorkerRates(
+                new.number,
+                min(1.0, max(0.0, 1 - idle / seconds)),
+                (new.looks - old.looks) / seconds,
+                (new.sleeps - old.sleeps) / seconds,
+            )
+        )
+    who = after.publication
+    return ServiceRates(
+        who.description.job,
+        who.description.rank,
+        who.description.world_size,
+        who.pid,
+        who.description.program,
+        who.runtime,
+        seconds,
+        tuple(workers),
+        tuple(_channel_rates(after, channel, earlier.get(channel.id), seconds) for channel in after.channels),
+    )
+
+
+def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
+    ring = view.rings[new.ring]
+    connection = view.connection_of(new)
+    triggers, moved, flush_ns, timed = (
+        (old.triggers, old.bytes, old.flush_ns, old.timed_flushes) if old is not None else (0, 0, 0, 0)
+    )
+    flushes = new.timed_flushes - timed
+    return ChannelRates(
+        new.id,
+        connection.peer if connection else None,
+        connection.transport if connection else "handler",
+        new.worker,
+        new.triggers,
+        (new.triggers - triggers) / seconds,
+        (new.bytes - moved) / seconds,
+        new.ring,
+        ring.full,
+        ring.size,
+        connection.outstanding if connection else 0,
+        connection.completed if connection else new.triggers,
+        (new.flush_ns - flush_ns) / flushes / 1e3 if flushes > 0 else None,
+        new.errors + (connection.errors if connection else 0),
+    )
