@@ -46,6 +46,22 @@ def factor(text: str) -> int:
     return _whole(2, text)
 
 
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return value
+
+
+def ranks(text: str) -> tuple[int, ...]:
+    """Numbers of ranks, such as 0,3."""
+    return tuple(_whole(0, part) for part in text.split(","))
+
+
 def json_file(text: str) -> Path:
     """A file that can be written; its directory exists."""
     path = Path(text)

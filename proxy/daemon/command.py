@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import sys
@@ -9,18 +10,27 @@ from pathlib import Path
 from types import FrameType
 
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
+from proxyccl.proxy.observe.metrics import MetricsServer
 
 
-def run(path: Path, options: DaemonOptions) -> int:
+def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> int:
     """Serves until SIGTERM or SIGINT, then drains what clients have asked for. Returns the exit code.
+
+    Args:
+        path: of the socket.
+        options: the daemon's.
+        metrics_port: of the loopback interface, where all proxies of this user are shown to Prometheus; None: nowhere.
 
     Raises:
         ArgumentError: an option is wrong.
-        ResourceError: another daemon listens there.
+        ResourceError: another daemon listens there, or somebody else at the port.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     raise_descriptor_limit()
-    with Daemon(path, options) as daemon:
+    with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
+        if metrics_port is not None:
+            server = opened.enter_context(MetricsServer(metrics_port))
+            logging.getLogger("proxyccl.daemon").info("metrics at http://127.0.0.1:%d/metrics", server.port)
 
         def stop(number: int, _: FrameType | None) -> None:
             daemon.stop()

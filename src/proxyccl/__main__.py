@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from proxyccl.channels.collectives.operations import OPS
-from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, info, options
+from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, info, options, top, trace
 from proxyccl.device.arrays import reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -42,6 +42,12 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=options.count, default=1, help="that run the proxies of all ranks (default %(default)s)"
     )
     daemon.add_argument("--cores", help="that they may run on: 0-3,8, or node:1 for a NUMA node's (default: any)")
+    daemon.add_argument(
+        "--metrics",
+        type=options.count_or_none,
+        metavar="PORT",
+        help="show all proxies to Prometheus on loopback",
+    )
     for name, what in (("spin", "spins"), ("yield", "then yields its core"), ("max-sleep", "then sleeps, at most")):
         default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
         daemon.add_argument(
@@ -51,6 +57,24 @@ def _parser() -> argparse.ArgumentParser:
             metavar="US",
             help=f"an idle thread {what} (default {default:g})",
         )
+
+    top_parser = commands.add_parser("top", help="what the proxies on this machine do, live")
+    top_parser.add_argument("--once", action="store_true", help="one table, over one interval")
+    top_parser.add_argument("--json", action="store_true", help="print it for other programs to read, a line each time")
+    top_parser.add_argument(
+        "--interval", type=options.seconds, default=1.0, metavar="S", help="between two looks (default %(default)s)"
+    )
+    top_parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
+
+    trace_parser = commands.add_parser("trace", help="record every trigger for a while, for Perfetto to show")
+    trace_parser.add_argument(
+        "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="where to write it"
+    )
+    trace_parser.add_argument(
+        "-t", "--seconds", type=options.seconds, default=1.0, help="to record, or until Ctrl-C (default %(default)s)"
+    )
+    trace_parser.add_argument("--ranks", type=options.ranks, help="such as 0,3 (default: all)")
+    trace_parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
 
     bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
@@ -113,7 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     cores=parse_cores(parsed.cores) if parsed.cores is not None else None,
                     idle=IdlePolicy(parsed.spin_us, parsed.yield_us, parsed.max_sleep_us),
                 ),
+                parsed.metrics,
             )
+        if parsed.command == "top":
+            return top.run(parsed.interval, parsed.job, once=parsed.once, as_json=parsed.json)
+        if parsed.command == "trace":
+            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks)
         if parsed.benchmark == "ring":
             return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
         if parsed.min_bytes > parsed.max_bytes:

@@ -1,0 +1,195 @@
+"""`proxyccl top`: what this machine's proxies do, as a table that is drawn again and again, or once, or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from proxyccl.channels.tools.report import Column, Table
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.observe.publications import find, none_found
+from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
+from proxyccl.proxy.observe.reader import Observer, ServiceView
+
+_CLEAR = "\x1b[H\x1b[J"
+_COLUMNS = (
+    Column("rank", "", 5),
+    Column("channel", "", 7, left=True),
+    Column("to", "", 8, left=True),
+    Column("triggers", "(/s)", 8),
+    Column("bytes", "(/s)", 8),
+    Column("in ring", "", 11),
+    Column("outstanding", "", 11, "d"),
+    Column("flush", "(µs)", 7, ".1f"),
+    Column("errors", "", 6, "d"),
+    Column("busy", "", 5),
+)
+
+
+class Watch:
+    """Looks at all services, or at those of one job, time and again.
+
+    Args:
+        job: of this job only; None for all.
+    """
+
+    def __init__(self, job: str | None = None) -> None:
+        self._job = job
+        self._observers: dict[Path, Observer] = {}
+        self._views: dict[Path, ServiceView] = {}
+
+    def rates(self) -> list[ServiceRates]:
+        """What the services that were there at the last call did since, by job and rank."""
+        before, self._views = self._views, {}
+        rates = []
+        found = dict(find(self._job))
+        for path in self._observers.keys() - found.keys():
+            self._observers.pop(path).close()
+        for path, publication in found.items():
+            if path not in self._observers:
+                with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+                    self._observers[path] = Observer(publication)
+            if path in self._observers:
+                view = self._views[path] = self._observers[path].look()
+                if path in before:
+                    rates.append(rates_between(before[path], view))
+        return rates
+
+    @property
+    def services(self) -> int:
+        """How many services were there at the last call of `rates`."""
+        return len(self._views)
+
+    def close(self) -> None:
+        """Looks away."""
+        while self._observers:
+            self._observers.popitem()[1].close()
+
+
+def short(value: float) -> str:
+    """A number in four or five characters: 950, 12.3k, 4.56M."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def _mean_flush(channels: list[ChannelRates]) -> float | None:
+    timed = [channel.flush_us for channel in channels if channel.flush_us is not None]
+    return sum(timed) / len(timed) if timed else None
+
+
+def _row(channel: ChannelRates) -> tuple[object, ...]:
+    to = channel.transport if channel.peer is None else f"{channel.peer} {channel.transport}"
+    return (
+        "",
+        str(channel.id),
+        to,
+        short(channel.triggers_per_s),
+        short(channel.bytes_per_s),
+        f"{channel.ring_full}/{channel.ring_size}",
+        channel.outstanding,
+        channel.flush_us,
+        channel.errors,
+        "",
+    )
+
+
+def _summary(service: ServiceRates) -> tuple[object, ...]:
+    channels = list(service.channels)
+    rings = {channel.ring: channel for channel in channels}.values()
+    ways = {(channel.worker, channel.peer): channel for channel in channels}.values()
+    return (
+        str(service.rank),
+        "all",
+        "",
+        short(sum(channel.triggers_per_s for channel in channels)),
+        short(sum(channel.bytes_per_s for channel in channels)),
+        f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
+        sum(way.outstanding for way in ways),
+        _mean_flush(channels),
+        sum(channel.errors for channel in channels),
+        f"{max(worker.busy for worker in service.workers):.0%}",
+    )
+
+
+def table_of(services: list[ServiceRates]) -> str:
+    """The services as text: a block for each job, in it a line for each rank and one for each channel in use."""
+    out = io.StringIO()
+    for job, of_job in itertools.groupby(services, lambda service: service.job):
+        ranks = list(of_job)
+        first = ranks[0]
+        print(f"job {job}: {first.program}, {first.world_size} ranks, {first.runtime} runtime", file=out)
+        table = Table(_COLUMNS, out)
+        table.header()
+        for service in ranks:
+            table.row(*_summary(service))
+            for channel in service.channels:
+                if channel.triggers or channel.errors:
+                    table.row(*_row(channel))
+        print(file=out)
+    return out.getvalue().rstrip("\n")
+
+
+def _fitting(text: str) -> str:
+    """As much of a text as the terminal has lines for."""
+    lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
+    if len(lines) <= height:
+        return text
+    return "\n".join(
+        [*lines[: height - 1], f"… {len(lines) - height + 1} more lines: a taller terminal, --job or --once"]
+    )
+
+
+def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
+    watch.rates()
+    while watch.services:
+        time.sleep(interval)
+        rates = watch.rates()
+        if rates or not watch.services:
+            yield rates
+
+
+def run(interval: float, job: str | None, *, once: bool, as_json: bool) -> int:
+    """The command. Returns the exit code: 1 when nothing runs.
+
+    Args:
+        interval: seconds between two looks.
+        job: of this job only; None for all.
+        once: one table, over one interval; otherwise until Ctrl-C or until nothing runs any more.
+        as_json: for other programs: one line of JSON, a list of services, for each table.
+
+    Raises:
+        ArgumentError: the directory of publications is not this user's own.
+    """
+    watch = Watch(job)
+    live = sys.stdout.isatty() and not once and not as_json
+    shown = False
+    try:
+        for rates in _frames(watch, interval):
+            if not rates:
+                break
+            shown = True
+            if as_json:
+                print(json.dumps([asdict(service) for service in rates]), flush=True)
+            elif live:
+                print(_CLEAR + _fitting(table_of(rates)), flush=True)
+            else:
+                print(table_of(rates) + ("" if once else "\n"), flush=True)
+            if once:
+                break
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        watch.close()
+    if not shown:
+        print(f"proxyccl: {none_found(job)}", file=sys.stderr)
+    return 0 if shown else 1
