@@ -9,9 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from running import TESTS, run_mpi
+from running import TESTS, run_alone, run_mpi
 from test_nvrtc import CUBIN, Nvrtc
 
 from proxyccl.channels.tools import bench_ring
@@ -174,3 +175,31 @@ def test_a_page_of_nothing_is_refused(tmp_path: Path) -> None:
 def test_sizes_are_shown_as_they_are_read(text: str, nbytes: int) -> None:
     assert show_size(nbytes) == text
     assert size(text.replace(" ", "")) == nbytes
+
+
+def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "observing.json"
+    done = run_alone(BENCHMARKS / "observing.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(path.read_text())
+    for row in report["engine_alone"] + report["kernels"]:
+        assert all(row[mode]["median"] > 0 for mode in ("nobody looks", "looked at", "traced"))
+
+
+def test_a_trace_is_drawn(tmp_path: Path) -> None:
+    def span(ts: float, tid: int = 1) -> dict[str, Any]:
+        arguments = {"channel": 0}
+        return {"ph": "X", "cat": "issue", "pid": 1, "tid": tid, "ts": ts, "dur": 5, "name": "put", "args": arguments}
+
+    names = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "rank 0 of 1 (program)"}},
+        {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "proxy thread 0"}},
+    ]
+    bursts = [span(0), span(1000), span(1010), span(5000), span(5020), span(9000), span(9030)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": names + bursts}))
+    run_alone(BENCHMARKS / "trace_picture.py", str(tmp_path / "trace.json"), str(tmp_path / "trace.svg"))
+    picture = ElementTree.parse(tmp_path / "trace.svg").getroot()
+    texts = [element.text for element in picture if element.tag.endswith("text")]
+    assert texts[:2] == ["rank 0", "proxy thread 0"]
+    assert texts[-1] == "25 µs"  # of the bursts of two, that of median length
+    assert len([element for element in picture if element.tag.endswith("rect")]) == 1 + 2

@@ -41,6 +41,7 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger
@@ -118,9 +119,16 @@ class Loopback:
         runtime: whose rings and copies are used.
         fifo_size: slots in the ring, a power of two.
         idle: what the worker does when there is nothing to do.
+        description: by which observers know the proxy; without one they don't find it.
     """
 
-    def __init__(self, runtime: Runtime, fifo_size: int, idle: IdlePolicy | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        fifo_size: int,
+        idle: IdlePolicy | None = None,
+        description: Description | None = None,
+    ) -> None:
         self.segment = create_segment(runtime, 0, _TIMEOUT)
         self._failures: list[ProxyFailure] = []
         self._service = ProxyService(
@@ -131,6 +139,7 @@ class Loopback:
             fifo_size=fifo_size,
             idle=idle,
             on_failure=self._failures.append,
+            description=description,
         )
         connection = self._service.connect_copy()
         self._channel = self._service.reserve_channel(connection)
