@@ -3,9 +3,11 @@
 One run starts a daemon and opens communicators of both kinds in turn, several times over.
 
 Latency is half of a ping-pong's round trip between the first two ranks, in a kernel of one thread that times each
-round. Rates are those of one ring that leads to a peer: pushed by a kernel of a warp, and by a thread of the CPU, from
-the first push until the last was taken. CPU time is that of the threads that run proxies, or of the whole daemon: with
-nothing to do, and while each rank pushes puts of 8 bytes with their signals, some each millisecond.
+round. On the host runtime that takes a core for each kernel and each proxy; a push by a thread of the CPU, which then
+looks for it at the peer's semaphore, takes two in all. Rates are those of one ring that leads to a peer: pushed by a
+kernel of a warp, and by a thread of the CPU, from the first push until the last was taken. CPU time is that of the
+threads that run proxies, or of the whole daemon: with nothing to do, and while each rank pushes puts of 8 bytes with
+their signals, some each millisecond.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ _TIMEOUT = 20.0  # seconds, of each wait
 _ROUNDS = 300
 _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000
+_CPU_ROUNDS = 2000
+_CPU_LATENCY = "put + signal of the CPU"
 _BURST = 16  # pushes of a rank each millisecond
 _WHERE = ("thread", "daemon")
 
@@ -103,6 +107,15 @@ class Pusher:
     def _pointers(self) -> tuple[Any, Any]:
         return ffi.cast("ProxycclTrigger *", self._fifo.slots_host), ffi.cast("uint64_t *", self._fifo.tail_host)
 
+    def arrival(self, semaphore: int) -> float:
+        """Microseconds from a push of a put of 8 bytes and its signal until the peer's word has counted it."""
+        word = ffi.cast("uint64_t *", semaphore)
+        before, start = word[0], time.perf_counter_ns()
+        self.push(Operation.DATA | Operation.SIGNAL, 8, 1)
+        while word[0] == before:
+            pass
+        return (time.perf_counter_ns() - start) / 1e3
+
     def wait(self) -> None:
         """Until all were taken."""
         _, tail = self._pointers()
@@ -121,11 +134,13 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
     return found
 
 
-def rates(comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any) -> dict[str, list[float]]:
-    """Triggers a second, on the first rank; the other has nothing to do. The CPU's come last: its pushes are unknown to
-    the kernels."""
+def rates(
+    comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Triggers a second, and latencies of pushes by the CPU, on the first rank; the other has nothing to do. The CPU's
+    come last: its pushes are unknown to the kernels."""
     if comm.rank:
-        return {}
+        return {}, {}
     ns = comm.empty(1, "int64")
     kernel = []
     for _ in range(3):
@@ -133,13 +148,14 @@ def rates(comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, k
         comm.synchronize()
         kernel.append(_KERNEL_PUSHES / float(ns.numpy()[0]) * 1e9)
     pusher = Pusher(comm, channel, memory)
+    arrivals = [pusher.arrival(comm.peer_semaphore(channel.peer, channel.id)) for _ in range(_CPU_ROUNDS)]
     cpu = []
     for _ in range(3):
         start = time.perf_counter()
         pusher.push(Operation.DATA, 0, _CPU_PUSHES)
         pusher.wait()
         cpu.append(_CPU_PUSHES / (time.perf_counter() - start))
-    return {"pushed by a kernel": kernel, "pushed by a CPU thread": cpu}
+    return {"pushed by a kernel": kernel, "pushed by a CPU thread": cpu}, {_CPU_LATENCY: arrivals}
 
 
 def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
@@ -152,7 +168,9 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
             channels = comm.proxy_channels(memory)
             kernels = comm.compile(_SOURCE)
             comm.all_gather_bytes(b"")
-            found = latencies(comm, channels[0], kernels), rates(comm, channels[0], memory, kernels)
+            latency = latencies(comm, channels[0], kernels)
+            rate, arrivals = rates(comm, channels[0], memory, kernels)
+            found = {**latency, **arrivals}, rate
             comm.all_gather_bytes(b"")
     quiet_barrier()
     pair.Free()
