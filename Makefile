@@ -23,7 +23,7 @@ DAEMON_TESTS ?= $(addprefix tests/,test_channels.py test_ring.py test_engine.py 
 SOFT_ROCE := tests/soft_roce
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-daemon test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu coverage bench bench-gpu bench-rdma bench-page lint clean
+.PHONY: demo test test-daemon test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -76,8 +76,16 @@ bench-gpu:
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/expert_parallel.py --json $(RESULTS)/expert_parallel_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/put_signal.py --json $(RESULTS)/put_signal_2.json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/daemon.py --json $(RESULTS)/daemon_$(GPU_RUNTIME)_$(RANKS).json
+	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing.json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/report.py
+
+# All that a machine with RANKS GPUs shows: behaviour, the examples among it, with proxies in the ranks and in the daemon; then the
+# figures. Arguments as above, and PYTEST="python3 -m pytest" where test-gpu needs it.
+gpu-report: test-gpu
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) $(DAEMON_TESTS)
+	$(MAKE) bench-gpu
 
 # RDMA in the machine with Soft-RoCE, which keeps no files: the report comes out behind the tables.
 bench-rdma: $(VENV)/.installed
