@@ -79,7 +79,7 @@ class ProxyThread:
         policy = ffi.new("ProxycclIdlePolicy *")
         policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
         policy.max_sleep_ns = max(1000, int(idle.max_sleep_us * 1000))
-        self._pointer = ffi.gc(lib.proxyccl_thread_create(policy), lib.proxyccl_thread_destroy)
+        self._pointer = lib.proxyccl_thread_create(policy)
         self._begin = begin
         self._cores = cores
         self._changed = threading.Condition()
@@ -145,4 +145,9 @@ class ProxyThread:
             self._changed.notify()
         if not self.is_current:
             self._thread.join(timeout)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        if self._pointer is not None:
+            lib.proxyccl_thread_destroy(self._pointer)  # not at this object's end: the thread may be in it then
+            self._pointer = None
+        return True
