@@ -38,6 +38,7 @@ from proxyccl.channels.host_links import HostLink, Listener
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.rdma import Rdma
+from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.topology import (
     RankInfo,
@@ -210,6 +211,7 @@ class Communicator:
         self._shared: list[Shared] = []
         self._call_log = CallLog(self.control, self._segments)
         self._collectives = Collectives(self)
+        self.reporter = Reporter(self)
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         uses_verbs = self.topology.uses_verbs()  # before a rank's own: where a pair has no transport, all ranks raise
@@ -220,8 +222,17 @@ class Communicator:
             self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
             self.rdma.connect_endpoints(self.topology.transports())
         self._transports = self.topology.transports()
-        self._watcher = Watcher(self.rank, self.control, self._segments, pids, self._link_hosts())
+        failed = weakref.WeakMethod(self.reporter.failed)  # a communicator that is forgotten can go
+        self._watcher = Watcher(
+            self.rank,
+            self.control,
+            self._segments,
+            pids,
+            self._link_hosts(),
+            on_abort=lambda: None if (report := failed()) is None else report(),
+        )
         self._state = "open"
+        self.reporter.open()
         _open_communicators.add(self)
 
     def _link_hosts(self) -> dict[int, HostLink]:
@@ -562,7 +573,13 @@ class Communicator:
             if self._failure is None:
                 self._watcher.pass_on()
                 self._failure = exception_from(self.control.record(), self.rank, self._failure_cause)
-            return self._failure
+        self.reporter.note(self._failure)
+        return self._failure
+
+    @property
+    def failure_cause(self) -> str:
+        """What only this rank knows of the failure, in words."""
+        return self._failure_cause
 
     def _proxy_failed(self, failure: ProxyFailure) -> None:
         if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None:
@@ -598,7 +615,8 @@ class Communicator:
             return self._bootstrap.all_gather(data, self.timeout, lambda: None)
         tag = purpose.encode() + b"\0"
         try:
-            everyone = self._bootstrap.all_gather(tag + data, self.timeout, self.check)
+            with self.reporter.exchanging(purpose or "an exchange"):
+                everyone = self._bootstrap.all_gather(tag + data, self.timeout, self.check)
         except CommunicatorError as error:
             if not self.control.aborted:
                 late = isinstance(error, WaitTimeoutError)
@@ -606,6 +624,7 @@ class Communicator:
                 self._failure, self._failure_cause = error, str(error)
                 self.control.raise_abort(ErrorRecord(code, self.rank, error.peer))
                 self._watcher.pass_on()
+                self.reporter.note(error)
             raise
         for peer, theirs in enumerate(everyone):
             if not theirs.startswith(tag):
@@ -641,6 +660,10 @@ class Communicator:
         )
         self.control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self.rank, peer, wait=which))
         raise self._fail()
+
+    def recent_calls(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The last collective calls of this rank in order: each with its number, from 1, and its fields."""
+        return self._call_log.recent(count)
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
         """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
@@ -815,6 +838,7 @@ class Communicator:
         self._state = "closed"
         _open_communicators.discard(self)
         self._watcher.close()
+        self.reporter.close()
         # Kernels that were told to stop look at the memory that goes below until they have.
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()

@@ -37,9 +37,10 @@ from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, Operation
 
 NO_PEER: int = lib.PROXYCCL_NO_PEER
+LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
 CALL_ABORTED: int = engine_lib.PROXYCCL_CALL_ABORTED
 CALL_DIFFERS: int = engine_lib.PROXYCCL_CALL_DIFFERS
-_WAITS = {
+WAITS = {
     lib.PROXYCCL_WAIT_RING_ROOM: "room in the trigger ring",
     lib.PROXYCCL_WAIT_RING_SYNC: "the proxy to take a trigger",
     lib.PROXYCCL_WAIT_FLUSH: "a flush",
@@ -67,6 +68,17 @@ class ErrorRecord:
     size: int = 0
 
 
+@dataclass(frozen=True)
+class KernelWait:
+    """A ProxycclWait of control.h, read: what some threads of a kernel waited for when they were asked."""
+
+    kind: int
+    peer: int | None
+    channel: int
+    expected: int
+    seen: int
+
+
 CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count")
 """What must agree between ranks: the fields of a ProxycclCall (calls.h), in order."""
 
@@ -81,7 +93,9 @@ _CONTROL_OFFSET = 0
 _SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
 _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 _SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES)
-SEGMENT_BYTES = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
+_LANDING_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
+LANDING_BYTES = 128 * 1024
+SEGMENT_BYTES = _LANDING_OFFSET + LANDING_BYTES
 
 
 class ControlSegment:
@@ -170,6 +184,28 @@ class ControlSegment:
             size=error.size,
         )
 
+    def ask(self, question: int) -> None:
+        """Asks this rank's kernels what they wait for, under a number from 1 that was not used before; 0 ends that."""
+        lib.proxyccl_control_ask(self._control, question)
+
+    def waits(self, question: int) -> list[KernelWait]:
+        """What has been answered: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
+        wait, found = ffi.new("ProxycclWait *"), []
+        for place in range(lib.PROXYCCL_WAIT_PLACES):
+            if lib.proxyccl_control_wait(self._control, place, question, wait):
+                peer = None if wait.peer == NO_PEER else wait.peer
+                found.append(KernelWait(wait.kind, peer, wait.channel, wait.expected, wait.seen))
+        return found
+
+    @property
+    def landing(self) -> tuple[int, int]:
+        """The addresses, for the device and for the CPU, of LANDING_BYTES for copies of what lies in device memory."""
+        return self.memory.ptr + _LANDING_OFFSET, self.memory.host_ptr + _LANDING_OFFSET
+
+    def semaphore(self, channel: int) -> int:
+        """The count of signals that have come in on a ProxyChannel."""
+        return ctypes.c_uint64.from_address(self.semaphore_host(channel)).value
+
     @property
     def calls_host(self) -> int:
         """The CPU's address of the log of collective calls."""
@@ -204,6 +240,14 @@ class CallLog:
         """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""
         return int(engine_lib.proxyccl_calls_agree(self._callers, call))
 
+    def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The last calls of this rank in order, each with its number, from 1. For any thread."""
+        last, call, found = self._callers.sequence, engine.new("ProxycclCall *"), []
+        for sequence in range(max(1, last - count + 1), last + 1):
+            if engine_lib.proxyccl_calls_read(self._callers.own, sequence, call):
+                found.append((sequence, tuple(call.fields)))
+        return found
+
     def difference(self) -> tuple[int, tuple[int, ...]]:
         """After CALL_DIFFERS: the rank that made another call, and the fields of that."""
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
@@ -225,7 +269,7 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         if record.wait == lib.PROXYCCL_WAIT_NONE:
             message = f"{who} waited too long in the bootstrap{peer and f' for a call{peer}'}"
             return WaitTimeoutError(message, operation="bootstrap", **details)
-        what = _WAITS.get(record.wait, "its peers")
+        what = WAITS.get(record.wait, "its peers")
         message = f"{who} waited too long for {what}{peer}{on}: expected {record.expected}, saw {record.seen}"
         return WaitTimeoutError(message, operation=f"wait for {what}", **details)
     if code == lib.PROXYCCL_ERROR_PEER_LOST:
@@ -293,6 +337,7 @@ class Watcher:
         peers: the segments of the other ranks of this host.
         pids: their processes, where they are not this one.
         links: to the ranks of other hosts; the watcher closes them.
+        on_abort: called in the thread once the abort has been passed on.
     """
 
     INTERVAL_MS = 20
@@ -305,7 +350,9 @@ class Watcher:
         peers: dict[int, ControlSegment],
         pids: dict[int, int],
         links: Mapping[int, Link],
+        on_abort: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_abort = on_abort
         self._rank = rank
         self._own = own
         self._peers = peers
@@ -335,13 +382,15 @@ class Watcher:
         while not self._own.aborted:
             for descriptor, _ in self._poll.poll(self.INTERVAL_MS):
                 if descriptor == self._stop_read:
-                    return
-                if descriptor in self._links:
+                    if not self._own.aborted:
+                        return
+                elif descriptor in self._links:
                     self._hear(descriptor)
                 else:
                     self._poll.unregister(descriptor)
                     self._peer_lost(self._descriptors[descriptor])
         self.pass_on()
+        self._on_abort()
 
     def _hear(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]

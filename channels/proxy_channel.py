@@ -23,13 +23,17 @@ class ProxyChannel(Channel):
     Attributes:
         id: channel id in this rank's proxy.
         transport: name of what moves its data.
+        peer_channel: the peer's channel that its signals count for; None where the peer made none.
+        expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
 
-    def __init__(self, peer: int, handle: Any, service: Proxy, transport: str) -> None:
+    def __init__(self, peer: int, handle: Any, service: Proxy, transport: str, peer_channel: int | None) -> None:
         super().__init__(peer, handle)
         self._service = service
         self.id: int = handle.channel
         self.transport = transport
+        self.peer_channel = peer_channel
+        self.expected_pointer = int(ffi.cast("uintptr_t", handle.semaphore.expected))
 
     @property
     def counters(self) -> ChannelCounters:
@@ -60,9 +64,10 @@ def connect_handles(
         connection = opened[peer][1]
         channels[peer] = []
         for i, channel in enumerate(ids[peer]):
-            if i < len(theirs):  # a channel that the peer did not make can put, but has nobody to signal
-                word = communicator.peer_semaphore(peer, theirs[i])
-                handle = communicator.peer_semaphore_handle(peer, theirs[i])
+            peer_channel = theirs[i] if i < len(theirs) else None
+            if peer_channel is not None:  # a channel that the peer did not make can put, but has nobody to signal
+                word = communicator.peer_semaphore(peer, peer_channel)
+                handle = communicator.peer_semaphore_handle(peer, peer_channel)
                 service.set_channel(channel, connection, word, handle=handle)
             handle = ffi.new("ProxycclProxyChannel *")
             service.fifo_for(channel).fill_handle(handle.fifo)
@@ -73,7 +78,9 @@ def connect_handles(
             handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
             handle.channel, handle.peer = channel, peer
             handle.dst_memory, handle.src_memory = opened[peer][0], src.source_id(peer)
-            channels[peer].append(ProxyChannel(peer, handle, service, connection.transport))
+            opened_channel = ProxyChannel(peer, handle, service, connection.transport, peer_channel)
+            channels[peer].append(opened_channel)
+            communicator.reporter.add_channel(opened_channel)
     return channels, expected
 
 
@@ -101,6 +108,7 @@ class HandlerChannel(Channel):
         handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
         handle.channel, handle.peer = self.id, communicator.rank
         super().__init__(communicator.rank, handle)
+        communicator.reporter.add_channel(self)
 
 
 def connect(

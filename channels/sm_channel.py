@@ -40,6 +40,7 @@ class SmSemaphores:
         }
         # A rank that drops its channels at once must not take its words away before every peer has mapped them.
         communicator.all_gather_bytes(b"", "sm_channels")
+        communicator.reporter.add_semaphores(self)
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
@@ -54,6 +55,17 @@ class SmSemaphores:
         semaphore.expected = word(self._local.ptr + mine)  # type: ignore[attr-defined]
         semaphore.outbound = word(self._local.ptr + total + mine)  # type: ignore[attr-defined]
         semaphore.remote_inbound = word(self._remote[peer].ptr + theirs)  # type: ignore[attr-defined]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Where the words lie in device memory: addresses and sizes, for `decode`."""
+        return [(memory.ptr, memory.nbytes) for memory in (self._inbound, self._local)]
+
+    def decode(self, words: bytes) -> list[tuple[int, int, int, int, int]]:
+        """From the bytes of `ranges`: peer, number, signals that came in, were waited for, and were sent."""
+        lines = self._ranks * self._count
+        values = [int.from_bytes(words[i * _LINE : i * _LINE + 8], "little") for i in range(3 * lines)]
+        return [(i % self._ranks, i // self._ranks, *values[i::lines]) for i in range(lines)]  # type: ignore[misc]
 
     def close(self) -> None:
         """Frees the words. No kernel of any rank may use them any more."""

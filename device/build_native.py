@@ -30,7 +30,14 @@ typedef struct {
   uint32_t state; uint32_t code; uint32_t rank; uint32_t peer; uint32_t wait; uint32_t operation; uint32_t channel;
   int32_t status; uint64_t expected; uint64_t seen; uint64_t offset; uint64_t size; ...;
 } ProxycclErrorRecord;
-typedef struct { uint32_t abort; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error; ...; } ProxycclControl;
+typedef struct {
+  uint32_t kind; uint32_t peer; uint32_t channel; uint64_t expected; uint64_t seen; ...;
+} ProxycclWait;
+enum { PROXYCCL_WAIT_PLACES, ... };
+#define PROXYCCL_LAST_QUESTION ...
+typedef struct {
+  uint32_t abort; uint32_t asked; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error; ...;
+} ProxycclControl;
 
 typedef struct {
   ProxycclTrigger *slots; uint64_t *tail; uint64_t *head; uint64_t *tail_cache; uint32_t *refresh_lock;
@@ -137,6 +144,8 @@ int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
 void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record);
 uint32_t proxyccl_control_abort(const ProxycclControl *control);
 uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record);
+void proxyccl_control_ask(ProxycclControl *control, uint32_t question);
+int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question, ProxycclWait *wait);
 """)
 
 ffi.set_source(
@@ -175,6 +184,17 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
   if (state == PROXYCCL_RECORD_VALID)
     __builtin_memcpy((uint32_t *)record + 1, (const uint32_t *)&control->error + 1, sizeof *record - sizeof state);
   return state;
+}
+static void proxyccl_control_ask(ProxycclControl *control, uint32_t question) {
+  __atomic_store_n(&control->asked, question, __ATOMIC_RELAXED);
+}
+/* Copies what the wait in this place told for a question. Returns whether it told anything. */
+static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question,
+                                 ProxycclWait *wait) {
+  /* Pairs with the release in tellWait(). */
+  if (__atomic_load_n(&control->waits[place].told, __ATOMIC_ACQUIRE) != question) return 0;
+  *wait = control->waits[place];
+  return 1;
 }
 """,
     source_extension=".cpp",

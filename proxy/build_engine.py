@@ -130,9 +130,13 @@ typedef struct {
   const ProxycclControl *control; ProxycclCallEntry *own; const ProxycclCallEntry *const *peers; uint32_t peer_count;
   uint64_t sequence; uint32_t differing; ProxycclCall different; ...;
 } ProxycclCallers;
+int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const void *launch,
                          uintptr_t stream);
+
+int proxyccl_wake_signal_install(int signal, int eventfd);
+void proxyccl_wake_signal_remove(int signal);
 
 uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t
 timeout_ns); uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t
@@ -150,6 +154,7 @@ ffi.set_source(
 #include "verbs_bare.h"
 #include "verbs_objects.h"
 #include "verbs_transport.h"
+#include "wake_signal.h"
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64,
@@ -175,6 +180,7 @@ connection->transport->name; }
         "proxy/engine/verbs_bare.c",
         "proxy/engine/verbs_objects.c",
         "proxy/engine/verbs_transport.c",
+        "proxy/engine/wake_signal.c",
     ],
     depends=[
         "device/launch.h",
@@ -190,6 +196,7 @@ connection->transport->name; }
         "proxy/engine/verbs_bare.h",
         "proxy/engine/verbs_objects.h",
         "proxy/engine/verbs_transport.h",
+        "proxy/engine/wake_signal.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
     ],

@@ -138,6 +138,26 @@ class Proxy(Protocol):
         """The ring that a channel's triggers go through."""
         ...
 
+    @property
+    def rings(self) -> list[Fifo]:
+        """All rings of this rank's kernels."""
+        ...
+
+    @property
+    def handling(self) -> dict[int, float]:
+        """The channel of each handler that runs, and time.monotonic() when it began."""
+        ...
+
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last flush that is complete on a channel."""
+        ...
+
+    def outstanding(self, channel: int) -> int | None:
+        """Triggers of a channel's connection that are issued and not known to be complete; None where this process
+        can't tell, and for a handler.
+        """
+        ...
+
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
         ...

@@ -83,6 +83,10 @@ class SharedWords:
         """The CPU's pointer to the same word."""
         return ffi.cast("uint64_t *", self._memory.host_ptr + self._flushed_offset + 8 * channel)
 
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last flush that is complete on a channel."""
+        return int(self.flushed_host(channel)[0])
+
     @property
     def extents_pointer(self) -> int:
         """The device's address of the table that says for each memory id how many bytes follow it."""
@@ -220,6 +224,7 @@ class ProxyService:
         self._next_channel = 0
         self._free_channels: list[list[int]] = [[] for _ in range(threads)]  # by worker
         self._handlers: dict[int, Handler] = {}
+        self.handling: dict[int, float] = {}  # channel of each handler that runs: time.monotonic() when it began
         self._connections: list[Connection] = []
         self._closed = False
         self._lock = threading.Lock()
@@ -522,6 +527,19 @@ class ProxyService:
         """A channel's counters, read without disturbing the proxy."""
         return self._shared.counters(channel)
 
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last flush that is complete on a channel."""
+        return self._shared.flushed(channel)
+
+    def outstanding(self, channel: int) -> int | None:
+        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
+        return self._observed.outstanding(channel)
+
+    @property
+    def rings(self) -> list[Fifo]:
+        """The rings of this process's own kernels."""
+        return self.fifos
+
     def _hear(self, worker: _Worker, reason: int, info: Any) -> None:
         """Called in the worker's thread when it has something to tell."""
         try:
@@ -535,6 +553,7 @@ class ProxyService:
 
     def _handle(self, worker: _Worker, info: Any) -> None:
         trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)
+        self.handling[info.channel] = time.monotonic()
         try:
             self._handlers[info.channel](trigger)
         except Exception as error:
@@ -544,6 +563,8 @@ class ProxyService:
             lib.proxyccl_worker_abandon(worker.pointer)
         else:
             lib.proxyccl_worker_handled(worker.pointer)
+        finally:
+            del self.handling[info.channel]
 
     def _failure(self, info: Any) -> ProxyFailure:
         of_trigger = info.channel < MAX_CHANNELS

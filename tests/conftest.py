@@ -38,9 +38,12 @@ OPEN_MPI = {
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of the test run stay out of the user's cache; a directory that is named is kept for the next."""
+def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compiled kernels of the test run stay out of the user's cache; a directory that is named is kept for the next.
+    So do reports.
+    """
     os.environ.setdefault("PROXYCCL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -243,6 +243,24 @@ class DaemonClient:
             return self._handlers.fifo_for(channel)
         return self.fifos[self._ring_of[channel]]
 
+    @property
+    def rings(self) -> list[Fifo]:
+        """All rings of this rank's kernels: those that the daemon drains, and those of handlers."""
+        return [*self.fifos, *(self._handlers.rings if self._handlers is not None else ())]
+
+    @property
+    def handling(self) -> dict[int, float]:
+        """The channel of each handler that runs, and time.monotonic() when it began."""
+        return self._handlers.handling if self._handlers is not None else {}
+
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last flush that is complete on a channel."""
+        return self._words_of(channel).flushed(channel)
+
+    def outstanding(self, channel: int) -> int | None:
+        """None: the daemon knows, and shows it to `proxyccl top`."""
+        return None
+
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
         return self._words_of(channel).flushed_pointer(channel)

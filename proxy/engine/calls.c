@@ -23,6 +23,10 @@ static int read_entry(const ProxycclCallEntry *entry, uint64_t sequence, Proxycc
   return __atomic_load_n(&entry->sequence, __ATOMIC_RELAXED) == sequence;
 }
 
+int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call) {
+  return read_entry(&log[sequence % PROXYCCL_CALL_LOG_ENTRIES], sequence, call);
+}
+
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (__atomic_load_n(&callers->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;

@@ -37,6 +37,8 @@ typedef struct ProxycclCallers {
 
 enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3 };
 
+/* Reads the call of this number from a log. Returns whether it is there. For any thread. */
+int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 /* Logs a call and compares it with those of the same number that peers have logged. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 /* The same, then the launch, and its status. With PROXYCCL_OTHER_CONTEXT nothing was done, not even logged. */

@@ -51,6 +51,15 @@ class ObservedSegment:
         """Says that a channel's id is not in use."""
         self._observed.channels[channel].connection = 0
 
+    def outstanding(self, channel: int) -> int | None:
+        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
+        place = self._observed.channels[channel]
+        if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
+            return None
+        stats = self._observed.workers[place.worker].connections[place.connection - 1]
+        completed = stats.completed  # first: what is issued meanwhile may be complete, but not the other way round
+        return int(stats.issued - completed)
+
     def close(self) -> None:
         """Frees it. The workers have ended."""
         self.memory.close()

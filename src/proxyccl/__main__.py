@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from proxyccl.channels.collectives.operations import OPS
-from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, info, options, top, trace
+from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, doctor, info, options, top, trace
 from proxyccl.device.arrays import reduction_dtypes
 from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
@@ -76,6 +77,19 @@ def _parser() -> argparse.ArgumentParser:
     trace_parser.add_argument("--ranks", type=options.ranks, help="such as 0,3 (default: all)")
     trace_parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
 
+    doctor_parser = commands.add_parser(
+        "doctor", help="from the reports of ranks that hang: who waits for whom, and why"
+    )
+    doctor_parser.add_argument(
+        "reports",
+        nargs="*",
+        type=Path,
+        metavar="REPORT",
+        help="reports of the ranks, or directories with them (default: the newest of this user)",
+    )
+    doctor_parser.add_argument("--full", action="store_true", help="print the reports too")
+    doctor_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
+
     bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
@@ -143,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return top.run(parsed.interval, parsed.job, once=parsed.once, as_json=parsed.json)
         if parsed.command == "trace":
             return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks)
+        if parsed.command == "doctor":
+            return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
         if parsed.benchmark == "ring":
             return bench_ring.run(parsed.seconds, parsed.repeats, parsed.fifo_size, parsed.json, parsed.triggers)
         if parsed.min_bytes > parsed.max_bytes:

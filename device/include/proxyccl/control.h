@@ -2,7 +2,8 @@
  *
  * One a rank, in pinned host memory that the CPUs of the node's other ranks map too. Every device-side wait reads
  * `abort` while it spins and `timeout_ns` to know when to give up; whoever gives up first files the one error
- * record and raises `abort`. Plain C, shared with the engine and with Python.
+ * record and raises `abort`. A wait that is told to stop, or asked by the CPU, says in `waits` what it waited for.
+ * Plain C, shared with the engine and with Python.
  */
 #ifndef PROXYCCL_CONTROL_H
 #define PROXYCCL_CONTROL_H
@@ -52,11 +53,34 @@ typedef struct ProxycclErrorRecord {
   uint64_t size;      /* its size in bytes */
 } ProxycclErrorRecord;
 
+/* What one wait of a kernel says of itself when it is asked. */
+typedef struct ProxycclWait {
+  uint32_t claimed; /* number of the question: the first wait that finds another here claims the place, fills it … */
+  uint32_t told;    /* … and publishes it by the same number */
+  uint32_t kind;    /* ProxycclWaitKind */
+  uint32_t peer;    /* rank waited for, or PROXYCCL_NO_PEER */
+  uint32_t channel;
+  uint32_t reserved;
+  uint64_t expected; /* as in an error record */
+  uint64_t seen;
+} ProxycclWait;
+
+enum { /* a wait's place is that of its peer (modulo), or of its kind where it has none */
+       PROXYCCL_WAIT_PEERS = 64,
+       PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 8
+};
+
+/* The question that an abort puts to all waits. */
+#define PROXYCCL_LAST_QUESTION 0xffffffffu
+
 typedef struct ProxycclControl {
   uint32_t abort; /* 0 while all is well, else a ProxycclErrorCode */
+  uint32_t asked; /* number of the question what kernels wait for, while the CPU puts it; else 0 */
   uint32_t rank;
+  uint32_t reserved;
   uint64_t timeout_ns;
   ProxycclErrorRecord error;
+  ProxycclWait waits[PROXYCCL_WAIT_PLACES];
 } __attribute__((aligned(128))) ProxycclControl;
 
 #endif

@@ -51,6 +51,22 @@ PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor w
   storeReleaseSystem<uint32_t>(&control->abort, code);
 }
 
+// Says what a wait is about, for the question of this number, unless another wait for the same peer already has.
+PROXYCCL_OUT_OF_LINE void tellWait(Control* control, uint32_t question, WaitFor what, uint64_t seen) {
+  const bool of_peer = what.peer != PROXYCCL_NO_PEER;
+  const uint32_t place = of_peer ? what.peer % PROXYCCL_WAIT_PEERS : PROXYCCL_WAIT_PEERS + what.kind;
+  ProxycclWait* wait = &control->waits[place];
+  const uint32_t claimed = loadRelaxedSystem(&wait->claimed);
+  if (claimed == question || !compareExchangeSystem<uint32_t>(&wait->claimed, claimed, question)) return;
+  storeRelaxedSystem(&wait->kind, what.kind);
+  storeRelaxedSystem(&wait->peer, what.peer);
+  storeRelaxedSystem(&wait->channel, what.channel);
+  storeRelaxedSystem(&wait->expected, what.expected);
+  storeRelaxedSystem(&wait->seen, seen);
+  // Pairs with the acquire load of `told` by the CPU that asked.
+  storeReleaseSystem(&wait->told, question);
+}
+
 // Spins until ready(&seen) is true. Returns false, and the caller must give up its work, when the communicator was
 // aborted or the time-out passed; the latter is reported with the value last seen.
 template <class Ready>
@@ -58,13 +74,21 @@ PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready read
   uint64_t seen = 0, started = 0;
   for (uint32_t spins = 0; !ready(&seen); ++spins) {
     if (spins % kSpinsPerCheck == kSpinsPerCheck - 1) {
-      if (aborted(control)) return false;
+      if (control != nullptr) {
+        const uint32_t abort = loadRelaxedSystem(&control->abort), asked = loadRelaxedSystem(&control->asked);
+        if (abort != PROXYCCL_OK || asked != 0)
+          tellWait(control, abort != PROXYCCL_OK ? PROXYCCL_LAST_QUESTION : asked, what, seen);
+        if (abort != PROXYCCL_OK) return false;
+      }
       const uint64_t now = nanoseconds();
       if (started == 0) started = now;
       const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
       // Blocks that wait for one of their grid give up last: that one waits for a peer, and knows for which.
       if (now - started > (what.kind == PROXYCCL_WAIT_GRID ? 2 * bound : bound)) {
-        if (control != nullptr) reportError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
+        if (control != nullptr) {
+          tellWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before the others are told to stop
+          reportError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
+        }
         return false;
       }
     }

@@ -1,0 +1,401 @@
+"""Who waits for whom, and why: the reports of all ranks together.
+
+A kernel's wait names a peer, so does a rank that has not come to an exchange of the bootstrap: these are the edges of a
+graph of ranks. Whoever everybody waits for, directly or through others, and who waits for nobody, is where to look;
+and so are ranks that wait for each other in a circle.
+
+Communicators that a process had open at once are looked at together, since a rank that waits in one keeps those of the
+other waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from proxyccl.channels.reports.render import arguments_text, call_text, wait_text, where
+from proxyccl.channels.reports.report import Call, Member, Report, Wait
+from proxyccl.channels.topology import host_name
+from proxyccl.device._native import lib
+
+OWN_PROXY_WAITS = (lib.PROXYCCL_WAIT_RING_ROOM, lib.PROXYCCL_WAIT_RING_SYNC, lib.PROXYCCL_WAIT_FLUSH)
+_SHOWN = 8
+"""Waits that are shown of many for one rank."""
+_LONG_APART = 10.0
+"""Seconds between reports that hardly show the same moment."""
+
+Node = tuple[str, int, int | str]
+"""Whose CPU runs a rank: host, process, and the thread where ranks are threads of one process."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that the reports say together.
+
+    Attributes:
+        kind: "lost", "missing", "mismatch", "waits_for", "circle" or "proxy".
+        about: the ranks that it is about, by name.
+        waiting: the ranks that wait for them.
+        text: in a sentence.
+        reasons: what bears it out, a sentence each.
+    """
+
+    kind: str
+    about: list[str]
+    waiting: list[str]
+    text: str
+    reasons: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Of communicators that belong together.
+
+    Attributes:
+        communicators: their names.
+        world_sizes: their numbers of ranks.
+        reported: for each the ranks whose reports there are.
+        findings: the most telling first; none where nobody waits.
+        notes: what makes them uncertain.
+    """
+
+    communicators: list[str]
+    world_sizes: list[int]
+    reported: list[list[int]]
+    findings: list[Finding]
+    notes: list[str]
+
+
+def diagnose(reports: Iterable[Report]) -> list[Diagnosis]:
+    """What the reports say, for each group of communicators that belong together; the newest group first."""
+    latest: dict[tuple[str, int], Report] = {}
+    for report in sorted(reports, key=lambda report: report.written):
+        latest[report.communicator, report.rank] = report
+    groups: list[dict[str, dict[int, Report]]] = []
+    for report in latest.values():
+        names = {report.communicator, *report.beside}
+        joined: dict[str, dict[int, Report]] = {report.communicator: {}}
+        for group in [group for group in groups if _names(group) & names]:
+            groups.remove(group)
+            joined.update(group)
+        joined[report.communicator][report.rank] = report
+        groups.append(joined)
+    groups.sort(key=lambda group: max(report.written for report in _all(group)), reverse=True)
+    return [_Group(group).diagnosis() for group in groups]
+
+
+def _all(group: dict[str, dict[int, Report]]) -> list[Report]:
+    return [report for by_rank in group.values() for report in by_rank.values()]
+
+
+def _names(group: dict[str, dict[int, Report]]) -> set[str]:
+    return {name for report in _all(group) for name in (report.communicator, *report.beside)}
+
+
+@dataclass(frozen=True)
+class _Edge:
+    waiter: Node
+    target: Node
+    communicator: str
+    rank: int
+    peer: int
+    wait: Wait | None  # None for an exchange
+    text: str
+
+
+class _Group:
+    def __init__(self, reports: dict[str, dict[int, Report]]) -> None:
+        self._reports = reports
+        self._members = {name: next(iter(by_rank.values())).members for name, by_rank in reports.items()}
+        self._ranks: dict[Node, dict[str, int]] = {}  # of each node: its rank in each communicator
+        for name, members in self._members.items():
+            for rank in range(len(members)):
+                self._ranks.setdefault(self._node(name, rank), {})[name] = rank
+        self._lost = self._find_lost()
+        self._edges = [edge for report in _all(reports) for edge in self._waits_of(report)]
+        self._reach = self._find_reach()
+
+    # -- names ---
+
+    def _node(self, name: str, rank: int) -> Node:
+        members = self._members[name]
+        member = members[rank]
+        if members.count(member) == 1:
+            return member.host, member.pid, 0
+        report = self._reports[name].get(rank)
+        return member.host, member.pid, report.thread if report is not None else f"{name} {rank}"
+
+    def _name(self, node: Node) -> str:
+        ranks = self._ranks[node]
+        if len(set(ranks.values())) == 1:
+            return f"rank {next(iter(ranks.values()))}"
+        return "rank " + "/".join(f"{rank} of {name}" for name, rank in ranks.items())
+
+    def _named(self, nodes: Iterable[Node]) -> list[str]:
+        return [self._name(node) for node in sorted(nodes, key=lambda node: sorted(self._ranks[node].values()))]
+
+    def _inside(self, communicator: str) -> str:
+        return f" of communicator {communicator}" if len(self._reports) > 1 else ""
+
+    # -- the graph ---
+
+    def _waits_of(self, report: Report) -> list[_Edge]:
+        name, rank = report.communicator, report.rank
+        own, edges = self._node(name, rank), []
+
+        def add(peer: int, wait: Wait | None, text: str) -> None:
+            edges.append(_Edge(own, self._node(name, peer), name, rank, peer, wait, text))
+
+        for wait in report.waits:
+            if wait.peer not in (None, rank) and wait.kind not in OWN_PROXY_WAITS:
+                last = f"; its last call{self._inside(name)} is {call_text(report.calls[-1])}" if report.calls else ""
+                add(wait.peer, wait, f"a kernel of {self._name(own)} waits for {wait_text(wait)}{last}")
+        if report.exchange is not None:
+            for peer in range(len(report.members)):
+                theirs = self._reports[name].get(peer)
+                there = theirs.exchange if theirs is not None else None
+                if peer != rank and (there is None or there.purpose != report.exchange.purpose):
+                    what = f"{report.exchange.purpose}{self._inside(name)}"
+                    text = (
+                        f"{self._name(own)} waits, for {report.exchange.seconds:.1f} s, for all ranks to come to {what}"
+                    )
+                    add(peer, None, f"{text}; {self._name(self._node(name, peer))} has not")
+        return edges
+
+    def _find_reach(self) -> dict[Node, set[Node]]:
+        """For each node those that it waits for, also through others."""
+        direct: dict[Node, set[Node]] = {}
+        for edge in self._edges:
+            direct.setdefault(edge.waiter, set()).add(edge.target)
+        reach: dict[Node, set[Node]] = {}
+        for node in self._ranks:
+            found, todo = set[Node](), list(direct.get(node, ()))
+            while todo:
+                other = todo.pop()
+                if other not in found:
+                    found.add(other)
+                    todo += direct.get(other, ())
+            reach[node] = found
+        return reach
+
+    def _ends(self) -> list[set[Node]]:
+        """The nodes that are waited for and wait for nobody, each alone; and circles that wait for nobody outside."""
+        ends: list[set[Node]] = []
+        for node in dict.fromkeys(edge.target for edge in self._edges):
+            circle = {other for other in self._reach[node] if node in self._reach[other]} | {node}
+            if self._reach[node] <= circle and circle not in ends:
+                ends.append(circle)
+        return sorted(ends, key=self._named)
+
+    # -- findings ---
+
+    def _find_lost(self) -> dict[Node, str]:
+        lost: dict[Node, str] = {}
+        for report in _all(self._reports):
+            failure = report.failure
+            if failure is not None and failure.kind == "PeerLostError" and failure.peer is not None:
+                lost[self._node(report.communicator, failure.peer)] = f"its process ended: rank {failure.rank} saw it"
+        return lost
+
+    def _missing(self) -> list[Finding]:
+        findings = []
+        for node, ranks in self._ranks.items():
+            if any(rank in self._reports[name] for name, rank in ranks.items()):
+                continue
+            member = Member(node[0], node[1])
+            reason = self._lost.get(node) or _absence(member)
+            kind = "lost" if node in self._lost else "missing"
+            waiting = self._named(other for other in self._ranks if node in self._reach[other])
+            text = f"{sentence(self._name(node))} wrote no report: {reason}."
+            findings.append(Finding(kind, [self._name(node)], waiting, text))
+        return findings
+
+    def _mismatches(self) -> list[Finding]:
+        """The first call of each communicator in which ranks differ."""
+        findings = []
+        for name, by_rank in self._reports.items():
+            calls: dict[int, dict[int, Call]] = {}
+            for rank, report in by_rank.items():
+                for call in report.calls:
+                    calls.setdefault(call.number, {})[rank] = call
+            for number in sorted(calls):
+                kinds: dict[str, list[int]] = {}
+                for rank, call in sorted(calls[number].items()):
+                    text = f"{call.fields.get('collective', '?')} ({arguments_text(call)})"
+                    kinds.setdefault(text, []).append(rank)
+                if len(kinds) > 1:
+                    text = f"Ranks differ in call #{number}{self._inside(name)}."
+                    reasons = [f"{listed(_rank_names(ranks))}: {kind}" for kind, ranks in kinds.items()]
+                    about = [rank for ranks in kinds.values() for rank in ranks]
+                    findings.append(Finding("mismatch", _rank_names(about), [], text, reasons))
+                    break
+        return findings
+
+    def _proxies(self) -> list[Finding]:
+        """Kernels that wait for the proxy of their own rank, and rings that a handler holds up."""
+        findings = []
+        for report in _all(self._reports):
+            waits = [wait for wait in report.waits if wait.kind in OWN_PROXY_WAITS]
+            held = report.handling and any(ring.full for ring in report.rings)
+            if waits or held:
+                node = self._node(report.communicator, report.rank)
+                name = self._name(node)
+                reasons = [f"its kernel waits for {wait_text(wait)}" for wait in waits]
+                waiting = self._named(other for other in self._ranks if node in self._reach[other])
+                text = f"{name} is held up by its own proxy{self._inside(report.communicator)}."
+                findings.append(Finding("proxy", [name], waiting, sentence(text), reasons + _proxy_state(report)))
+        return findings
+
+    def _waits(self) -> list[Finding]:
+        findings = []
+        for end in self._ends():
+            waiters = {node for node in self._ranks if node not in end and end <= self._reach[node]}
+            about, waiting = self._named(end), self._named(waiters)
+            inner = [edge for edge in self._edges if edge.waiter in end and edge.target in end]
+            if inner:
+                behind = f", and {listed(waiting)} for them" if waiting else ""
+                text = f"{listed(about)} wait for each other{behind}."
+                findings.append(Finding("circle", about, waiting, sentence(text), [edge.text for edge in inner]))
+                continue
+            (node,) = end
+            edges = sorted((edge for edge in self._edges if edge.target == node), key=lambda edge: edge.rank)
+            text = f"{listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for {about[0]}."
+            reasons = [*self._explain(node, edges), *(edge.text for edge in edges[:_SHOWN])]
+            if len(edges) > _SHOWN:
+                reasons.append(f"and {len(edges) - _SHOWN} more")
+            findings.append(Finding("waits_for", about, waiting, sentence(text), reasons))
+        return findings
+
+    def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
+        """Why a rank that waits for nobody keeps others waiting."""
+        name = self._name(node)
+        reasons: list[str] = []
+        for communicator in dict.fromkeys(edge.communicator for edge in edges):
+            rank = self._ranks[node][communicator]
+            report = self._reports[communicator].get(rank)
+            if report is None:
+                reasons.append(f"{name} wrote no report{self._inside(communicator)}: {self._why_absent(node)}")
+                continue
+            reasons += self._calls_behind(report, [edge for edge in edges if edge.communicator == communicator])
+            reasons += [f"{name}: {text}" for text in _proxy_state(report)]
+            for edge in edges:
+                reasons += self._signals(report, edge)
+            if not any(wait.kind in OWN_PROXY_WAITS for wait in report.waits):
+                reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
+        return reasons
+
+    def _why_absent(self, node: Node) -> str:
+        return self._lost.get(node) or _absence(Member(node[0], node[1]))
+
+    def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
+        """What the waiting ranks have called and this one has not."""
+        own = report.calls[-1] if report.calls else None
+        theirs = [self._reports[report.communicator][edge.rank].calls for edge in edges]
+        furthest = max((calls[-1] for calls in theirs if calls), key=lambda call: call.number, default=None)
+        if furthest is None or (own is not None and own.number >= furthest.number):
+            return []
+        last = f"its last call is {call_text(own)}" if own is not None else "it has called nothing yet"
+        name = self._name(self._node(report.communicator, report.rank))
+        return [f"{name} has not called {call_text(furthest)} ({arguments_text(furthest)}); {last}"]
+
+    def _signals(self, report: Report, edge: _Edge) -> list[str]:
+        """How many signals this rank's proxy has sent to a channel on which the waiting rank waits for one."""
+        if edge.communicator != report.communicator or edge.wait is None:
+            return []
+        if edge.wait.kind != lib.PROXYCCL_WAIT_PROXY_SIGNAL:
+            return []
+        name = self._name(self._node(report.communicator, report.rank))
+        return [
+            f"{name} has sent {counted(channel.signals, 'signal')} to channel {edge.wait.channel} of rank {edge.rank}, "
+            f"which waits for number {edge.wait.expected}"
+            for channel in report.channels
+            if (channel.peer, channel.peer_channel) == (edge.rank, edge.wait.channel)
+        ]
+
+    def diagnosis(self) -> Diagnosis:
+        """All of it."""
+        names = list(self._reports)
+        waits = self._waits()
+        absent = [finding for finding in self._missing() if finding.kind == "lost" or not finding.waiting]
+        told = [self._name(node) for end in self._ends() for node in end]
+        absent = [finding for finding in absent if finding.about[0] not in told]
+        findings = [*self._mismatches(), *self._proxies(), *waits, *absent]
+        return Diagnosis(
+            communicators=names,
+            world_sizes=[len(self._members[name]) for name in names],
+            reported=[sorted(self._reports[name]) for name in names],
+            findings=sorted(findings, key=self._weight),
+            notes=self._notes(),
+        )
+
+    def _weight(self, finding: Finding) -> int:
+        """What comes first: what explains the rest. A rank that heard of a failure early has not called what others
+        have, and one that gave up sends what others wait for, so other waits tell less.
+        """
+        if finding.kind == "mismatch":
+            return 0
+        if any(self._name(node) in finding.about for node in self._lost):
+            return 1
+        if finding.kind in ("proxy", "circle"):
+            return 2
+        return 3 if any("has not called" in reason for reason in finding.reasons) else 4
+
+    def _notes(self) -> list[str]:
+        notes = []
+        times = [datetime.fromisoformat(report.written) for report in _all(self._reports)]
+        apart = (max(times) - min(times)).total_seconds()
+        if apart > _LONG_APART:
+            notes.append(f"the reports were written up to {apart:.0f} s apart: they may not show one moment")
+        for report in _all(self._reports):
+            notes += [f"rank {report.rank} could not read {reason}" for reason in report.unread]
+        return notes
+
+
+def _absence(member: Member) -> str:
+    """Why a rank may have written no report, as far as that shows on this machine."""
+    if member.host != host_name():
+        return f"it ran as process {member.pid} on {member.host.partition('/')[0]}; look there"
+    try:
+        state = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        state = "Z"
+    if state in ("Z", "X"):
+        return f"its process {member.pid} has ended"
+    stopped = ", and is stopped" if state == "T" else ""
+    return f"its process {member.pid} lives{stopped}; kill -USR1 {member.pid} has it report"
+
+
+def _proxy_state(report: Report) -> list[str]:
+    """What holds a rank's proxy up, if something does."""
+    full = sum(ring.full for ring in report.rings)
+    behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"
+    if report.handling:
+        return [
+            f"its proxy is inside the handler of channel {handling.channel} for {handling.seconds:.1f} s; {behind}"
+            for handling in report.handling
+        ]
+    return [behind] if full else []
+
+
+def _rank_names(ranks: Sequence[int]) -> list[str]:
+    return [f"rank {rank}" for rank in ranks]
+
+
+def sentence(text: str) -> str:
+    """With a capital."""
+    return text[:1].upper() + text[1:]
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things, such as "2 triggers"."""
+    return f"{number} {thing}{'s' if number != 1 else ''}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them: "rank 0", "ranks 0, 1 and 3"."""
+    if len(names) < 2:
+        return "".join(names)
+    short = [name.removeprefix("rank ") for name in names]
+    return f"ranks {', '.join(short[:-1])} and {short[-1]}"

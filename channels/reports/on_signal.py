@@ -1,0 +1,43 @@
+"""SIGUSR1: a process that gets it reports on its communicators, whatever its threads are doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+from proxyccl.proxy._engine import lib
+
+SIGNAL = signal.SIGUSR1
+
+_lock = threading.Lock()
+_tried = False
+
+
+def install(report: Callable[[str], None]) -> None:
+    """Has the signal call `report` with a cause in words, from a thread of its own, for the rest of the process's life.
+
+    Does nothing if it was called before, or if the program handles or ignores the signal itself. What handles it in C
+    is called as before: MPICH does.
+    """
+    global _tried  # noqa: PLW0603  a process has one disposition for a signal
+    with _lock:
+        if _tried:
+            return
+        _tried = True
+        if signal.getsignal(SIGNAL) not in (signal.SIG_DFL, None):
+            return
+        descriptor = os.eventfd(0, os.EFD_CLOEXEC)
+        if lib.proxyccl_wake_signal_install(SIGNAL, descriptor) != 0:
+            os.close(descriptor)
+            return
+        # The child of a fork has neither the thread nor, most often, anything to report, but the same descriptor.
+        os.register_at_fork(after_in_child=lambda: lib.proxyccl_wake_signal_remove(SIGNAL))
+        threading.Thread(target=_wait, args=(descriptor, report), name="proxyccl-signal", daemon=True).start()
+
+
+def _wait(descriptor: int, report: Callable[[str], None]) -> None:
+    while True:
+        os.eventfd_read(descriptor)
+        report(f"signal {SIGNAL.name}")

@@ -1,0 +1,116 @@
+"""A report as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from proxyccl.channels.reports.report import Call, ProxiedChannel, Report, RingTrigger, Thread, Wait
+
+
+def of_rank(peer: int | None) -> str:
+    """The peer of a wait, as the end of a sentence about it."""
+    return "" if peer is None else f" from rank {peer}"
+
+
+def call_text(call: Call) -> str:
+    """A call's name and number."""
+    return f"{call.fields.get('collective', '?')} #{call.number}"
+
+
+def arguments_text(call: Call) -> str:
+    """What must agree between ranks, but for the call's name."""
+    return ", ".join(f"{name} {value}" for name, value in call.fields.items() if name != "collective")
+
+
+def wait_text(wait: Wait) -> str:
+    """A wait with its numbers."""
+    return f"{wait.what}{of_rank(wait.peer)}: expected {wait.expected}, saw {wait.seen}"
+
+
+def headline(report: Report) -> str:
+    """The report in one line."""
+    if report.waits:
+        wait = next((wait for wait in report.waits if wait.peer is not None), report.waits[0])
+        inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""
+        return f"a kernel waited for {wait_text(wait)}{inside}"
+    if report.exchange is not None:
+        return f"waited {report.exchange.seconds:.1f} s for all ranks to come to {report.exchange.purpose}"
+    if report.failure is not None:
+        return f"{report.failure.kind}: {report.failure.message}"
+    return "no kernel waits"
+
+
+def where(report: Report) -> str:
+    """Where the thread that made the communicator is in the program: the innermost call outside of this package."""
+    own = next((thread for thread in report.threads if thread.own), None)
+    if own is None:
+        return "its thread has ended" if report.threads else "its threads could not be read"
+    return f"its thread is at {own.program}"
+
+
+def _trigger(trigger: RingTrigger) -> str:
+    text = f"#{trigger.ticket} channel {trigger.channel} {trigger.operation}"
+    if "data" in trigger.operation:
+        source, target = f"{trigger.src_memory}+{trigger.src_offset}", f"{trigger.dst_memory}+{trigger.dst_offset}"
+        text += f" of {trigger.size} bytes from memory {source} to {target}"
+    return text
+
+
+def _channel(channel: ProxiedChannel) -> Iterator[str]:
+    end = "a handler" if channel.transport == "handler" else f"rank {channel.peer} by {channel.transport}"
+    yield (
+        f"{channel.id} to {end}: {channel.triggers} triggers, {channel.puts} puts of {channel.bytes} bytes, "
+        f"{channel.signals} signals out, {channel.flushes} flushes"
+    )
+    if channel.outstanding:
+        yield f"  {channel.outstanding} triggers to rank {channel.peer} are issued and not known to be complete"
+    if channel.signals_used is not None and channel.transport != "handler":
+        yield f"  {channel.signals_in} signals in, {channel.signals_used} of them waited for"
+    if channel.flush_asked is not None and channel.flush_asked > channel.flushed:
+        yield f"  the flush with ticket {channel.flush_asked - 1} is not complete"
+
+
+def _thread(thread: Thread) -> Iterator[str]:
+    yield f"{thread.name}{' (made the communicator)' if thread.own else ''}"
+    for line in thread.stack:
+        yield f"  {line}"
+
+
+def render(report: Report) -> str:
+    """The whole report."""
+    lines = [
+        f"rank {report.rank} of {len(report.members)} of communicator {report.communicator}, {report.written}",
+        f"  process {report.process.pid} on {report.process.host.partition('/')[0]}: {report.command}",
+        f"  {report.runtime}; waits are bounded by {report.timeout:g} s",
+        f"  cause: {report.cause}",
+    ]
+    if report.failure is not None:
+        lines.append(f"  {report.failure.kind}: {report.failure.message}")
+    if report.exchange is not None:
+        lines.append(f"  in the bootstrap: {report.exchange.purpose}, for {report.exchange.seconds:.1f} s")
+
+    def section(title: str, items: list[str], none: str) -> None:
+        lines.append(title)
+        lines.extend(f"  {item}" for item in items or [none])
+
+    section("kernels wait for", [wait_text(wait) for wait in report.waits], "nothing")
+    calls = [f"{call_text(call)}: {arguments_text(call)}" for call in report.calls]
+    section("last collective calls", calls, "none")
+    for number, ring in enumerate(report.rings):
+        title = f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
+        triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]
+        triggers += [f"taken:     {_trigger(trigger)}" for trigger in ring.recent]
+        section(title, triggers, "it was not used")
+    for handling in report.handling:
+        lines.append(f"a handler runs on channel {handling.channel}, for {handling.seconds:.1f} s")
+    section("proxy channels", [line for channel in report.channels for line in _channel(channel)], "none")
+    semaphores = [
+        f"rank {item.peer}, lane {item.lane}: {item.signals_in} signals in, {item.signals_used} of them waited for, "
+        f"{item.signals_out} out"
+        for item in report.semaphores
+    ]
+    section("semaphores in device memory", semaphores, "none was used")
+    section("threads", [line for thread in report.threads for line in _thread(thread)], "none")
+    if report.unread:
+        section("could not be read", report.unread, "")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,65 @@
+"""`proxyccl doctor`: reads the reports of ranks that hang, and says who waits for whom and why."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from proxyccl.channels.reports import files
+from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose, listed
+from proxyccl.channels.reports.render import render
+from proxyccl.channels.reports.report import Report
+
+
+def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
+    """Prints what the reports say; one report alone is printed whole.
+
+    Args:
+        paths: files and directories; none for the newest reports of this user.
+        full: print each report too.
+        as_json: print JSON: for each group of communicators the fields of a `Diagnosis`.
+
+    Returns:
+        0 if they say why somebody waits, else 1.
+
+    Raises:
+        ReportError: a file is no report, or there is none.
+    """
+    reports, problems = files.find(paths or [files.directory()])
+    for problem in problems:
+        print(f"proxyccl: {problem}", file=sys.stderr)
+    diagnoses = diagnose(reports)
+    if not paths:
+        del diagnoses[1:]
+    if as_json:
+        print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=2))
+    else:
+        shown = {name for diagnosis in diagnoses for name in diagnosis.communicators}
+        chosen = [report for report in reports if report.communicator in shown]
+        if full or len(chosen) == 1:
+            _print_reports(chosen)
+        for diagnosis in diagnoses:
+            _print(diagnosis)
+    return 0 if any(diagnosis.findings for diagnosis in diagnoses) else 1
+
+
+def _print_reports(reports: Sequence[Report]) -> None:
+    for report in sorted(reports, key=lambda report: (report.communicator, report.rank, report.written)):
+        print(render(report))
+
+
+def _print(diagnosis: Diagnosis) -> None:
+    for name, ranks, reported in zip(diagnosis.communicators, diagnosis.world_sizes, diagnosis.reported, strict=True):
+        of = f"all {ranks} ranks" if len(reported) == ranks else listed([f"rank {rank}" for rank in reported])
+        print(f"communicator {name} of {ranks} ranks: reports of {of}")
+    for finding in diagnosis.findings:
+        print(f"  {finding.text}")
+        for reason in finding.reasons:
+            print(f"    {reason}")
+    if not diagnosis.findings:
+        print("  nobody waits for another rank")
+    for note in diagnosis.notes:
+        print(f"  ({note})")
