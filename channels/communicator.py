@@ -190,7 +190,7 @@ class Communicator:
             self.runtime = runtime
         self.runtime.activate()
         self.default_stream: Stream = self.runtime.create_stream()
-        self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout)
+        self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout, self.world_size)
 
         self._uses_daemon = in_daemon
         rdma_missing = NO_RDMA if in_daemon else missing_for_rdma() or ""
@@ -205,6 +205,7 @@ class Communicator:
             for peer in range(self.world_size)
             if peer != self.rank and self.topology.same_host(peer)
         }
+        self.control.introduce(self._segments)
         pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
         self.mappings = HandleCache(self.runtime.open)
         self._connections: dict[int, Connection] = {}
@@ -226,7 +227,6 @@ class Communicator:
         self._watcher = Watcher(
             self.rank,
             self.control,
-            self._segments,
             pids,
             self._link_hosts(),
             on_abort=lambda: None if (report := failed()) is None else report(),

@@ -2,7 +2,8 @@
 
 Each rank owns a control segment in pinned shared memory: the control block that its kernels poll, the words that
 proxies signal, its proxy's counters, and a log of its recent collective calls. The ranks of the same host map each
-other's; those of other hosts are told over sockets. A watcher thread sees a peer's process end, and passes an abort on.
+other's, and a rank that fails raises the abort of all of them before its own, in a kernel as on the CPU. Those of other
+hosts are told over sockets, by a watcher thread, which also sees a peer's process end.
 """
 
 from __future__ import annotations
@@ -95,7 +96,12 @@ _CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
 _SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES)
 _LANDING_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 LANDING_BYTES = 128 * 1024
-SEGMENT_BYTES = _LANDING_OFFSET + LANDING_BYTES
+_PEERS_OFFSET = _LANDING_OFFSET + LANDING_BYTES
+
+
+def segment_bytes(world_size: int = 1) -> int:
+    """The size of a control segment of so many ranks."""
+    return _PEERS_OFFSET + _round(8 * (world_size - 1))
 
 
 class ControlSegment:
@@ -107,11 +113,22 @@ class ControlSegment:
     def __init__(self, memory: PinnedMemory) -> None:
         self.memory = memory
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
+        self._peers: Mapping[int, ControlSegment] = {}
+        self._peer_controls = ffi.NULL
 
     def initialise(self, rank: int, timeout: float) -> None:
         """Fills an own, fresh segment."""
         self._control.rank = rank
         self._control.timeout_ns = int(timeout * 1e9)
+
+    def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
+        """Says which ranks an own segment's failure is told to: those of this host, by rank. No kernel runs yet."""
+        self._peers = peers
+        self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
+        table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
+        table[:] = [segment.device_pointer for segment in peers.values()]
+        self._control.peers = ffi.cast("ProxycclControl *const *", self.memory.ptr + _PEERS_OFFSET)
+        self._control.peer_count = len(peers)
 
     @property
     def device_pointer(self) -> int:
@@ -146,12 +163,12 @@ class ControlSegment:
 
     @property
     def aborted(self) -> bool:
-        """Whether the abort word is up."""
-        return bool(lib.proxyccl_control_abort(self._control))
+        """Whether this rank has failed, or has been told that another has, which comes before any kernel is stopped."""
+        return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_told(self._control))
 
     def raise_abort(self, record: ErrorRecord) -> None:
-        """Files the record, unless one is filed, and raises the abort word, which ends every wait of this rank's
-        kernels.
+        """Files the record, unless one is filed, and raises the abort words of the ranks of this host, this one's last:
+        they end every wait of kernels.
         """
         filed = ffi.new("ProxycclErrorRecord *")
         filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
@@ -159,11 +176,17 @@ class ControlSegment:
         filed.channel = MAX_CHANNELS if record.channel is None else record.channel
         filed.status, filed.expected, filed.seen = record.status, record.expected, record.seen
         filed.offset, filed.size = record.offset, record.size
-        lib.proxyccl_control_raise(self._control, filed)
+        lib.proxyccl_control_raise(self._control, filed, self._peer_controls, len(self._peers))
 
     def record(self) -> ErrorRecord:
-        """The error record. One that is still being written is waited for, briefly: its writer may be gone."""
+        """The error record; a rank that was told takes that of the one that told it.
+
+        One that is still being written is waited for, briefly: its writer may be gone.
+        """
         error = ffi.new("ProxycclErrorRecord *")
+        told = lib.proxyccl_control_told(self._control)
+        if told and lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_EMPTY:
+            self.raise_abort(self._peers[told - 1].record())
         deadline = time.monotonic() + 0.1
         while (
             lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_CLAIMED
@@ -327,14 +350,13 @@ class Link(Protocol):
 
 
 class Watcher:
-    """A thread that sees peers' processes end and passes an abort of this rank on to its peers.
+    """A thread that sees peers' processes end and passes an abort of this rank on to other hosts.
 
     It sleeps in poll() otherwise.
 
     Args:
         rank: this rank.
         own: its segment.
-        peers: the segments of the other ranks of this host.
         pids: their processes, where they are not this one.
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in the thread once the abort has been passed on.
@@ -347,7 +369,6 @@ class Watcher:
         self,
         rank: int,
         own: ControlSegment,
-        peers: dict[int, ControlSegment],
         pids: dict[int, int],
         links: Mapping[int, Link],
         on_abort: Callable[[], None] = lambda: None,
@@ -355,7 +376,6 @@ class Watcher:
         self._on_abort = on_abort
         self._rank = rank
         self._own = own
-        self._peers = peers
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._poll = select.poll()
         self._descriptors: dict[int, int] = {}
@@ -419,11 +439,9 @@ class Watcher:
                     self._peer_lost(peer)
 
     def pass_on(self) -> None:
-        """Raises the abort word of every peer with this rank's record."""
+        """Tells all ranks why this one failed; those of its host too, as the one that told it may have been killed."""
         record = self._own.record()
-        for segment in self._peers.values():
-            if not segment.aborted:
-                segment.raise_abort(record)
+        self._own.raise_abort(record)
         for _, link in self._links.values():
             link.send(record)
 
@@ -439,8 +457,8 @@ class Watcher:
             os.close(descriptor)
 
 
-def create_segment(runtime: Runtime, rank: int, timeout: float) -> ControlSegment:
+def create_segment(runtime: Runtime, rank: int, timeout: float, world_size: int = 1) -> ControlSegment:
     """A fresh segment for this rank."""
-    segment = ControlSegment(runtime.allocate_pinned(SEGMENT_BYTES))
+    segment = ControlSegment(runtime.allocate_pinned(segment_bytes(world_size)))
     segment.initialise(rank, timeout)
     return segment

@@ -35,8 +35,9 @@ typedef struct {
 } ProxycclWait;
 enum { PROXYCCL_WAIT_PLACES, ... };
 #define PROXYCCL_LAST_QUESTION ...
-typedef struct {
-  uint32_t abort; uint32_t asked; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error; ...;
+typedef struct ProxycclControl {
+  uint32_t abort; uint32_t asked; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error;
+  struct ProxycclControl *const *peers; uint32_t peer_count; ...;
 } ProxycclControl;
 
 typedef struct {
@@ -141,8 +142,10 @@ enum { PROXYCCL_OTHER_CONTEXT, ... };
 void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current);
 int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
 
-void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record);
+void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record, ProxycclControl *const *peers,
+                            uint32_t peer_count);
 uint32_t proxyccl_control_abort(const ProxycclControl *control);
+uint32_t proxyccl_control_told(const ProxycclControl *control);
 uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record);
 void proxyccl_control_ask(ProxycclControl *control, uint32_t question);
 int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question, ProxycclWait *wait);
@@ -164,8 +167,10 @@ static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr
                           void **))call;
   launch->current = (int (*)(uint64_t *))current;
 }
-/* Files the record, if no other has been filed, and raises the abort word: reportError() of wait.h, for the CPU. */
-static void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record) {
+/* Files the record, if no other has been filed, and ends the waits of all ranks of the host: reportError() of wait.h,
+ * for the CPU, with the peers' control blocks by its own addresses. */
+static void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record,
+                                   ProxycclControl *const *peers, uint32_t peer_count) {
   uint32_t *state = &control->error.state, empty = PROXYCCL_RECORD_EMPTY;
   if (__atomic_compare_exchange_n(state, &empty, PROXYCCL_RECORD_CLAIMED, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
     /* All but the state, which is the record's first word. */
@@ -173,10 +178,19 @@ static void proxyccl_control_raise(ProxycclControl *control, const ProxycclError
     /* Pairs with the acquire in proxyccl_control_record(). */
     __atomic_store_n(state, PROXYCCL_RECORD_VALID, __ATOMIC_RELEASE);
   }
+  for (uint32_t i = 0; i < peer_count; ++i) {
+    uint32_t nobody = 0;
+    __atomic_compare_exchange_n(&peers[i]->told, &nobody, control->rank + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+  }
+  for (uint32_t i = 0; i < peer_count; ++i) __atomic_store_n(&peers[i]->abort, record->code, __ATOMIC_RELEASE);
   __atomic_store_n(&control->abort, record->code, __ATOMIC_RELEASE);
 }
 static uint32_t proxyccl_control_abort(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE);
+}
+/* One more than the rank of this host whose record says why this one is to end; 0: none has said so. */
+static uint32_t proxyccl_control_told(const ProxycclControl *control) {
+  return __atomic_load_n(&control->told, __ATOMIC_ACQUIRE);
 }
 /* Copies the record if it is valid. Returns its state. */
 static uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record) {

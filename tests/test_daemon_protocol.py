@@ -28,7 +28,7 @@ from proxyccl import (
     RuntimeUnavailableError,
     Trigger,
 )
-from proxyccl.channels.control import SEGMENT_BYTES, ControlSegment
+from proxyccl.channels.control import ControlSegment, segment_bytes
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import session
@@ -57,7 +57,7 @@ class RawClient:
 
     def __init__(self, daemon: RunningDaemon) -> None:
         self.connection = daemon.connect()
-        self.segment = SharedMemory.allocate(SEGMENT_BYTES)
+        self.segment = SharedMemory.allocate(segment_bytes())
         self.ring = SharedMemory.allocate(ring_bytes(RING))
         self.buffer = SharedMemory.allocate(4096)
 
@@ -171,7 +171,7 @@ def test_a_client_that_does_not_introduce_itself_is_sent_away(daemon: RunningDae
 OPENS = {
     "a runtime that there is not": {"runtime": "opencl"},
     "a ring of no size": {"fifo_size": 63},
-    "an offset that leaves the segment": {"shared_offset": SEGMENT_BYTES // 128 * 128},
+    "an offset that leaves the segment": {"shared_offset": segment_bytes() // 128 * 128},
     "an offset into the control block": {"shared_offset": 0},
     "an offset that is not aligned": {"shared_offset": OFFSET + 8},
     "more threads than rings": {"threads": 2},
@@ -192,7 +192,7 @@ def test_what_can_not_be_opened_is_refused(daemon: RunningDaemon, name: str) -> 
 
 def _unsealed() -> int:
     descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, SEGMENT_BYTES)
+    os.ftruncate(descriptor, segment_bytes())
     return descriptor
 
 

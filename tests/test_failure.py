@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,6 +37,9 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
+from proxyccl.channels.control import ErrorRecord, Watcher, create_segment
+from proxyccl.device import open_runtime
+from proxyccl.device._native import lib as native
 
 PROGRAM = Path(__file__).parent / "programs" / "failure.py"
 TIMEOUT = 2.0
@@ -176,6 +180,54 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
 def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
     """The launcher's own policy: it ends the ranks that are left, whatever they caught."""
     assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=30).returncode != 0
+
+
+# -- who has failed tells the others ---
+
+GIVE_UP = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void give_up(DeviceHandle<SmChannel>* channels) {
+  channels[0].wait();
+  channels[0].signal();
+}
+extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0].wait(); }
+"""
+
+
+def test_what_a_kernel_sends_after_it_gave_up_is_not_taken_for_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchers sleep, and the CPU of the rank that gave up looks at nothing: only its kernel can tell the other."""
+    monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
+    checked = threading.Event()
+
+    def body(comm: Communicator) -> BaseException | None:
+        channels = comm.sm_channels(comm.empty(4))
+        kernels = comm.compile(GIVE_UP)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.give_up(1, 1, channels)
+            comm.runtime.synchronize()
+            checked.wait(TIMEOUT + 5)
+            return caught(comm.check)
+        time.sleep(TIMEOUT / 2)  # so that the other's time is over first
+        kernels.hear(1, 1, channels)
+        error = caught(comm.synchronize)
+        checked.set()
+        return error
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, WaitTimeoutError) and error.rank == 0 for error in errors), errors
+
+
+def test_a_rank_that_was_told_has_the_record_of_the_first_that_told_it() -> None:
+    segments = [create_segment(open_runtime("host"), rank, TIMEOUT, world_size=3) for rank in range(3)]
+    for rank, segment in enumerate(segments):
+        segment.introduce({peer: other for peer, other in enumerate(segments) if peer != rank})
+    records = [ErrorRecord(native.PROXYCCL_ERROR_TIMEOUT, rank, peer=1, expected=7, seen=rank) for rank in range(3)]
+    segments[0].raise_abort(records[0])
+    assert all(segment.aborted for segment in segments)
+    segments[2].raise_abort(records[2])
+    assert [segment.record() for segment in segments] == [records[0], records[0], records[2]]
 
 
 # -- triggers that are refused ---

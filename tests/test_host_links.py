@@ -132,7 +132,7 @@ def test_a_peer_that_is_killed_is_lost() -> None:
 
 def test_a_rank_that_closes_right_behind_an_abort_tells_its_peers(pair: tuple[HostLink, HostLink]) -> None:
     own = create_segment(open_runtime("host"), 1, TIMEOUT)
-    watcher = Watcher(1, own, {}, {}, {0: pair[1]})
+    watcher = Watcher(1, own, {}, {0: pair[1]})
     own.raise_abort(RECORD)
     watcher.close()
     assert heard(pair[0]) == RECORD

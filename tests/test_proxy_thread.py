@@ -128,6 +128,21 @@ def test_a_worker_whose_abort_word_is_raised_leaves_the_others_running(thread: P
         assert good.service.drain(TIMEOUT)
 
 
+def test_nothing_is_taken_after_a_handler_that_returns_into_an_abort(thread: ProxyThread) -> None:
+    """What the triggers behind it name may be gone by then."""
+    with Client(thread) as client:
+        calls: list[Trigger] = []
+
+        def handler(trigger: Trigger) -> None:
+            calls.append(trigger)
+            client.segment.raise_abort(ErrorRecord(code=8, rank=0))
+
+        channel = client.service.add_handler(handler)
+        client.push(SIGNAL, 3, channel)
+        until(lambda: calls and not client.service.drain(0.01))
+        assert len(calls) == 1
+
+
 def test_workers_come_and_go_while_another_is_busy(thread: ProxyThread) -> None:
     with Client(thread) as busy:
         stop = threading.Event()

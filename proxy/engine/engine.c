@@ -535,7 +535,10 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   uint32_t done = 0;
   int held = 0, outstanding;
   const uint32_t pause_asked = __atomic_load_n(&worker->pause_asked, __ATOMIC_ACQUIRE);
-  if (stop & STOP_AT_ONCE) return PROXYCCL_EXIT_ABORTED;
+  /* Before anything is taken: what comes behind an abort, in a ring or when a handler has returned, may name memory that
+   * is gone, or carry what a kernel that was told to stop has made up. */
+  if ((stop & STOP_AT_ONCE) || __atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK)
+    return PROXYCCL_EXIT_ABORTED;
   if (worker->paused != pause_asked) __atomic_store_n(&worker->paused, pause_asked, __ATOMIC_RELEASE);
   if (pause_asked & 1) return CONTINUE;
   const int status = enter_context(thread, worker);
@@ -549,7 +552,6 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   const int took = done != 0;
   const ProxycclExit result = poll_connections(worker, info, &done, &outstanding);
   if (result != CONTINUE) return result;
-  if (__atomic_load_n(&worker->service->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_EXIT_ABORTED;
   *progress |= done != 0;
   *busy |= took;
   *any_outstanding |= outstanding;

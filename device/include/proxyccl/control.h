@@ -1,8 +1,9 @@
 /* The control block: how a rank's kernels, its proxy and the CPUs of its peers tell each other to stop.
  *
- * One a rank, in pinned host memory that the CPUs of the node's other ranks map too. Every device-side wait reads
- * `abort` while it spins and `timeout_ns` to know when to give up; whoever gives up first files the one error
- * record and raises `abort`. A wait that is told to stop, or asked by the CPU, says in `waits` what it waited for.
+ * One a rank, in pinned host memory that the other ranks of its host map too. Every device-side wait reads `abort`
+ * while it spins and `timeout_ns` to know when to give up; whoever gives up first files the one error record and raises
+ * the abort of all ranks of the host, its own last. A wait that is told to stop, or asked by the CPU, says in `waits`
+ * what it waited for.
  * Plain C, shared with the engine and with Python.
  */
 #ifndef PROXYCCL_CONTROL_H
@@ -74,11 +75,14 @@ enum { /* a wait's place is that of its peer (modulo), or of its kind where it h
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {
-  uint32_t abort; /* 0 while all is well, else a ProxycclErrorCode */
+  uint32_t abort; /* 0 while all is well, else a ProxycclErrorCode: waits end */
   uint32_t asked; /* number of the question what kernels wait for, while the CPU puts it; else 0 */
   uint32_t rank;
-  uint32_t reserved;
+  uint32_t told; /* one more than the rank of this host that has failed, and whose record says why; 0: none */
   uint64_t timeout_ns;
+  struct ProxycclControl *const *peers; /* those of the host's other ranks, all by addresses of this rank's device */
+  uint32_t peer_count;
+  uint32_t reserved;
   ProxycclErrorRecord error;
   ProxycclWait waits[PROXYCCL_WAIT_PLACES];
 } __attribute__((aligned(128))) ProxycclControl;

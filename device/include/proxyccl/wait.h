@@ -21,7 +21,9 @@ struct WaitFor {
 };
 
 PROXYCCL_DEVICE bool aborted(const Control* control) {
-  return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK;
+  // Acquired where it is up: what this thread does next comes after all ranks were told (reportError).
+  return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK &&
+         loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
 
 // The transfer that an error is about, where it is about one.
@@ -30,7 +32,21 @@ struct Transfer {
   uint64_t offset, size;
 };
 
-// Files the error record, if no other has been filed, and raises the abort word.
+// Tells the CPUs of all ranks of the host that this one has failed, then raises their abort words, its own last.
+//
+// A kernel whose wait has ended this way goes on with what it has, and signals its peers, whose waits may succeed on
+// that. So nothing ends that way before every rank is told: whoever has used such data finds out at its next check.
+PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
+  // The first that tells is the one that is believed. A word that is up already is as good as stored here.
+  for (uint32_t i = 0; i < control->peer_count; ++i) {
+    uint32_t* told = &control->peers[i]->told;
+    if (loadRelaxedSystem(told) == 0) storeReleaseSystem(told, control->rank + 1);
+  }
+  for (uint32_t i = 0; i < control->peer_count; ++i) storeReleaseSystem(&control->peers[i]->abort, code);
+  storeReleaseSystem(&control->abort, code);
+}
+
+// Files the error record, if no other has been filed, and ends the waits of all ranks of the host.
 PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor what, uint64_t seen,
                                       Transfer transfer = {}) {
   ProxycclErrorRecord* record = &control->error;
@@ -48,7 +64,7 @@ PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor w
     // Pairs with the acquire load of `state` by the CPU that reads the record.
     storeReleaseSystem<uint32_t>(&record->state, PROXYCCL_RECORD_VALID);
   }
-  storeReleaseSystem<uint32_t>(&control->abort, code);
+  spreadAbort(control, code);
 }
 
 // Says what a wait is about, for the question of this number, unless another wait for the same peer already has.
@@ -78,7 +94,7 @@ PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready read
         const uint32_t abort = loadRelaxedSystem(&control->abort), asked = loadRelaxedSystem(&control->asked);
         if (abort != PROXYCCL_OK || asked != 0)
           tellWait(control, abort != PROXYCCL_OK ? PROXYCCL_LAST_QUESTION : asked, what, seen);
-        if (abort != PROXYCCL_OK) return false;
+        if (abort != PROXYCCL_OK && aborted(control)) return false;
       }
       const uint64_t now = nanoseconds();
       if (started == 0) started = now;
