@@ -29,6 +29,8 @@ from proxyccl import (
     Trigger,
 )
 from proxyccl.channels.control import ControlSegment, segment_bytes
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import session
@@ -382,6 +384,38 @@ def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) 
         assert client.open() == {}
     for connection in silent:
         connection.close()
+
+
+def test_memory_in_the_place_of_some_that_was_taken_back_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver maps it only when the other is mapped no more, which waits until the worker rests."""
+    open_handle, mapped = HostRuntime.open, []
+
+    def open_alone(runtime: HostRuntime, handle: bytes) -> Memory:
+        if any(not memory.closed for memory in mapped):
+            raise ArgumentError("handle", "another is mapped in its place")
+        mapped.append(open_handle(runtime, handle))
+        return mapped[-1]
+
+    monkeypatch.setattr(HostRuntime, "open", open_alone)
+    monkeypatch.setattr(session, "_QUIET_SECONDS", 0.0)
+    running = RunningDaemon(tmp_path / "socket", None)
+    with Daemon(running.path) as daemon:
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        with RawClient(running) as client:
+            assert client.open() == {}
+            memory = client.use()
+            other = SharedMemory.allocate(4096)
+            handle = other.export(other.ptr, 4096).hex()
+            refused = client.say({"do": "add_memory", "handle": handle, "nbytes": 4096})
+            assert refused is not None
+            assert "in its place" in refused["message"]
+            assert client.say({"do": "remove_memory", "first": memory["first"]}) == {}
+            assert client.say({"do": "add_memory", "handle": handle, "nbytes": 4096}) == {"first": memory["first"]}
+        daemon.stop()
+        serving.join()
 
 
 # -- the socket and its users ---

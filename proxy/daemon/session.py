@@ -18,7 +18,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
 from proxyccl.device.handle_cache import HandleCache
-from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.device.runtime import Memory, PinnedMemory, Runtime
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.daemon.protocol import (
     LAYOUT,
@@ -211,7 +211,7 @@ class Session:
             first = self._register(0, 0)
             self._memories[first] = (0, b"")
             return {"first": first}
-        memory = self._mappings.acquire(handle)
+        memory = self._map(self._mappings, handle)
         try:
             if memory.nbytes < nbytes:
                 raise ArgumentError("nbytes", f"{nbytes} bytes of a memory of {memory.nbytes}")
@@ -221,6 +221,16 @@ class Session:
             raise
         self._memories[first] = (nbytes, handle)
         return {"first": first}
+
+    def _map(self, mappings: HandleCache, handle: bytes) -> Memory:
+        try:
+            return mappings.acquire(handle)
+        except ArgumentError:
+            # A driver may refuse what took the place of memory that its owner has freed, as long as that is mapped.
+            if not self._retired or not self._proxy.drain(_REST_SECONDS):
+                raise
+            self._unmap_retired()
+            return mappings.acquire(handle)
 
     def _register(self, base: int, nbytes: int) -> int:
         with self._proxy.paused(_REST_SECONDS):  # a trigger may name an id before the client was told of it
