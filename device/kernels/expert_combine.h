@@ -380,7 +380,8 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   const Combine<T> combine(experts, call);
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
-  if (threadIdx.x < kCombineStages) taken[threadIdx.x] = finished = 0;
+  if (threadIdx.x < kCombineStages) taken[threadIdx.x] = 0;
+  if (threadIdx.x == 0) finished = 0;
   if (sends) combine.awaitTakers();
   __syncthreads();
 #pragma unroll 1
