@@ -301,16 +301,15 @@ def _wait_while(own_daemon: RunningDaemon, signal_number: int) -> list[BaseExcep
 
 def test_a_killed_daemon_ends_its_ranks_waits_by_name(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGKILL)
-    for error in errors:
-        assert isinstance(error, ProxyLostError)
-        assert f"process {own_daemon.process.pid} ended" in str(error)
+    assert all(isinstance(error, ProxyLostError) for error in errors), errors
+    # The rank that notices first says how; it tells the others whose daemon is lost.
+    assert any(f"process {own_daemon.process.pid} ended" in str(error) for error in errors), errors
 
 
 def test_a_daemon_that_is_told_to_end_says_so(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGTERM)
-    for error in errors:
-        assert isinstance(error, ProxyLostError)
-        assert "was told to end" in str(error)
+    assert all(isinstance(error, ProxyLostError) for error in errors), errors
+    assert any("was told to end" in str(error) for error in errors), errors
     own_daemon.wait()
     assert own_daemon.ended == 0
     assert not own_daemon.path.exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from processes import run_processes
 from running import run_mpi, run_ranks
 
 from proxyccl import Communicator, ProxyCCLError, Trigger, WaitTimeoutError
-from proxyccl.channels.reports import files
+from proxyccl.channels.reports import collect, files
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report, ReportError, read
 from proxyccl.device.host import HostRuntime
@@ -181,6 +183,14 @@ def test_a_directory_that_can_not_be_written_changes_nothing_but_a_line_on_stder
     assert all(isinstance(error, WaitTimeoutError) for error in errors)
     assert not any(hasattr(error, "__notes__") for error in errors)
     assert capfd.readouterr().err.count("no report could be written") == 2
+
+
+def test_no_collection_begins_while_the_interpreter_lists_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds a lock meanwhile, for which a finaliser of another thread's choice may wait."""
+    collects: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
+    assert collect._frames() == {}
+    assert (collects, gc.isenabled()) == ([False], True)
 
 
 def test_no_report_of_an_abort_that_the_program_asked_for(reports: Path) -> None:

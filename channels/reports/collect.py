@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import sys
 import sysconfig
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from proxyccl.channels.collectives.operations import describe_call
@@ -286,10 +288,29 @@ def _semaphores(reporter: Reporter, device: DeviceReader) -> list[Semaphore]:
     return found
 
 
+_looking = threading.Lock()
+
+
+def _frames() -> dict[int, FrameType]:
+    """What each thread is in.
+
+    The interpreter holds a lock of its own while it makes these. A collection must not begin meanwhile: a finaliser may
+    give way to a thread that wants that lock and keeps the interpreter until it has it.
+    """
+    with _looking:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
 def _threads(own: int) -> list[Thread]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
-    for ident, innermost in sys._current_frames().items():
+    for ident, innermost in _frames().items():
         stack: list[str] = []
         program = installed = ""
         frame = innermost if ident != threading.get_ident() else None  # but the one that looks
