@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from proxyccl.device._native import lib
 from proxyccl.proxy.fifo import Fifo
-from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,5 @@ def look(fifo: Fifo, count: int = 16) -> RingView:
 
 def _held(slots: Any, fifo: Fifo, tickets: Any) -> list[int]:
     """Those of the tickets whose trigger lies in its slot: the parity bit there is that of the ticket's lap."""
-    parities = slots[tickets % np.uint64(fifo.size), 1] >> np.uint64(lib.PROXYCCL_PARITY_SHIFT)
-    laps = tickets >> np.uint64(fifo.size_log2)
-    return [int(ticket) for ticket in tickets[parities == (~laps & np.uint64(1))]]
+    parities = slots[tickets % np.uint64(fifo.size), 1] >> np.uint64(PARITY_SHIFT)
+    return [int(ticket) for ticket in tickets[parities == full_parity(tickets, fifo.size_log2)]]

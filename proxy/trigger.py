@@ -12,6 +12,8 @@ from proxyccl.device.errors import ArgumentError
 MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
 MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS
 WINDOW_BYTES: int = lib.PROXYCCL_WINDOW_BYTES
+PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
+"""Of the bit in a slot's second word that the ring owns."""
 
 
 class Operation(enum.IntFlag):
@@ -33,6 +35,14 @@ _FIELDS = {
     "operation": (1, lib.PROXYCCL_OP_SHIFT, lib.PROXYCCL_OP_BITS),
     "channel": (1, lib.PROXYCCL_CHANNEL_SHIFT, lib.PROXYCCL_CHANNEL_BITS),
 }
+
+
+def full_parity(ticket: Any, size_log2: int) -> Any:
+    """That bit in a slot that holds the trigger of a ticket, in a ring of 2**size_log2 slots (trigger.h).
+
+    Numbers, or arrays of them.
+    """
+    return ~(ticket >> size_log2) & 1
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,9 @@ from proxyccl.device.shared_memory import open_descriptor
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe.publications import Publication, RingPlace
 from proxyccl.proxy.observe.segment import observed_bytes
-from proxyccl.proxy.trigger import MAX_CHANNELS
+from proxyccl.proxy.trigger import MAX_CHANNELS, PARITY_SHIFT, full_parity
 
 ffi, lib = _engine.ffi, _engine.lib
-
-_FULL_SHIFT = 63
 
 
 @dataclass(frozen=True)
@@ -198,8 +196,8 @@ class _Ring(_Mapped):
 
         def is_full(ahead: int) -> bool:
             ticket = taken + ahead
-            parity = ~(ticket >> self._place.size_log2) & 1
-            return bool(words[2 * (ticket % size) + 1] >> _FULL_SHIFT == parity)
+            parity = words[2 * (ticket % size) + 1] >> PARITY_SHIFT
+            return bool(parity == full_parity(ticket, self._place.size_log2))
 
         return RingView(number, self._place.worker, size, taken, _count_leading(is_full, size))
 

@@ -16,7 +16,7 @@ from proxyccl.device.errors import ResourceError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.observe.reader import Observer
-from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.proxy.trigger import PARITY_SHIFT, Operation, Trigger
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -26,7 +26,7 @@ _LEASE_NS = 2_000_000_000
 _CHANNELS_EVERY_NS = 100_000_000
 """Between two looks at which channels there are, which take longer than fetching does."""
 
-_PARITY = 1 << 63
+_PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
 _NUMBER = (1 << lib.PROXYCCL_MARK_SHIFT) - 1
 _TICKET = (1 << 48) - 1
