@@ -50,6 +50,9 @@ class _Offer:
 class RegisteredMemory:
     """A range of memory on every rank, made by `Communicator.register`, which all ranks call together.
 
+    It and its array live until `close`, or until the communicator ends, as peers may reach them whether or not this
+    rank remembers them.
+
     Attributes:
         ptr: address of the own range.
         nbytes: its size; other ranks' may differ (`peer_nbytes`).
@@ -93,7 +96,9 @@ class RegisteredMemory:
         address, rkey = (registration.address, registration.rkey) if registration is not None else (view.ptr, None)
         offer = _Offer(view.nbytes, handle, refusal, address, rkey, rdma_refusal, view.ptr, landing, staging_refusal)
         offers = communicator.all_gather_bytes(offer.encode(), "register")
-        return cls(communicator, view, [_Offer.decode(offer) for offer in offers], registration)
+        memory = cls(communicator, view, [_Offer.decode(offer) for offer in offers], registration)
+        communicator.keep(memory)
+        return memory
 
     def __repr__(self) -> str:
         return f"<RegisteredMemory of {self.nbytes} bytes>"
@@ -218,6 +223,7 @@ class RegisteredMemory:
         if landing is not None:
             self._communicator.rdma.landings.remove(landing)
         if not self._communicator.closed:
+            self._communicator.let_go(self)
             for peer in self._opened:
                 self._communicator.mappings.release(self._offers[peer].handle)
         self._opened.clear()

@@ -18,11 +18,13 @@ HOST_ONLY_FILES = {
 }
 IN_DAEMON = os.environ.get("PROXYCCL_PROXY") == "daemon"
 OWN_PROXY_FILES = {
+    "test_observe.py": "looks in a directory of its own, and starts a daemon where it wants one",
+    "test_trace.py": "the same",
     "test_proxy_thread.py": "services of its own",
-    "test_sanitizer.py": "sees one process",
-    "test_staged_transport.py": "RDMA, which the daemon does not do",
+    "test_staged_transport.py": "the same",
     "test_verbs_transport.py": "the same",
-    "test_rdma_bring_up.py": "the same",
+    "test_sanitizer.py": "sees one process",
+    "test_rdma_bring_up.py": "a stand-in for RDMA, in its own process",
 }
 collect_ignore = ["rdma"]  # runs in a machine of its own: make test-rdma
 # Open MPI wants to be told what MPICH does unasked: run as root, on more ranks than cores, bound to no core. Versions 4

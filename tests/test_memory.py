@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from ranks import Ranks
 from running import run_ranks
 
-from proxyccl import ArgumentError, ClosedError, Communicator, ResourceError, Runtime
+from proxyccl import ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.collectives.team import Team
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.runtime import Memory
@@ -131,6 +133,32 @@ def test_closed_memory_is_refused(ranks: Ranks) -> None:
         assert again.id == first
 
     ranks.run(body)
+
+
+def test_registered_memory_that_its_rank_forgets_lives_until_it_is_closed(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        forgotten, closed = comm.empty(16), comm.empty(16)
+        memories = [weakref.ref(forgotten), weakref.ref(closed)]
+        comm.proxy_channels(forgotten)
+        comm.register(closed).close()
+        del forgotten, closed
+        gc.collect()
+        assert memories[0]() is not None
+        assert memories[1]() is None
+
+    ranks.run(body)
+
+
+def test_a_closed_communicator_frees_what_was_registered_with_it() -> None:
+    def body(comm: Communicator) -> weakref.ref[Array]:
+        array = comm.empty(16)
+        comm.register(array)
+        return weakref.ref(array)
+
+    with Ranks(2) as ranks:
+        memories = ranks.run(body)
+    gc.collect()
+    assert [memory() for memory in memories] == [None, None]
 
 
 def test_a_closed_communicator_frees_what_its_collectives_worked_in() -> None:
