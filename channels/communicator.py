@@ -45,7 +45,6 @@ from proxyccl.channels.topology import (
     Topology,
     TransportChoice,
     encode_choice,
-    host_name,
     local_world_size_from_environment,
 )
 from proxyccl.device import open_runtime
@@ -64,6 +63,7 @@ from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon.client import NO_RDMA, DaemonClient, missing_daemon
+from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import Connection, Handle, Proxy, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService

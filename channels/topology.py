@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
-
-
-def host_name() -> str:
-    """This machine's name, and its boot id, which tells apart hosts of one name."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()}/{boot_id.read_text().strip() if boot_id.exists() else ''}"
-
+from proxyccl.proxy.hosts import host_name
 
 TRANSPORTS = ("copy", "verbs", "staged")
 """What can move the data of a ProxyChannel: a peer copy within a host; an RDMA write; or an RDMA write between pinned

@@ -21,9 +21,10 @@ from ranks import Gate
 from running import run_ranks
 
 from proxyccl import Communicator, ProxyCCLError, ThreadBootstrap
-from proxyccl.channels.reports import files
 from proxyccl.channels.reports.diagnosis import Diagnosis, Finding, diagnose
-from proxyccl.channels.reports.report import Member, Report
+from proxyccl.channels.reports.find import find
+from proxyccl.channels.reports.report import Report
+from proxyccl.proxy.reports.document import Member
 
 PROGRAM = Path(__file__).parent / "programs" / "hangs.py"
 PROCESSES = processes(3)
@@ -54,7 +55,7 @@ def wait_out(action: Callable[[], object]) -> None:
 
 def told(directory: Path) -> Diagnosis:
     """What the reports of one job say."""
-    (diagnosis,) = diagnose(files.find([directory])[0])
+    (diagnosis,) = diagnose(find([directory]).ranks)
     return diagnosis
 
 
@@ -325,10 +326,10 @@ def test_one_report_alone_is_printed_whole(hang: Path) -> None:
 
 
 def test_reports_of_two_jobs_are_told_apart(hang: Path, tmp_path: Path) -> None:
-    for report in files.find([hang])[0]:
+    for report in find([hang]).ranks:
         other = replace(report, communicator="0" * 8, written="2020-01-01T00:00:00.000+00:00", waits=[])
-        files_path = tmp_path / f"{other.communicator}-rank{other.rank}-1-1.json"
-        files_path.write_text(other.encode())
+        path = tmp_path / f"{other.communicator}-rank{other.rank}-1-1.json"
+        path.write_text(other.encode())
     result = doctor(hang, tmp_path)
     assert result.returncode == 0
     one, other = result.stdout.split("communicator ")[1:]
@@ -339,7 +340,7 @@ def test_reports_of_two_jobs_are_told_apart(hang: Path, tmp_path: Path) -> None:
 
 
 def test_with_nothing_to_say_the_exit_code_tells(hang: Path, tmp_path: Path) -> None:
-    for report in files.find([hang])[0]:
+    for report in find([hang]).ranks:
         (tmp_path / f"{report.communicator}-rank{report.rank}-1-1.json").write_text(replace(report, waits=[]).encode())
     result = doctor(tmp_path)
     assert result.returncode == 1
@@ -361,7 +362,7 @@ def test_nonsense_is_refused_by_name(hang: Path, tmp_path: Path) -> None:
 
 
 def sample(hang: Path) -> dict[int, Report]:
-    return {report.rank: report for report in files.find([hang])[0]}
+    return {report.rank: report for report in find([hang]).ranks}
 
 
 def test_who_waits_through_others_waits_for_the_last(hang: Path) -> None:

@@ -19,12 +19,15 @@ from processes import run_processes
 from running import run_mpi, run_ranks
 
 from proxyccl import Communicator, ProxyCCLError, Trigger, WaitTimeoutError
-from proxyccl.channels.reports import collect, files
+from proxyccl.channels.reports import collect
+from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
-from proxyccl.channels.reports.report import Report, ReportError, read
+from proxyccl.channels.reports.report import Report
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.reports import files
+from proxyccl.proxy.reports.document import ReportError
 from proxyccl.proxy.ring_view import look
 from proxyccl.proxy.trigger import Operation
 
@@ -55,10 +58,10 @@ def reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def written(directory: Path) -> dict[int, Report]:
     """The reports in a directory by rank, of one communicator."""
-    found, problems = files.find([directory])
-    assert not problems
-    assert len({report.communicator for report in found}) == 1
-    return {report.rank: report for report in found}
+    found = find([directory])
+    assert not found.problems
+    assert len({report.communicator for report in found.ranks}) == 1
+    return {report.rank: report for report in found.ranks}
 
 
 def caught(action: Callable[[], object]) -> ProxyCCLError | None:
@@ -324,7 +327,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Report:
 
 def test_a_report_is_read_back_as_it_was_written(sample: Report, tmp_path: Path) -> None:
     (file := tmp_path / "report").write_text(sample.encode())
-    assert read(file) == sample
+    assert find([file]).ranks == [sample]
 
 
 def damaged(sample: Report, **changes: Any) -> str:
@@ -354,22 +357,22 @@ def test_nonsense_is_refused_and_the_file_named(
 ) -> None:
     (file := tmp_path / "nonsense.json").write_text(text(sample), encoding="latin-1")
     with pytest.raises(ReportError, match=rf"nonsense\.json.*{reason}"):
-        read(file)
+        find([file])
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="No such file"):
-        read(tmp_path / "nowhere")
+        find([tmp_path / "nowhere"])
 
 
 def test_reports_of_a_directory_come_with_what_is_wrong_with_some(sample: Report, tmp_path: Path) -> None:
     files_of = {"01234567-rank0-1-1.json": sample.encode(), "01234567-rank1-1-1.json": "{", "notes.txt": "{"}
     for name, text in files_of.items():
         (tmp_path / name).write_text(text)
-    found, problems = files.find([tmp_path])
-    assert found == [sample]
-    (problem,) = problems
+    found = find([tmp_path])
+    assert found.ranks == [sample]
+    (problem,) = found.problems
     assert "rank1" in problem
     (tmp_path / "empty").mkdir()
     with pytest.raises(ReportError, match="no reports"):
-        files.find([tmp_path / "empty"])
+        find([tmp_path / "empty"])

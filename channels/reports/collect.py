@@ -29,11 +29,8 @@ from proxyccl.channels.reports.report import (
     Call,
     Failure,
     Handling,
-    Member,
     ProxiedChannel,
     Report,
-    Ring,
-    RingTrigger,
     Semaphore,
     Thread,
     Wait,
@@ -41,15 +38,16 @@ from proxyccl.channels.reports.report import (
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.reports.document import Member
+from proxyccl.proxy.reports.rings import TRIGGERS, Ring
 from proxyccl.proxy.ring_view import look
-from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.proxy.trigger import Operation
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.channels.reports.reporter import Reporter
 
 CALLS = 16
-TRIGGERS = 32
 FRAMES = 64
 ANSWER_SECONDS = 0.3
 """For kernels to say what they wait for: they look every few thousand spins, on the host when they get a core."""
@@ -206,20 +204,8 @@ def _calls(communicator: Communicator) -> list[Call]:
     return [Call(number, describe_call(fields)) for number, fields in communicator.recent_calls(CALLS)]
 
 
-def _trigger(ticket: int, trigger: Trigger) -> RingTrigger:
-    values = asdict(trigger)
-    values["operation"] = "+".join(flag.name.lower() for flag in trigger.operation if flag.name) or "custom"
-    return RingTrigger(ticket, **values)
-
-
 def _rings(proxy: Proxy | None) -> list[Ring]:
-    if proxy is None:
-        return []
-    found = []
-    for view in (look(fifo, TRIGGERS) for fifo in proxy.rings):
-        waiting, recent = ([_trigger(*item) for item in items] for items in (view.waiting, view.recent))
-        found.append(Ring(view.size, view.taken, view.full, waiting, recent))
-    return found
+    return [] if proxy is None else [Ring.of(look(fifo, TRIGGERS)) for fifo in proxy.rings]
 
 
 def _handling(proxy: Proxy | None) -> list[Handling]:

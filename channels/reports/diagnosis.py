@@ -16,9 +16,10 @@ from datetime import datetime
 from pathlib import Path
 
 from proxyccl.channels.reports.render import arguments_text, call_text, wait_text, where
-from proxyccl.channels.reports.report import Call, Member, Report, Wait
-from proxyccl.channels.topology import host_name
+from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
+from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.reports.document import Member
 
 OWN_PROXY_WAITS = (lib.PROXYCCL_WAIT_RING_ROOM, lib.PROXYCCL_WAIT_RING_SYNC, lib.PROXYCCL_WAIT_FLUSH)
 _SHOWN = 8

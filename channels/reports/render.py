@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from proxyccl.channels.reports.report import Call, ProxiedChannel, Report, RingTrigger, Thread, Wait
+from proxyccl.channels.reports.report import Call, ProxiedChannel, Report, Thread, Wait
+from proxyccl.proxy.reports.rings import RingTrigger
 
 
 def of_rank(peer: int | None) -> str:

@@ -5,32 +5,14 @@ A report is read back by other processes, perhaps on other machines and much lat
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import types
-import typing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from proxyccl.device.errors import ProxyCCLError
+from proxyccl.proxy.reports.document import Member, decode, encode
+from proxyccl.proxy.reports.rings import Ring
 
 FORMAT = "proxyccl report"
 VERSION = 1
-MOST_BYTES = 64 << 20
-"""Of a file that is read: many times what the largest report takes."""
-
-
-class ReportError(ProxyCCLError):
-    """A file is no report, or can't be read. The message names it."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """Where a rank runs: its host's name and boot id, and its process."""
-
-    host: str
-    pid: int
 
 
 @dataclass(frozen=True)
@@ -95,31 +77,6 @@ class Call:
 
     number: int
     fields: dict[str, str]
-
-
-@dataclass(frozen=True)
-class RingTrigger:
-    """A trigger in a ring: its ticket, and what it asks for in words."""
-
-    ticket: int
-    channel: int
-    operation: str
-    size: int
-    src_memory: int
-    src_offset: int
-    dst_memory: int
-    dst_offset: int
-
-
-@dataclass(frozen=True)
-class Ring:
-    """A ring of triggers; see `RingView`."""
-
-    size: int
-    taken: int
-    full: int
-    waiting: list[RingTrigger]
-    recent: list[RingTrigger]
 
 
 @dataclass(frozen=True)
@@ -260,65 +217,18 @@ class Report:
 
     def encode(self) -> str:
         """As text for a file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return encode(self)
 
 
-def read(path: Path) -> Report:
-    """The report in a file.
-
-    Raises:
-        ReportError: it holds none, or can't be read; the message names the file and what is wrong.
-    """
-    try:
-        with path.open("rb") as file:
-            text = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise ReportError(f"{path}: {error.strerror or error}") from error
-    if len(text) > MOST_BYTES:
-        raise ReportError(f"{path}: longer than any report")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{path}: no report: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ReportError(f"{path}: no report of ProxyCCL")
-    if data.get("version") != VERSION:
-        raise ReportError(f"{path}: a report of version {data.get('version')!r}; this is for version {VERSION}")
-    try:
-        report: Report = _value(Report, data, "")
-    except ValueError as error:
-        raise ReportError(f"{path}: no report: {error}") from error
+def from_json(data: dict[str, Any]) -> Report:
+    """The report in a JSON object. Raises ValueError that says why it is none."""
+    report: Report = decode(Report, VERSION, data)
     ranks = len(report.members)
     if not 0 <= report.rank < ranks:
-        raise ReportError(f"{path}: no report: rank: {report.rank} of {ranks}")
+        raise ValueError(f"rank: {report.rank} of {ranks}")
     peers = [item.peer for items in (report.waits, report.channels, report.semaphores) for item in items]
     if report.failure is not None:
         peers += [report.failure.rank, report.failure.peer]
     if any(peer is not None and not 0 <= peer < ranks for peer in peers):
-        raise ReportError(f"{path}: no report: peer: {peers} of {ranks}")
+        raise ValueError(f"peer: {peers} of {ranks}")
     return report
-
-
-def _value(kind: Any, data: Any, where: str) -> Any:
-    """The data as what an annotation of the classes above names. Raises ValueError that says where it is something
-    else.
-    """
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is types.UnionType:  # one kind, or None
-        return None if data is None else _value(arguments[0], data, where)
-    if origin is list and isinstance(data, list):
-        return [_value(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
-    if origin is dict and isinstance(data, dict):
-        return {key: _value(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(data, dict):
-        hints = typing.get_type_hints(kind)
-        for name in hints:
-            if name not in data:
-                raise ValueError(f"{where}: no {name}" if where else f"no {name}")
-        fields = {name: _value(hint, data[name], f"{where}.{name}".lstrip(".")) for name, hint in hints.items()}
-        return typing.cast(Any, kind)(**fields)
-    if kind is float and type(data) is int:
-        return float(data)
-    if type(data) is not kind:
-        raise ValueError(f"{where}: {data!r:.40} where {getattr(kind, '__name__', kind)} is wanted")
-    return data

@@ -1,4 +1,4 @@
-"""When reports are written: when a communicator fails, and when a signal asks for one (on_signal.py).
+"""When reports are written: when a communicator fails, and when a signal asks for one.
 
 A report is written at most for each failure and each signal, by a thread that the program does not wait for longer than
 a moment, and whatever happens to it, the failure that it is about stays what it was.
@@ -7,7 +7,6 @@ a moment, and whatever happens to it, the failure that it is about stays what it
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import threading
 import time
@@ -17,12 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from proxyccl.channels.reports import files, on_signal
 from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
-from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.reports import files, on_signal
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
@@ -31,14 +29,6 @@ if TYPE_CHECKING:
 
 _NOTE_SECONDS = 1.0
 """How long an exception waits for the report that it names."""
-
-
-def wanted() -> bool:
-    """Whether reports are: not with ``PROXYCCL_REPORTS=off``."""
-    value = os.environ.get("PROXYCCL_REPORTS") or "on"
-    if value not in ("on", "off"):
-        raise ArgumentError("PROXYCCL_REPORTS", f"{value!r} is neither 'on' nor 'off'")
-    return value == "on"
 
 
 class Reporter:
@@ -50,7 +40,7 @@ class Reporter:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._enabled = wanted()
+        self._enabled = files.wanted()
         self.thread = threading.get_ident()
         self._channels: weakref.WeakValueDictionary[int, ProxyChannel | HandlerChannel] = weakref.WeakValueDictionary()
         self._semaphores: weakref.WeakValueDictionary[int, SmSemaphores] = weakref.WeakValueDictionary()
@@ -154,7 +144,7 @@ class Reporter:
             self._communicator.runtime.activate(for_proxy=True)
             report = collect(self._communicator, self, self._device, cause, number)
             try:
-                path = files.write(report, number)
+                path = files.write(report.communicator, f"rank{report.rank}", number, report.encode())
             except OSError as error:
                 _say(f"rank {report.rank}: no report could be written: {error}")
                 return None

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from proxyccl.channels.reports import files
 from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose, listed
+from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
+from proxyccl.proxy.reports.files import directory
 
 
 def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
@@ -28,8 +29,9 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
     Raises:
         ReportError: a file is no report, or there is none.
     """
-    reports, problems = files.find(paths or [files.directory()])
-    for problem in problems:
+    found = find(paths or [directory()])
+    reports = found.ranks
+    for problem in found.problems:
         print(f"proxyccl: {problem}", file=sys.stderr)
     diagnoses = diagnose(reports)
     if not paths:

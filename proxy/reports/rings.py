@@ -1,0 +1,49 @@
+"""A ring in a report: what `ring_view` sees of it, in numbers and words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from proxyccl.proxy.ring_view import RingView
+from proxyccl.proxy.trigger import Trigger
+
+TRIGGERS = 32
+"""That a report shows of those that wait in a ring, and of those that were taken out of it."""
+
+
+@dataclass(frozen=True)
+class RingTrigger:
+    """A trigger in a ring: its ticket, and what it asks for in words."""
+
+    ticket: int
+    channel: int
+    operation: str
+    size: int
+    src_memory: int
+    src_offset: int
+    dst_memory: int
+    dst_offset: int
+
+    @classmethod
+    def of(cls, ticket: int, trigger: Trigger) -> RingTrigger:
+        """A trigger with its ticket."""
+        values = asdict(trigger)
+        values["operation"] = "+".join(flag.name.lower() for flag in trigger.operation if flag.name) or "custom"
+        return cls(ticket, **values)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """A ring of triggers; see `RingView`."""
+
+    size: int
+    taken: int
+    full: int
+    waiting: list[RingTrigger]
+    recent: list[RingTrigger]
+
+    @classmethod
+    def of(cls, view: RingView) -> Ring:
+        """A ring as it was seen."""
+        waiting, recent = ([RingTrigger.of(*item) for item in items] for items in (view.waiting, view.recent))
+        return cls(view.size, view.taken, view.full, waiting, recent)
