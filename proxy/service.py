@@ -258,7 +258,7 @@ class ProxyService:
             description,
             self.runtime.name,
             workers=len(self._workers),
-            observed=self._observed.memory.handle.hex(),
+            observed=self.observed_handle.hex(),
             counters=self._shared.counters_handle.hex(),
             rings=tuple(
                 publications.RingPlace(ring.pinned.handle.hex(), i % len(self._workers), ring.size_log2)
@@ -534,6 +534,11 @@ class ProxyService:
     def outstanding(self, channel: int) -> int | None:
         """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
         return self._observed.outstanding(channel)
+
+    @property
+    def observed_handle(self) -> bytes:
+        """By which other processes open its `ObservedSegment`."""
+        return self._observed.memory.handle
 
     @property
     def rings(self) -> list[Fifo]:

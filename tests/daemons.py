@@ -62,6 +62,23 @@ class RunningDaemon:
         connection.connect(str(self.path))
         return connection
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """None of its threads runs within the block."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 10
+            while any(state != "T" for state in self._thread_states()):
+                assert time.monotonic() < deadline, "the daemon does not stop"
+                time.sleep(0.002)
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def _thread_states(self) -> list[str]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return [path.read_text().rpartition(")")[2].split()[0] for path in tasks]
+
     def end(self, number: int = signal.SIGTERM) -> None:
         """Sends it a signal and waits for its end."""
         if self.ended is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ import pytest
 from daemons import RunningDaemon, running_daemon
 from device_arrays import barrier, on_device, on_host
 from devices import most_ranks, processes
+from observing import wait_for
 from processes import run_processes
 from ranks import Ranks
 from running import TIMEOUT, run_alone, run_mpi, run_ranks
@@ -31,6 +31,8 @@ from proxyccl import (
     TriggerError,
 )
 from proxyccl.proxy.daemon.client import DaemonClient
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.reader import Observer
 
 PROGRAM = Path(__file__).parent / "programs" / "failure.py"
 SHORT = 3.0
@@ -185,6 +187,45 @@ def test_handlers_run_in_the_rank_beside_the_daemon() -> None:
         all_reduce(comm)
 
     run_ranks(2, body)
+
+
+def test_what_the_daemon_has_outstanding_is_read_without_asking_it(own_daemon: RunningDaemon) -> None:
+    def body(comm: Communicator) -> None:
+        handlers = comm.handler_channel(print)
+        channels, kernels = channels_of(comm)
+        (channel,) = channels
+        kernels["put_signals"](1, 1, channel, 3)
+        comm.synchronize()
+        wait_for(lambda: comm.proxy.outstanding(channel.id) == 0, "all is complete")
+        assert comm.proxy.outstanding(handlers.id) is None
+        barrier(comm)
+        if comm.rank == 0:
+            found = {publication.pid: publication for _, publication in publications.find(comm.job, {0})}
+            publication = found[own_daemon.process.pid]
+            with own_daemon.stopped():
+                with Observer(publication, writable=True) as observer:
+                    observer.worker_stats(0).connections[0].issued += 5
+                assert comm.proxy.outstanding(channel.id) == 5
+        comm.all_gather_bytes(b"")
+
+    run_ranks(2, body)
+
+
+def test_outstanding_work_that_can_not_be_read_is_left_out(
+    daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ArgumentError("handle", "not for you")
+
+    monkeypatch.setattr("proxyccl.proxy.daemon.client.OutstandingView", refuse)
+
+    def body(comm: Communicator) -> float:
+        result = all_reduce(comm)
+        assert comm.proxy.outstanding(0) is None
+        return result
+
+    assert run_ranks(2, body) == [3.0] * 2
+    assert "not for you" in caplog.text
 
 
 @pytest.mark.host_only(reason="one job runs beside another, and ranks that are threads need a device each")
@@ -352,15 +393,12 @@ def test_a_daemon_that_has_come_again_serves_new_jobs_and_no_old_ones(own_daemon
 def test_a_daemon_that_does_not_answer_is_lost_within_the_time_out(own_daemon: RunningDaemon) -> None:
     def body(comm: Communicator) -> None:
         proxy = comm.proxy
-        os.kill(own_daemon.process.pid, signal.SIGSTOP)
-        try:
+        with own_daemon.stopped():
             assert isinstance(caught(proxy.connect_copy), ProxyLostError)
             assert isinstance(caught(comm.check), ProxyLostError)
             comm.close()
             with pytest.raises(RuntimeUnavailableError, match="no node daemon answers"):
                 run_ranks(1, lambda _: None, timeout=SHORT)
-        finally:
-            os.kill(own_daemon.process.pid, signal.SIGCONT)
 
     run_ranks(1, body, timeout=SHORT)
     assert own_daemon.settles((own_daemon.descriptors(), 0, own_daemon.threads()))
@@ -378,6 +416,8 @@ def test_a_proxy_that_is_closed_says_so(daemon: RunningDaemon) -> None:
         client.add_handler(print)
     with pytest.raises(ClosedError):
         client.counters(5)
+    with pytest.raises(ClosedError):
+        client.outstanding(5)
     with pytest.raises(ArgumentError, match="handler"):
         client.add_handler(3)
 

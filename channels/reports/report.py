@@ -90,8 +90,8 @@ class ProxiedChannel:
         transport: what moves its data; "handler" where a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
         triggers, puts, bytes, signals, flushes: what the proxy did for it so far.
-        outstanding: triggers of all channels to this peer that are issued and not known to be complete; None where
-            the proxy is in the node daemon, and for a handler.
+        outstanding: triggers of all channels to this peer that are issued and not known to be complete; None for a
+            handler, and where the node daemon's memory can't be opened.
         signals_in: signals that have come in.
         signals_used: those that kernels have waited for; None where it could not be read.
         flushed: one more than the ticket of the last flush that is complete.

@@ -7,6 +7,7 @@ the daemon says: an answer goes to who asked, and a failure, or the daemon's end
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import socket
@@ -48,6 +49,7 @@ from proxyccl.proxy.interface import (
     VerbsOptions,
 )
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import OutstandingView
 from proxyccl.proxy.service import ProxyService, SharedWords, require_rings
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
@@ -159,6 +161,7 @@ class DaemonClient:
         self._lock = threading.RLock()
         self._answers: queue.SimpleQueue[Fields | None] = queue.SimpleQueue()
         self._lost = ""
+        self._outstanding: OutstandingView | None = None
         self._closed = False
         self._path = socket_path()
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
@@ -175,7 +178,8 @@ class DaemonClient:
                 "shared_offset": shared_offset,
                 **(asdict(description) if description is not None else {}),
             }
-            self._ask("open", descriptors=descriptors, **request)
+            answer = self._ask("open", descriptors=descriptors, **request)
+            self._outstanding = _open_outstanding(answer.data("observed"), threads)
         except ProxyCCLError:
             self._hang_up()
             raise
@@ -258,8 +262,14 @@ class DaemonClient:
         return self._words_of(channel).flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """None: the daemon knows, and shows it to `proxyccl top`."""
-        return None
+        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler, and
+        where the daemon's memory can't be opened.
+        """
+        if self._closed:
+            raise ClosedError("the proxy service is closed")
+        if channel in self._of_handler or self._outstanding is None:
+            return None
+        return self._outstanding.of(channel)
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
@@ -376,8 +386,18 @@ class DaemonClient:
         if self._reader is not threading.current_thread():
             self._reader.join(self._timeout)
         self._connection.close()
+        if self._outstanding is not None:
+            self._outstanding.close()
         for fifo in self.fifos:
             fifo.close()
+
+
+def _open_outstanding(handle: bytes, workers: int) -> OutstandingView | None:
+    try:
+        return OutstandingView(handle.hex(), workers)
+    except ArgumentError as error:  # the work goes on without what only reports want
+        logging.getLogger("proxyccl").warning("reports can't show what the node daemon has outstanding: %s", error)
+        return None
 
 
 def _failure(fields: Fields) -> ProxyFailure:

@@ -19,7 +19,7 @@ from proxyccl.device._native import ffi as native
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.proxy.service import SharedWords
 
-VERSION = 1
+VERSION = 2
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = 65
 """The segment and 64 rings."""

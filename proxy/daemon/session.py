@@ -201,7 +201,7 @@ class Session:
         self._runtime, self._segment, self._mappings = runtime, segment, HandleCache(runtime.open)
         self.name += f" (rank {whose.rank} of job {whose.job})" if whose is not None else ""
         log.info("%s: %d rings of %d slots on %s", self.name, len(rings), size, runtime.device_id)
-        return {}
+        return {"observed": self._service.observed_handle.hex()}
 
     def _add_memory(self, fields: Fields) -> dict[str, Any]:
         handle, nbytes = fields.data("handle"), fields.integer("nbytes", 0, 1 << 62)

@@ -20,7 +20,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shared_memory import open_descriptor
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe.publications import Publication, RingPlace
-from proxyccl.proxy.observe.segment import observed_bytes
+from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in
 from proxyccl.proxy.trigger import MAX_CHANNELS, PARITY_SHIFT, full_parity
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -177,9 +177,29 @@ class _Mapped:
         self.pointer = ffi.cast(f"{kind} *", self._buffer + begin)
 
     def close(self) -> None:
+        """Unmaps it."""
         self.pointer = None
         ffi.release(self._buffer)
         self._mapping.close()
+
+
+class OutstandingView(_Mapped):
+    """What a service of another process has outstanding.
+
+    Args:
+        handle: of its `ObservedSegment`, in hexadecimal.
+        workers: number of its workers.
+
+    Raises:
+        ArgumentError: the memory can't be opened, or is shorter.
+    """
+
+    def __init__(self, handle: str, workers: int) -> None:
+        super().__init__(handle, "ProxycclObserved", observed_bytes(workers))
+
+    def of(self, channel: int) -> int | None:
+        """See `outstanding_in`."""
+        return outstanding_in(self.pointer, channel)
 
 
 class _Ring(_Mapped):

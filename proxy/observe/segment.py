@@ -19,6 +19,22 @@ def observed_bytes(workers: int) -> int:
     return int(ffi.sizeof("ProxycclObserved") + workers * ffi.sizeof("ProxycclWorkerStats"))
 
 
+def outstanding_in(observed: Any, channel: int) -> int | None:
+    """Triggers of a channel's connection that are issued and not known to be complete; None for a handler's channel,
+    and for an id that is not in use.
+
+    Args:
+        observed: a pointer to a ProxycclObserved.
+        channel: channel id.
+    """
+    place = observed.channels[channel]
+    if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
+        return None
+    stats = observed.workers[place.worker].connections[place.connection - 1]
+    completed = stats.completed  # first: what is issued meanwhile may be complete, but not the other way round
+    return int(stats.issued - completed)
+
+
 class ObservedSegment:
     """A service's segment.
 
@@ -52,13 +68,8 @@ class ObservedSegment:
         self._observed.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler."""
-        place = self._observed.channels[channel]
-        if place.connection in (0, lib.PROXYCCL_PLACE_HANDLER):
-            return None
-        stats = self._observed.workers[place.worker].connections[place.connection - 1]
-        completed = stats.completed  # first: what is issued meanwhile may be complete, but not the other way round
-        return int(stats.issued - completed)
+        """See `outstanding_in`."""
+        return outstanding_in(self._observed, channel)
 
     def close(self) -> None:
         """Frees it. The workers have ended."""
