@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
+
+
+class RingWords(Protocol):
+    """A ring's memory, mapped here; see `proxyccl.proxy.fifo.Ring`."""
+
+    size: int
+    size_log2: int
+    slots_host: int
+    tail_host: int
 
 
 @dataclass(frozen=True)
@@ -34,21 +42,21 @@ class RingView:
     recent: list[tuple[int, Trigger]]
 
 
-def look(fifo: Fifo, count: int = 16) -> RingView:
+def look(ring: RingWords, count: int = 16) -> RingView:
     """A ring as it is now, with at most `count` triggers of each kind. Nobody may close it meanwhile."""
-    slots = np.frombuffer(ctypes.string_at(fifo.slots_host, 16 * fifo.size), np.uint64).reshape(-1, 2)
+    slots = np.frombuffer(ctypes.string_at(ring.slots_host, 16 * ring.size), np.uint64).reshape(-1, 2)
     # After the slots: what is taken meanwhile is not counted as waiting.
-    taken = ctypes.c_uint64.from_address(fifo.tail_host).value
-    waiting = _held(slots, fifo, np.arange(taken, taken + fifo.size, dtype=np.uint64))
-    recent = _held(slots, fifo, np.arange(max(0, taken - count), taken, dtype=np.uint64))
+    taken = ctypes.c_uint64.from_address(ring.tail_host).value
+    waiting = _held(slots, ring, np.arange(taken, taken + ring.size, dtype=np.uint64))
+    recent = _held(slots, ring, np.arange(max(0, taken - count), taken, dtype=np.uint64))
 
     def decoded(tickets: list[int]) -> list[tuple[int, Trigger]]:
-        return [(ticket, Trigger.decode(*map(int, slots[ticket % fifo.size]))) for ticket in tickets]
+        return [(ticket, Trigger.decode(*map(int, slots[ticket % ring.size]))) for ticket in tickets]
 
-    return RingView(fifo.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
+    return RingView(ring.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
 
 
-def _held(slots: Any, fifo: Fifo, tickets: Any) -> list[int]:
+def _held(slots: Any, ring: RingWords, tickets: Any) -> list[int]:
     """Those of the tickets whose trigger lies in its slot: the parity bit there is that of the ticket's lap."""
-    parities = slots[tickets % np.uint64(fifo.size), 1] >> np.uint64(PARITY_SHIFT)
-    return [int(ticket) for ticket in tickets[parities == full_parity(tickets, fifo.size_log2)]]
+    parities = slots[tickets % np.uint64(ring.size), 1] >> np.uint64(PARITY_SHIFT)
+    return [int(ticket) for ticket in tickets[parities == full_parity(tickets, ring.size_log2)]]

@@ -169,6 +169,9 @@ def _leave_crowded_cores(workers: int) -> None:
 class ProxyService:
     """Drains rings and issues what their triggers ask for.
 
+    Attributes:
+        publication: how observers open what it shows; None without a description.
+
     Args:
         runtime: whose copies it issues.
         control: address of the ProxycclControl whose abort word ends the workers.
@@ -251,7 +254,8 @@ class ProxyService:
             )
         for worker in self._workers:
             worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
-        self._publication = publications.try_publish(self._describe(description)) if description else None
+        self.publication = self._describe(description) if description else None
+        self._published = publications.try_publish(self.publication) if self.publication else None
 
     def _describe(self, description: Description) -> Publication:
         return Publication.of_this_process(
@@ -536,6 +540,11 @@ class ProxyService:
         return self._observed.outstanding(channel)
 
     @property
+    def ended(self) -> list[bool]:
+        """For each worker whether its thread has let go of it for good."""
+        return [worker.ended.is_set() for worker in self._workers]
+
+    @property
     def observed_handle(self) -> bytes:
         """By which other processes open its `ObservedSegment`."""
         return self._observed.memory.handle
@@ -655,8 +664,8 @@ class ProxyService:
             if self._closed:
                 return True
             self._closed = True
-        if self._publication is not None:
-            publications.withdraw(self._publication)
+        if self._published is not None:
+            publications.withdraw(self._published)
         for worker in self._workers:
             (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]

@@ -100,6 +100,11 @@ class ProxyThread:
         return self._thread is threading.current_thread()
 
     @property
+    def name(self) -> str:
+        """Its name."""
+        return self._thread.name
+
+    @property
     def native_id(self) -> int:
         """The system's number of the thread."""
         number = self._thread.native_id

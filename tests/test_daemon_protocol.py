@@ -260,6 +260,8 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "free_channels", "channels": {"0": 1}, "connection": 0},
         {"do": "add_memory", "handle": "not hex", "nbytes": 1},
         {"do": "add_memory", "handle": 3, "nbytes": 1},
+        {"do": "report"},
+        {"do": "report", "cause": ["all is wrong"]},
     ],
     ids=str,
 )

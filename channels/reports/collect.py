@@ -37,6 +37,7 @@ from proxyccl.channels.reports.report import (
 )
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
@@ -139,6 +140,7 @@ def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader
         transports=part("the transports", lambda: _transports(communicator), []),
         process=Member(topology.ranks[rank].host, os.getpid()),
         thread=reporter.thread,
+        daemon=proxy.daemon if isinstance(proxy, DaemonClient) else None,
         command=" ".join(sys.orig_argv),
         runtime=part("the runtime", communicator.runtime.describe, communicator.runtime.name),
         timeout=communicator.timeout,

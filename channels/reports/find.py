@@ -8,6 +8,8 @@ from pathlib import Path
 
 from proxyccl.channels.reports import report
 from proxyccl.channels.reports.report import Report
+from proxyccl.proxy.daemon import report as daemon_report
+from proxyccl.proxy.daemon.report import DaemonReport
 from proxyccl.proxy.reports.document import ReportError, load
 from proxyccl.proxy.reports.files import reports_in
 
@@ -18,10 +20,12 @@ class Found:
 
     Attributes:
         ranks: the reports of ranks.
+        daemons: those of node daemons.
         problems: what is wrong with files of a directory.
     """
 
     ranks: list[Report] = field(default_factory=list)
+    daemons: list[DaemonReport] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def read(self, path: Path) -> None:
@@ -34,6 +38,8 @@ class Found:
         try:
             if data.get("format") == report.FORMAT:
                 self.ranks.append(report.from_json(data))
+            elif data.get("format") == daemon_report.FORMAT:
+                self.daemons.append(daemon_report.from_json(data))
             else:
                 raise ReportError(f"{path}: no report of ProxyCCL")
         except ValueError as error:

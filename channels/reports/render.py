@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxyccl.channels.reports.report import Call, ProxiedChannel, Report, Thread, Wait
-from proxyccl.proxy.reports.rings import RingTrigger
+from proxyccl.proxy.reports.rings import Ring, RingTrigger
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things, such as "2 triggers"."""
+    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 def of_rank(peer: int | None) -> str:
@@ -57,6 +62,15 @@ def _trigger(trigger: RingTrigger) -> str:
     return text
 
 
+def ring_lines(number: int, ring: Ring) -> Iterator[str]:
+    """A ring and the triggers in it."""
+    yield f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
+    triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]
+    triggers += [f"taken:     {_trigger(trigger)}" for trigger in ring.recent]
+    for line in triggers or ["it was not used"]:
+        yield f"  {line}"
+
+
 def _channel(channel: ProxiedChannel) -> Iterator[str]:
     end = "a handler" if channel.transport == "handler" else f"rank {channel.peer} by {channel.transport}"
     yield (
@@ -85,6 +99,8 @@ def render(report: Report) -> str:
         f"  {report.runtime}; waits are bounded by {report.timeout:g} s",
         f"  cause: {report.cause}",
     ]
+    if report.daemon is not None:
+        lines.append(f"  its proxy is in the node daemon, process {report.daemon}")
     if report.failure is not None:
         lines.append(f"  {report.failure.kind}: {report.failure.message}")
     if report.exchange is not None:
@@ -98,10 +114,7 @@ def render(report: Report) -> str:
     calls = [f"{call_text(call)}: {arguments_text(call)}" for call in report.calls]
     section("last collective calls", calls, "none")
     for number, ring in enumerate(report.rings):
-        title = f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
-        triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]
-        triggers += [f"taken:     {_trigger(trigger)}" for trigger in ring.recent]
-        section(title, triggers, "it was not used")
+        lines.extend(ring_lines(number, ring))
     for handling in report.handling:
         lines.append(f"a handler runs on channel {handling.channel}, for {handling.seconds:.1f} s")
     section("proxy channels", [line for channel in report.channels for line in _channel(channel)], "none")

@@ -20,6 +20,7 @@ from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
+from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
 if TYPE_CHECKING:
@@ -136,11 +137,17 @@ class Reporter:
                 error.add_note(note)
 
     def write(self, cause: str) -> Path | None:
-        """Writes a report and says so on stderr. None if it is closed, or the file can't be written."""
+        """Writes a report and says so on stderr; the node daemon writes one too, if it runs the proxy.
+
+        None if this is closed, or the file can't be written.
+        """
         with self._lock:
             if self._device is None:
                 return None
             number = next(self._numbers)
+            proxy = self._communicator.proxy_if_started
+            if isinstance(proxy, DaemonClient):
+                proxy.want_report(f"communicator {self.job}: {cause}")
             self._communicator.runtime.activate(for_proxy=True)
             report = collect(self._communicator, self, self._device, cause, number)
             try:

@@ -119,6 +119,9 @@ class DaemonClient:
         description: by which observers and the daemon's log know it.
         timeout: in seconds, of what the daemon is asked.
 
+    Attributes:
+        daemon: the daemon's process.
+
     Raises:
         ArgumentError: numbers of rings and threads that don't go together, or a device that the daemon does not see.
         RuntimeUnavailableError: there is no daemon, or it refuses this process.
@@ -165,7 +168,7 @@ class DaemonClient:
         self._closed = False
         self._path = socket_path()
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
-        self._connection, self._daemon = connect(self._path, timeout)
+        self._connection, self.daemon = connect(self._path, timeout)
         self._reader = threading.Thread(target=self._read, name=f"{name}-daemon", daemon=True)
         self._reader.start()
         try:
@@ -185,7 +188,12 @@ class DaemonClient:
             raise
 
     def __repr__(self) -> str:
-        return f"<DaemonClient of process {self._daemon} at {self._path}, {len(self.fifos)} rings>"
+        return f"<DaemonClient of process {self.daemon} at {self._path}, {len(self.fifos)} rings>"
+
+    def want_report(self, cause: str) -> None:
+        """Has the daemon report too. It is not waited for: it may be what hangs."""
+        with contextlib.suppress(OSError):  # it is lost, which this rank reports
+            send(self._connection, {"do": "report", "cause": cause}, flags=socket.MSG_DONTWAIT)
 
     # -- the conversation ---
 
@@ -203,7 +211,7 @@ class DaemonClient:
                 self._reader.join(_MARGIN)  # it knows why
                 answer = None
             except (OSError, queue.Empty) as error:
-                self._lose(f"process {self._daemon} does not answer a request to {request}: {error or 'too late'}")
+                self._lose(f"process {self.daemon} does not answer a request to {request}: {error or 'too late'}")
                 answer = None
         if answer is None:
             raise self._lost_error(request)
@@ -223,8 +231,8 @@ class DaemonClient:
                 elif fields.text("event") == "failed":
                     self._on_failure(_failure(fields))
                 else:
-                    self._lose(f"process {self._daemon} was told to end")
-            reason = f"process {self._daemon} ended"
+                    self._lose(f"process {self.daemon} was told to end")
+            reason = f"process {self.daemon} ended"
         except (OSError, ProtocolError) as error:
             reason = str(error)
         self._lose(reason)

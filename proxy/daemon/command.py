@@ -11,10 +11,13 @@ from types import FrameType
 
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
 from proxyccl.proxy.observe.metrics import MetricsServer
+from proxyccl.proxy.reports import on_signal
 
 
 def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> int:
     """Serves until SIGTERM or SIGINT, then drains what clients have asked for. Returns the exit code.
+
+    SIGUSR1 has it report and go on.
 
     Args:
         path: of the socket.
@@ -37,5 +40,7 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
+        if daemon.reporter.enabled:
+            on_signal.install(daemon.reporter.write)
         daemon.serve()
     return 0

@@ -21,7 +21,9 @@ from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.daemon.reporter import DaemonReporter
 from proxyccl.proxy.daemon.session import Session
+from proxyccl.proxy.reports import files
 from proxyccl.proxy.service import MAX_RINGS
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 
@@ -54,6 +56,9 @@ class Daemon:
         path: of the socket.
         options: its threads.
 
+    Attributes:
+        reporter: writes its reports.
+
     Raises:
         ArgumentError: an option is wrong, or something that is no socket lies at the path.
         ResourceError: another daemon listens there.
@@ -63,6 +68,7 @@ class Daemon:
         chosen = options or DaemonOptions()
         if not isinstance(chosen.threads, int) or not 1 <= chosen.threads <= MAX_RINGS:
             raise ArgumentError("threads", f"must be an integer from 1 to {MAX_RINGS}, not {chosen.threads!r}")
+        reports = files.wanted()
         self.path = path
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._lock = threading.Lock()
@@ -80,6 +86,8 @@ class Daemon:
                 ProxyThread(f"proxyccl-proxy-{i}", chosen.idle, chosen.cores) for i in range(chosen.threads)
             ]
             undo.pop_all()
+        # A copy in one step: a report must not wait for the lock, under which a driver may hang.
+        self.reporter = DaemonReporter(path, self._threads, lambda: list(self._sessions), enabled=reports)
 
     def __enter__(self) -> Daemon:
         return self
@@ -121,7 +129,7 @@ class Daemon:
             self._admit(connection)
 
     def _admit(self, connection: socket.socket) -> None:
-        session = Session(connection, self._open_runtime, self._deal_threads)
+        session = Session(connection, self._open_runtime, self._deal_threads, self.reporter.asked)
         thread = threading.Thread(target=self._run, args=(session,), name="proxyccl-client", daemon=True)
         with self._lock:
             self._sessions[session] = thread

@@ -13,6 +13,7 @@ import logging
 import os
 import select
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,14 +72,31 @@ class Session:
         connection: the socket; the session closes it.
         open_runtime: gives the runtime of a name and a device_id.
         deal_threads: gives the threads that the client's workers run on.
+        report: called with a job and a cause when a client wants the daemon to report; it must not wait.
+
+    Attributes:
+        name: who the client is, in words.
+        pid: its process.
+        description: who its proxy works for; None until it opens one, or where it does not say.
+        device_id: of its device.
+        since: time.monotonic() when it came.
+        request: what it asked for that is under way, and time.monotonic() when it asked.
+        failure: why its last worker that failed did.
+        served: its proxy; still there, to be looked at, when that is closed.
+        threads: which run its workers.
     """
 
     def __init__(
-        self, connection: socket.socket, open_runtime: Callable[[str, str], Runtime], deal_threads: Deal
+        self,
+        connection: socket.socket,
+        open_runtime: Callable[[str, str], Runtime],
+        deal_threads: Deal,
+        report: Callable[[str, str], None],
     ) -> None:
         self._connection = connection
         self._open_runtime = open_runtime
         self._deal_threads = deal_threads
+        self._report = report
         self._runtime: Runtime | None = None
         self._service: ProxyService | None = None
         self._segment: PinnedMemory | None = None
@@ -91,6 +109,13 @@ class Session:
         self._end_within: float | None = None
         self.threads: Sequence[ProxyThread] = ()
         self.name = "a client"
+        self.pid: int | None = None
+        self.description: Description | None = None
+        self.device_id = ""
+        self.since = time.monotonic()
+        self.request: tuple[str, float] | None = None
+        self.failure: ProxyFailure | None = None
+        self.served: ProxyService | None = None
 
     # -- the conversation ---
 
@@ -101,7 +126,8 @@ class Session:
                 self._greet()
                 while (message := receive(self._connection)) is not None:
                     answer = self._answer(*message)
-                    send(self._connection, answer)
+                    if answer is not None:
+                        send(self._connection, answer)
                 if self._end_within is not None:
                     self._say_farewell(self._end_within)
             except ProtocolError as error:
@@ -115,8 +141,8 @@ class Session:
 
     def _greet(self) -> None:
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
-        pid, user = peer_credentials(self._connection)
-        self.name = f"process {pid}"
+        self.pid, user = peer_credentials(self._connection)
+        self.name = f"process {self.pid}"
         message = receive(self._connection)  # before a refusal: with it unread, the client would not get that
         if message is None:
             return
@@ -131,7 +157,8 @@ class Session:
         send(self._connection, {"version": VERSION, "pid": os.getpid()})
         limit_waits(self._connection, _ANSWER_SECONDS, 0)
 
-    def _answer(self, fields: Fields, descriptors: list[int]) -> dict[str, Any]:
+    def _answer(self, fields: Fields, descriptors: list[int]) -> dict[str, Any] | None:
+        """Does what is asked. None where the client waits for no answer."""
         requests = {
             "add_memory": self._add_memory,
             "remove_memory": self._remove_memory,
@@ -145,6 +172,10 @@ class Session:
         }
         try:
             name = fields.text("do")
+            if name == "report":
+                self._pass_on(fields)
+                return None
+            self.request = name, time.monotonic()
             if name == "open":
                 return self._open(fields, descriptors)
             return requests.get(name, self._refuse)(fields)
@@ -153,6 +184,7 @@ class Session:
         except ProxyCCLError as error:
             return _refusal(error)
         finally:
+            self.request = None
             _close_all(descriptors)
 
     # -- requests ---
@@ -199,6 +231,7 @@ class Session:
             )
             undo.pop_all()
         self._runtime, self._segment, self._mappings = runtime, segment, HandleCache(runtime.open)
+        self.served, self.description, self.device_id = self._service, whose, runtime.device_id
         self.name += f" (rank {whose.rank} of job {whose.job})" if whose is not None else ""
         log.info("%s: %d rings of %d slots on %s", self.name, len(rings), size, runtime.device_id)
         return {"observed": self._service.observed_handle.hex()}
@@ -325,12 +358,17 @@ class Session:
         proxy.drain(timeout)
         return {"ended": self._free(timeout)}
 
+    def _pass_on(self, fields: Fields) -> None:
+        job = self.description.job if self.description is not None else self.name
+        self._report(job, f"{self.name}: {fields.text('cause'):.200}")
+
     # -- the end ---
 
     def _tell(self, failure: ProxyFailure) -> None:
         """Called in a thread that others' workers share: it must not wait for this client to read."""
         words = failure.trigger.encode() if failure.trigger is not None else ()
         log.warning("%s: its proxy failed: %s", self.name, failure.reason)
+        self.failure = failure
         message = {
             "event": "failed",
             "code": failure.code,
@@ -361,6 +399,7 @@ class Session:
         self._send_event({"event": "ending"})
 
     def _close(self) -> None:
+        self.request = "leave", time.monotonic()
         if not self._free(_END_SECONDS):
             log.error("%s: its worker does not end; what it uses is kept", self.name)
         self._connection.close()

@@ -18,7 +18,7 @@ from typing import Any
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shared_memory import open_descriptor
-from proxyccl.proxy import _engine
+from proxyccl.proxy import _engine, ring_view
 from proxyccl.proxy.observe.publications import Publication, RingPlace
 from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in
 from proxyccl.proxy.trigger import MAX_CHANNELS, PARITY_SHIFT, full_parity
@@ -207,7 +207,10 @@ class _Ring(_Mapped):
 
     def __init__(self, place: RingPlace) -> None:
         self.size = 1 << place.size_log2
+        self.size_log2 = place.size_log2
         super().__init__(place.handle, "uint64_t", (self.size * 2 + 1) * 8)
+        self.slots_host = int(ffi.cast("uintptr_t", self.pointer))
+        self.tail_host = self.slots_host + self.size * 16
         self._place = place
 
     def look(self, number: int) -> RingView:
@@ -217,7 +220,7 @@ class _Ring(_Mapped):
         def is_full(ahead: int) -> bool:
             ticket = taken + ahead
             parity = words[2 * (ticket % size) + 1] >> PARITY_SHIFT
-            return bool(parity == full_parity(ticket, self._place.size_log2))
+            return bool(parity == full_parity(ticket, self.size_log2))
 
         return RingView(number, self._place.worker, size, taken, _count_leading(is_full, size))
 
@@ -296,6 +299,10 @@ class Observer:
             tuple(connections),
             tuple(self._channels()),
         )
+
+    def look_into_rings(self, count: int) -> list[ring_view.RingView]:
+        """Its rings now, with the triggers in them, at most `count` of each kind."""
+        return [ring_view.look(ring, count) for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
         connections = []

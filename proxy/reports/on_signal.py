@@ -1,4 +1,4 @@
-"""SIGUSR1: a process that gets it reports on its communicators, whatever its threads are doing."""
+"""SIGUSR1: a process that gets it reports, whatever its threads are doing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _lock = threading.Lock()
 _tried = False
 
 
-def install(report: Callable[[str], None]) -> None:
+def install(report: Callable[[str], object]) -> None:
     """Has the signal call `report` with a cause in words, from a thread of its own, for the rest of the process's life.
 
     Does nothing if it was called before, or if the program handles or ignores the signal itself. What handles it in C
@@ -37,7 +37,7 @@ def install(report: Callable[[str], None]) -> None:
         threading.Thread(target=_wait, args=(descriptor, report), name="proxyccl-signal", daemon=True).start()
 
 
-def _wait(descriptor: int, report: Callable[[str], None]) -> None:
+def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
         os.eventfd_read(descriptor)
         report(f"signal {SIGNAL.name}")
