@@ -24,6 +24,7 @@ from test_reports import hang
 
 from proxyccl import ArgumentError, Communicator, Operation, ProxyCCLError, Trigger
 from proxyccl.channels.reports import daemons
+from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
@@ -32,10 +33,10 @@ from proxyccl.device.runtime import Memory
 from proxyccl.proxy.daemon import reporter
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME
-from proxyccl.proxy.daemon.report import DaemonReport
+from proxyccl.proxy.daemon.report import Client, DaemonReport, Request
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.reports import files
-from proxyccl.proxy.reports.document import ReportError, encode
+from proxyccl.proxy.reports.document import Member, ReportError, encode
 from proxyccl.proxy.trigger import PARITY_SHIFT
 
 SHORT = 2.0
@@ -413,6 +414,126 @@ def test_a_report_reads_as_text(sample: Sample) -> None:
     assert "  channel 0 to rank 0 by copy, ring 0: " in text
     assert "  ring 0: 0 of 8192 slots full" in text
     assert f"in the node daemon, process {sample[1].process.pid}" in render(sample[0][0])
+
+
+# -- the doctor ---
+
+
+def changed(sample: Sample, rank: int, **changes: Any) -> DaemonReport:
+    """The daemon's report with something else about a rank."""
+    ranks, report = sample
+    own = report.client_of(ranks[0].communicator, rank)
+    return replace(report, clients=[replace(c, **changes) if c is own else c for c in report.clients])
+
+
+def told(ranks: list[Report], *of_daemons: DaemonReport) -> Diagnosis:
+    (diagnosis,) = diagnose(ranks, of_daemons)
+    return diagnosis
+
+
+def client_of(sample: Sample, rank: int) -> Client:
+    client = sample[1].client_of(sample[0][0].communicator, rank)
+    assert client is not None
+    return client
+
+
+def reason_of(sample: Sample, of_daemon: DaemonReport, ranks: list[Report] | None = None) -> str:
+    """What is said of rank 0, which rank 1 waits for, and of its daemon."""
+    finding = told(ranks or sample[0], of_daemon).findings[0]
+    assert finding.about == ["rank 0"]
+    (reason,) = (reason for reason in finding.reasons if f"the node daemon, process {sample[1].process.pid}" in reason)
+    return reason
+
+
+def test_of_the_rank_that_is_waited_for_the_daemons_word_is_added(sample: Sample) -> None:
+    assert told(*sample).daemons == [sample[1].process]
+    assert told(*sample).findings[0].text == "Rank 1 waits for rank 0."
+    assert reason_of(sample, sample[1]).endswith(": nothing is outstanding")
+    way = replace(client_of(sample, 0).connections[0], outstanding=3)
+    busy = reason_of(sample, changed(sample, 0, connections=[way], request=Request("drain", 2.5)))
+    assert "3 triggers to rank 1 by copy issued and not known to be complete" in busy
+    assert "its request drain is under way for 2.5 s" in busy
+
+
+def test_a_thread_of_the_daemon_that_something_holds_is_told(sample: Sample) -> None:
+    (worker,) = client_of(sample, 0).workers
+    held = changed(sample, 0, workers=[replace(worker, ended=False, looks_meanwhile=0)])
+    held = replace(held, threads=[replace(thread, state="D") for thread in held.threads])
+    reason = reason_of(sample, held)
+    assert f"worker 0 did not look at its rings for {held.meanwhile:g} s" in reason
+    assert "the thread proxyccl-proxy-0 is held in the kernel" in reason
+    assert "did not look" not in reason_of(sample, changed(sample, 0, workers=[replace(worker, ended=True)]))
+
+
+def test_a_rank_that_has_no_session_any_more(sample: Sample) -> None:
+    ranks, report = sample
+    without = replace(report, clients=[client_of(sample, 1)])
+    assert "rank 0 has no session at the node daemon" in reason_of(sample, without)
+    assert reason_of(sample, without).endswith(", any more")
+    silent = reason_of(sample, without, ranks[1:])  # and it wrote no report
+    assert silent.endswith(", which runs the proxies of others")
+
+
+def test_of_a_rank_that_wrote_no_report_the_daemon_tells_what_its_rings_hold(sample: Sample) -> None:
+    (ring,) = client_of(sample, 0).rings
+    full = changed(sample, 0, rings=[replace(ring, full=7)])
+    assert "its rings hold 7 triggers that are not taken" in reason_of(sample, full, sample[0][1:])
+    assert "its rings hold" not in reason_of(sample, full)
+
+
+def test_ranks_that_wait_for_each_other_are_told_of_what_the_daemon_holds_up(sample: Sample) -> None:
+    ranks, report = sample
+    wait = replace(ranks[1].waits[0], peer=1)
+    circle = [replace(ranks[0], waits=[wait]), ranks[1]]
+    assert not any("at the node daemon" in reason for reason in told(circle, report).findings[0].reasons)
+    busy = changed(sample, 1, request=Request("drain", 2.5))
+    assert told(circle, busy).findings[0].kind == "circle"
+    assert any("rank 1 at the node daemon" in reason for reason in told(circle, busy).findings[0].reasons)
+
+
+def test_a_daemon_that_wrote_no_report_is_asked_for_one(sample: Sample) -> None:
+    ranks, report = sample
+    named = [replace(rank, daemon=os.getpid()) for rank in ranks]
+    (note,) = told(named).notes
+    assert note.startswith("the node daemon that runs the proxy of ranks 0 and 1 wrote no report: its process ")
+    assert f"kill -USR1 {os.getpid()}" in note
+    (gone,) = told(ranks).notes
+    assert gone.endswith(f"its process {report.process.pid} has ended")
+
+
+def test_of_several_reports_of_a_daemon_the_one_of_the_moment_counts(sample: Sample) -> None:
+    ranks, report = sample
+    early = replace(report, written="2020-01-01T00:00:00.000+00:00", clients=[])
+    late = replace(report, written="2100-01-01T00:00:00.000+00:00", clients=[])
+    assert told(ranks, early, report, late) == told(ranks, report)
+    assert any("apart" in note for note in told(ranks, early).notes)
+
+
+def test_a_daemon_of_others_is_left_out(sample: Sample) -> None:
+    ranks, report = sample
+    other = replace(report, process=Member(report.process.host, 1), clients=[])
+    assert told(ranks, report, other) == told(ranks, report)
+
+
+def doctor(*arguments: str | Path) -> str:
+    result = run_alone("-m", "proxyccl", "doctor", *map(str, arguments))
+    assert "Traceback" not in result.stderr
+    return result.stdout
+
+
+def test_the_command_takes_them_among_others(sample: Sample, tmp_path: Path) -> None:
+    ranks, report = sample
+    for rank in ranks:
+        (tmp_path / f"{rank.communicator}-rank{rank.rank}-1-1.json").write_text(rank.encode())
+    (alone := tmp_path / "01234567-daemon-1-1.json").write_text(encode(report))
+    said = doctor(tmp_path)
+    assert "Rank 1 waits for rank 0." in said
+    assert f"report of their node daemon, process {report.process.pid}" in said
+    assert "rank 0 at the node daemon" in said
+    assert "ring 0: " not in said
+    assert daemons.render(report) in doctor("--full", tmp_path)
+    assert daemons.render(report) in doctor(alone)
+    assert json.loads(doctor("--json", tmp_path))[0]["daemons"] == [asdict(report.process)]
 
 
 def test_the_default_directory_keeps_the_newest_of_them_too(

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from proxyccl.channels.reports.render import arguments_text, call_text, wait_text, where
+from proxyccl.channels.reports import daemons
+from proxyccl.channels.reports.render import arguments_text, call_text, counted, wait_text, where
 from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
+from proxyccl.proxy.daemon.report import DaemonReport
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.reports.document import Member
 
@@ -58,6 +60,7 @@ class Diagnosis:
         communicators: their names.
         world_sizes: their numbers of ranks.
         reported: for each the ranks whose reports there are.
+        daemons: the node daemons of whose reports the same is true.
         findings: the most telling first; none where nobody waits.
         notes: what makes them uncertain.
     """
@@ -65,12 +68,18 @@ class Diagnosis:
     communicators: list[str]
     world_sizes: list[int]
     reported: list[list[int]]
+    daemons: list[Member]
     findings: list[Finding]
     notes: list[str]
 
 
-def diagnose(reports: Iterable[Report]) -> list[Diagnosis]:
-    """What the reports say, for each group of communicators that belong together; the newest group first."""
+def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ()) -> list[Diagnosis]:
+    """What the reports say, for each group of communicators that belong together; the newest group first.
+
+    Args:
+        reports: those of ranks.
+        of_daemons: those of node daemons.
+    """
     latest: dict[tuple[str, int], Report] = {}
     for report in sorted(reports, key=lambda report: report.written):
         latest[report.communicator, report.rank] = report
@@ -84,7 +93,7 @@ def diagnose(reports: Iterable[Report]) -> list[Diagnosis]:
         joined[report.communicator][report.rank] = report
         groups.append(joined)
     groups.sort(key=lambda group: max(report.written for report in _all(group)), reverse=True)
-    return [_Group(group).diagnosis() for group in groups]
+    return [_Group(group, of_daemons).diagnosis() for group in groups]
 
 
 def _all(group: dict[str, dict[int, Report]]) -> list[Report]:
@@ -107,8 +116,14 @@ class _Edge:
 
 
 class _Group:
-    def __init__(self, reports: dict[str, dict[int, Report]]) -> None:
+    def __init__(self, reports: dict[str, dict[int, Report]], of_daemons: Sequence[DaemonReport]) -> None:
         self._reports = reports
+        newest = max(datetime.fromisoformat(report.written) for report in _all(reports))
+        self._served: dict[Member, list[Report]] = {}  # by the node daemon that runs their proxies
+        for report in _all(reports):
+            if report.daemon is not None:
+                self._served.setdefault(Member(report.process.host, report.daemon), []).append(report)
+        self._daemons = daemons.of_jobs(of_daemons, reports, self._served, newest)
         self._members = {name: next(iter(by_rank.values())).members for name, by_rank in reports.items()}
         self._ranks: dict[Node, dict[str, int]] = {}  # of each node: its rank in each communicator
         for name, members in self._members.items():
@@ -210,7 +225,8 @@ class _Group:
             kind = "lost" if node in self._lost else "missing"
             waiting = self._named(other for other in self._ranks if node in self._reach[other])
             text = f"{sentence(self._name(node))} wrote no report: {reason}."
-            findings.append(Finding(kind, [self._name(node)], waiting, text))
+            reasons = [reason for name, rank in ranks.items() for reason in self._at_daemon(name, rank)]
+            findings.append(Finding(kind, [self._name(node)], waiting, text, reasons))
         return findings
 
     def _mismatches(self) -> list[Finding]:
@@ -246,7 +262,8 @@ class _Group:
                 reasons = [f"its kernel waits for {wait_text(wait)}" for wait in waits]
                 waiting = self._named(other for other in self._ranks if node in self._reach[other])
                 text = f"{name} is held up by its own proxy{self._inside(report.communicator)}."
-                findings.append(Finding("proxy", [name], waiting, sentence(text), reasons + _proxy_state(report)))
+                reasons += [*_proxy_state(report), *self._at_daemon(report.communicator, report.rank)]
+                findings.append(Finding("proxy", [name], waiting, sentence(text), reasons))
         return findings
 
     def _waits(self) -> list[Finding]:
@@ -258,7 +275,10 @@ class _Group:
             if inner:
                 behind = f", and {listed(waiting)} for them" if waiting else ""
                 text = f"{listed(about)} wait for each other{behind}."
-                findings.append(Finding("circle", about, waiting, sentence(text), [edge.text for edge in inner]))
+                places = [place for node in end for place in self._ranks[node].items()]
+                reasons = [reason for place in sorted(places) for reason in self._at_daemon(*place, idle=False)]
+                reasons = [*(edge.text for edge in inner), *reasons]
+                findings.append(Finding("circle", about, waiting, sentence(text), reasons))
                 continue
             (node,) = end
             edges = sorted((edge for edge in self._edges if edge.target == node), key=lambda edge: edge.rank)
@@ -278,14 +298,42 @@ class _Group:
             report = self._reports[communicator].get(rank)
             if report is None:
                 reasons.append(f"{name} wrote no report{self._inside(communicator)}: {self._why_absent(node)}")
+                reasons += self._at_daemon(communicator, rank)
                 continue
             reasons += self._calls_behind(report, [edge for edge in edges if edge.communicator == communicator])
             reasons += [f"{name}: {text}" for text in _proxy_state(report)]
+            reasons += self._at_daemon(communicator, rank)
             for edge in edges:
                 reasons += self._signals(report, edge)
             if not any(wait.kind in OWN_PROXY_WAITS for wait in report.waits):
                 reasons.append(f"no kernel of {name}{self._inside(communicator)} waits; {where(report)}")
         return reasons
+
+    def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
+        """What a node daemon says of a rank.
+
+        Args:
+            communicator: name of the communicator.
+            rank: number of the rank in it.
+            idle: say it also where the daemon has nothing to do for the rank.
+        """
+        own = self._reports[communicator].get(rank)
+        name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
+        said = []
+        for daemon in self._daemons:
+            if daemon.process.host != self._members[communicator][rank].host:
+                continue
+            place = f"the node daemon, process {daemon.process.pid}"
+            client = daemon.client_of(communicator, rank)
+            if client is not None:
+                remarks = daemons.remarks(daemon, client, rings=own is None)
+                if remarks or idle:
+                    said.append(f"{name} at {place}: {'; '.join(remarks) or 'nothing is outstanding'}")
+            elif own is not None and own.daemon == daemon.process.pid:
+                said.append(f"{name} has no session at {place}, any more")
+            elif own is None and daemons.serves(daemon, communicator):
+                said.append(f"{name} has no session at {place}, which runs the proxies of others")
+        return said
 
     def _why_absent(self, node: Node) -> str:
         return self._lost.get(node) or _absence(Member(node[0], node[1]))
@@ -327,6 +375,7 @@ class _Group:
             communicators=names,
             world_sizes=[len(self._members[name]) for name in names],
             reported=[sorted(self._reports[name]) for name in names],
+            daemons=[daemon.process for daemon in self._daemons],
             findings=sorted(findings, key=self._weight),
             notes=self._notes(),
         )
@@ -345,12 +394,19 @@ class _Group:
 
     def _notes(self) -> list[str]:
         notes = []
-        times = [datetime.fromisoformat(report.written) for report in _all(self._reports)]
+        written = [report.written for report in _all(self._reports)] + [daemon.written for daemon in self._daemons]
+        times = [datetime.fromisoformat(moment) for moment in written]
         apart = (max(times) - min(times)).total_seconds()
         if apart > _LONG_APART:
             notes.append(f"the reports were written up to {apart:.0f} s apart: they may not show one moment")
         for report in _all(self._reports):
             notes += [f"rank {report.rank} could not read {reason}" for reason in report.unread]
+        for daemon in self._daemons:
+            notes += [f"the node daemon, process {daemon.process.pid}, could not read {what}" for what in daemon.unread]
+        for process, served in self._served.items():
+            if process not in [daemon.process for daemon in self._daemons]:
+                ranks = listed(_rank_names(sorted({report.rank for report in served})))
+                notes.append(f"the node daemon that runs the proxy of {ranks} wrote no report: {_absence(process)}")
         return notes
 
 
@@ -387,11 +443,6 @@ def _rank_names(ranks: Sequence[int]) -> list[str]:
 def sentence(text: str) -> str:
     """With a capital."""
     return text[:1].upper() + text[1:]
-
-
-def counted(number: int, thing: str) -> str:
-    """A number of things, such as "2 triggers"."""
-    return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 def listed(names: Sequence[str]) -> str:

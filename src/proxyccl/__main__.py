@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         type=Path,
         metavar="REPORT",
-        help="reports of the ranks, or directories with them (default: the newest of this user)",
+        help="reports of ranks and node daemons, or directories with them (default: the newest of this user)",
     )
     doctor_parser.add_argument("--full", action="store_true", help="print the reports too")
     doctor_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
