@@ -77,7 +77,7 @@ bench-gpu:
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/put_signal.py --json $(RESULTS)/put_signal_2.json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/daemon.py --json $(RESULTS)/daemon_$(GPU_RUNTIME)_$(RANKS).json
-	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing.json
+	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing_$(GPU_RUNTIME).json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/report.py
 

@@ -47,6 +47,13 @@ RDMA_RATE_RATIO = 0.9
 RDMA_BANDWIDTH_RATIO = 0.95
 """Aimed at: bandwidth of proxied writes of 64 KiB, over ib_write_bw's."""
 
+DAEMON_LATENCY_RATIO = 1.15
+"""Aimed at, at most: a latency with the proxies in the node daemon, over the same with proxies in the ranks."""
+DAEMON_RATE_RATIO = 0.9
+"""Aimed at, at least: the same of a ring's rate."""
+TRACED_RATE = 0.9
+"""Aimed at, at least: triggers a second of a proxy that is traced, over the same while nobody looks."""
+
 ISSUE_US = 5.0
 """Aimed at: CPU time to issue a prepared collective, where a torch elementwise add takes 4.9."""
 

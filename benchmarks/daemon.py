@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import aims
 from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
@@ -238,7 +239,7 @@ def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool)
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)
         found.append({"what": name, "thread": thread, "daemon": daemon, "ratio": daemon / thread})
-        found[-1]["aim"] = 0.9 if higher_is_better else 1.15
+        found[-1]["aim"] = aims.DAEMON_RATE_RATIO if higher_is_better else aims.DAEMON_LATENCY_RATIO
     return found
 
 

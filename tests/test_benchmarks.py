@@ -29,7 +29,8 @@ def make_page(directory: Path) -> subprocess.CompletedProcess[str]:
 def result(benchmark: str, date: str = "2000-01-01T00:00:00+00:00", **fields: Any) -> dict[str, Any]:
     """A made-up result, with what every program writes."""
     machine = {"system": "Linux 1", "cpu": "a CPU", "cores": 2}
-    return {"benchmark": benchmark, "date": date, "machine": machine, "versions": {"proxyccl": "1"}, **fields}
+    common = {"benchmark": benchmark, "date": date, "machine": machine, "versions": {"proxyccl": "1"}}
+    return {**common, "runtime": "cuda", **fields}
 
 
 def all_reduce_result(ranks: int, time_us: float, **fields: Any) -> dict[str, Any]:
@@ -154,6 +155,87 @@ def test_the_page_shows_the_latest_result(tmp_path: Path) -> None:
     page = (tmp_path / "README.md").read_text()
     assert "**1.50**" in page
     assert "9.50" not in page
+
+
+def test_results_of_another_runtime_are_shown_beside(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(all_reduce_result(4, 1.5)))
+    (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(4, 9.5, runtime="host")))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    for text in ("## all_reduce on 4 GPUs", "## all_reduce on 4 ranks of the host runtime", "**1.50**", "**9.50**"):
+        assert text in page
+
+
+def test_the_page_begins_with_what_matters_and_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(daemon_result(cores=2)))
+    (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(4, 4.0)))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    rows = re.findall(r"^\| \[(.+)\]\(#(.+)\) \| (.+) \|$", page, re.MULTILINE)
+    assert [title for title, _, _ in rows] == ["all_reduce on 4 GPUs", "The node daemon on 4 ranks of the host runtime"]
+    assert rows[1][1] == "the-node-daemon-on-4-ranks-of-the-host-runtime"
+    assert "latency 1.50 (aim: at most 1.15), rate 0.80 (aim: at least 0.9)" in rows[1][2]
+    assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == [title for title, _, _ in rows]
+
+
+def daemon_result(*, cores: int, **fields: Any) -> dict[str, Any]:
+    def compared(what: str, thread: float, daemon: float, aim: float) -> dict[str, Any]:
+        return {"what": what, "thread": thread, "daemon": daemon, "ratio": daemon / thread, "aim": aim}
+
+    measured = {
+        "latency_us": [compared("signal", 8.0, 12.0, 1.15), compared("put", 5.0, 5.25, 1.15)],
+        "triggers_per_s": [compared("pushed by a kernel", 50e6, 40e6, 0.9)],
+        "cores": {
+            "idle": {"thread": 0.04, "daemon": 0.01},
+            "busy": {"thread": 1.25, "daemon": 0.75},
+            "triggers_per_s": {"thread": 50000.0, "daemon": 49000.0},
+        },
+    }
+    machine = {"system": "Linux 1", "cpu": "a CPU", "cores": cores}
+    return result(
+        "daemon", **{"runtime": "host", "world_size": 4, "threads": 1, "machine": machine, **measured, **fields}
+    )
+
+
+def test_the_daemon_is_shown_beside_proxies_in_the_ranks(tmp_path: Path) -> None:
+    (tmp_path / "daemon.json").write_text(json.dumps(daemon_result(cores=2)))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    for text in (
+        "| signal | 8.00 | 12.00 | 1.50 | at most 1.15 |",
+        "| pushed by a kernel | 50.00 | 40.00 | 0.80 | at least 0.9 |",
+        "| idle | 0.040 | 0.010 | 0.25 |",
+        "| busy: 49,000 puts with signals a second | 1.250 | 0.750 | 0.60 |",
+    ):
+        assert text in page
+
+
+@pytest.mark.parametrize(("runtime", "cores", "said"), [("host", 2, True), ("host", 4, False), ("cuda", 2, False)])
+def test_latency_without_cores_for_it_is_shown_as_such(tmp_path: Path, runtime: str, cores: int, said: bool) -> None:
+    (tmp_path / "daemon.json").write_text(json.dumps(daemon_result(cores=cores, runtime=runtime)))
+    assert make_page(tmp_path).returncode == 0
+    assert ("A ping-pong of two kernels wants 4 cores" in (tmp_path / "README.md").read_text()) == said
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["with the engine alone", "kernels only"])
+def test_the_cost_of_observing_is_shown(tmp_path: Path, alone: bool) -> None:
+    def row(nobody: float, looked_at: float, traced: float, **names: str) -> dict[str, Any]:
+        figures = {"nobody looks": (nobody, 1.0), "looked at": (looked_at, 0.98), "traced": (traced, 0.94)}
+        modes = {
+            mode: {"median": value, "best": value, "rate_of_unobserved": r} for mode, (value, r) in figures.items()
+        }
+        return {"trigger": "signal", **names, **modes}
+
+    engine = [row(3.25, 3.5, 3.75)] if alone else []
+    kernels = [row(50e6, 49e6, 47e6, producers="1 thread")]
+    report = result("observing", repeats=3, engine_alone=engine, kernels=kernels)
+    (tmp_path / "observing.json").write_text(json.dumps(report))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "| signal | 1 thread | 50.00 | 49.00 | 0.98 | 47.00 | 0.94 |" in page
+    assert "kernels that push, 0.98 looked at and 0.94 traced" in page
+    assert ("| signal | 3.25 | 3.50 | 0.98 | 3.75 | 0.94 |" in page) == alone
+    assert ("the engine alone, 0.98" in page) == alone
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
