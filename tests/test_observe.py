@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -392,6 +393,51 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
     with running_daemon(path, "--metrics", "0") as daemon:
         run_ranks(2, body, proxy="daemon")
         assert publications.find() == []
+
+
+def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it run another daemon with a job and one without, and proxies in ranks."""
+    chosen, other, idle = (tmp_path / f"{name}.sock" for name in ("chosen", "other", "idle"))
+
+    def job(proxy: str, path: Path | None = None) -> Communicator:
+        if path is not None:
+            monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(path))
+        comm = opened.enter_context(Communicator(ThreadBootstrap.create(1)[0], rank_runtime(0), proxy=proxy))
+        assert comm.proxy.fifos  # it runs from here on
+        return comm
+
+    with (
+        running_daemon(chosen) as daemon,
+        running_daemon(other),
+        running_daemon(idle) as without,
+        contextlib.ExitStack() as opened,
+    ):
+        comm, another = job("daemon", chosen), job("daemon", other)
+        job("thread")
+        assert len(publications.find()) == 3
+        assert publications.find(process=daemon.process.pid) == publications.find(comm.job)
+        look_once = ("top", "--once", "--json", "--interval", "0.05")
+        (service,) = json.loads(output_of(command(*look_once, "--daemon", str(chosen))))
+        assert (service["job"], service["pid"]) == (comm.job, daemon.process.pid)
+        (service,) = json.loads(output_of(command(*look_once, "--daemon")))  # the one that the environment names
+        assert service["job"] == another.job
+        trace = ("trace", "-t", "0.05", "-o", str(tmp_path / "trace.json"))
+        assert "of 1 proxies" in output_of(command(*trace, "--daemon", str(chosen)))
+        for arguments in ((*look_once, "--daemon", str(idle)), (*trace, "--daemon", str(idle))):
+            nothing = command(*arguments)
+            _, error = nothing.communicate(timeout=60)
+            assert nothing.returncode == 1
+            assert f"no proxy runs in process {without.process.pid} for this user" in error
+
+
+@pytest.mark.parametrize("arguments", [("top",), ("trace", "-o", "trace.json")], ids=["top", "trace"])
+def test_a_daemon_that_does_not_answer_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    path = tmp_path / "nobody.sock"
+    look = command(*arguments, "--daemon", str(path))
+    _, error = look.communicate(timeout=60)
+    assert look.returncode == 1
+    assert f"no node daemon answers at {path}" in error
+    assert f"proxyccl daemon --socket {path}" in error
 
 
 @pytest.mark.parametrize(

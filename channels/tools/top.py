@@ -35,14 +35,16 @@ _COLUMNS = (
 
 
 class Watch:
-    """Looks at all services, or at those of one job, time and again.
+    """Looks at all services, or at those of one job or process, time and again.
 
     Args:
         job: of this job only; None for all.
+        process: those that run in this process only; None for all.
     """
 
-    def __init__(self, job: str | None = None) -> None:
+    def __init__(self, job: str | None = None, process: int | None = None) -> None:
         self._job = job
+        self._process = process
         self._observers: dict[Path, Observer] = {}
         self._views: dict[Path, ServiceView] = {}
 
@@ -50,7 +52,7 @@ class Watch:
         """What the services that were there at the last call did since, by job and rank."""
         before, self._views = self._views, {}
         rates = []
-        found = dict(find(self._job))
+        found = dict(find(self._job, process=self._process))
         for path in self._observers.keys() - found.keys():
             self._observers.pop(path).close()
         for path, publication in found.items():
@@ -145,7 +147,7 @@ def _fitting(text: str) -> str:
     if len(lines) <= height:
         return text
     return "\n".join(
-        [*lines[: height - 1], f"… {len(lines) - height + 1} more lines: a taller terminal, --job or --once"]
+        [*lines[: height - 1], f"… {len(lines) - height + 1} more lines: a taller terminal, --job, --daemon or --once"]
     )
 
 
@@ -158,19 +160,20 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
             yield rates
 
 
-def run(interval: float, job: str | None, *, once: bool, as_json: bool) -> int:
+def run(interval: float, job: str | None, process: int | None, *, once: bool, as_json: bool) -> int:
     """The command. Returns the exit code: 1 when nothing runs.
 
     Args:
         interval: seconds between two looks.
         job: of this job only; None for all.
+        process: what runs in this process only, such as a daemon's; None for all.
         once: one table, over one interval; otherwise until Ctrl-C or until nothing runs any more.
         as_json: for other programs: one line of JSON, a list of services, for each table.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
     """
-    watch = Watch(job)
+    watch = Watch(job, process)
     live = sys.stdout.isatty() and not once and not as_json
     shown = False
     try:
@@ -191,5 +194,5 @@ def run(interval: float, job: str | None, *, once: bool, as_json: bool) -> int:
     finally:
         watch.close()
     if not shown:
-        print(f"proxyccl: {none_found(job)}", file=sys.stderr)
+        print(f"proxyccl: {none_found(job, process=process)}", file=sys.stderr)
     return 0 if shown else 1

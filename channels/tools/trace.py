@@ -114,24 +114,27 @@ def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
         file.write(f'\n],\n"displayTimeUnit": "ns",\n"otherData": {json.dumps(other)}}}\n')
 
 
-def record(seconds: float, job: str | None = None, ranks: Collection[int] | None = None) -> list[ServiceTrace]:
+def record(
+    seconds: float, job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
+) -> list[ServiceTrace]:
     """Records all that the chosen services do for some seconds, or until Ctrl-C.
 
     Args:
         seconds: for how long.
         job: of this job only; None for all.
         ranks: of these ranks only; None for all.
+        process: what runs in this process only, such as a daemon's; None for all.
 
     Raises:
         ResourceError: none of them runs, or another process traces one.
     """
     with contextlib.ExitStack() as opened:
         tracers = []
-        for path, publication in find(job, ranks):
+        for path, publication in find(job, ranks, process):
             with contextlib.suppress(ArgumentError):  # it was closed meanwhile
                 tracers.append(opened.enter_context(Tracer(path, publication)))
         if not tracers:
-            raise ResourceError(none_found(job, ranks))
+            raise ResourceError(none_found(job, ranks, process))
         deadline = time.monotonic() + seconds
         with contextlib.suppress(KeyboardInterrupt):
             while (left := deadline - time.monotonic()) > 0:
@@ -141,9 +144,9 @@ def record(seconds: float, job: str | None = None, ranks: Collection[int] | None
         return [tracer.stop() for tracer in tracers]
 
 
-def run(path: Path, seconds: float, job: str | None, ranks: Collection[int] | None) -> int:
+def run(path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None) -> int:
     """The command. Returns the exit code. Arguments and errors as for `record`."""
-    traces = record(seconds, job, ranks)
+    traces = record(seconds, job, ranks, process)
     write_trace(path, traces)
     triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
     unknown = sum(t.completed_ns is None for trace in traces for t in trace.triggers)

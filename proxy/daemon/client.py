@@ -56,6 +56,7 @@ from proxyccl.proxy.trigger import Trigger
 
 NO_RDMA = "the node daemon moves no data by RDMA; PROXYCCL_PROXY=thread does"
 _MARGIN = 10.0  # seconds that an answer may take beside what was asked for
+_HELLO_SECONDS = 10.0  # that a daemon may take to say that it is there
 
 
 def connect(path: Path, timeout: float) -> tuple[socket.socket, int]:
@@ -93,6 +94,17 @@ def _introduce(connection: socket.socket) -> str:
         return fields.text("message")
     version = fields.integer("version")
     return "" if version == VERSION else f"it speaks version {version} of the protocol, this process {VERSION}"
+
+
+def daemon_process(path: Path) -> int:
+    """The process of the daemon that listens at a path.
+
+    Raises:
+        RuntimeUnavailableError: none answers.
+    """
+    connection, process = connect(path, _HELLO_SECONDS)
+    connection.close()
+    return process
 
 
 def missing_daemon(timeout: float) -> str:

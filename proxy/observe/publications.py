@@ -187,12 +187,15 @@ def _is_stale(path: Path) -> bool:
     return pid.isdigit() and _start_of(int(pid)) is None
 
 
-def find(job: str | None = None, ranks: Collection[int] | None = None) -> list[tuple[Path, Publication]]:
+def find(
+    job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
+) -> list[tuple[Path, Publication]]:
     """The services of this user on this machine, by job and rank. Files of processes that are gone are removed.
 
     Args:
         job: of this job only; None for all.
         ranks: of these ranks only; None for all.
+        process: those that run in this process only, a rank's or a daemon's; None for all.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -217,15 +220,17 @@ def find(job: str | None = None, ranks: Collection[int] | None = None) -> list[t
         for path, publication in found
         if (job is None or publication.description.job == job)
         and (ranks is None or publication.description.rank in ranks)
+        and process in (None, publication.pid)
     ]
     return sorted(wanted, key=lambda item: (item[1].description.job, item[1].description.rank, item[1].pid))
 
 
-def none_found(job: str | None = None, ranks: Collection[int] | None = None) -> str:
+def none_found(job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None) -> str:
     """In words, that `find` found nothing."""
     of_job = "" if job is None else f" of job {job}"
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
+    where = "here" if process is None else f"in process {process}"
     return (
-        f"no proxy{of_job}{of_ranks} runs here for this user; looked in {publications_directory()} "
+        f"no proxy{of_job}{of_ranks} runs {where} for this user; looked in {publications_directory()} "
         "(one that was started with another XDG_RUNTIME_DIR shows itself elsewhere)"
     )

@@ -14,9 +14,27 @@ from proxyccl.device.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import command
+from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.daemon.server import DaemonOptions
 from proxyccl.proxy.thread import IdlePolicy
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Which proxies are wanted."""
+    parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
+    parser.add_argument(
+        "--daemon",
+        nargs="?",
+        const="",
+        metavar="SOCKET",
+        help="what runs in this node daemon only; without SOCKET in the one where `proxyccl daemon` listens by default",
+    )
+
+
+def _process(daemon: str | None) -> int | None:
+    """The process that --daemon chooses, if it was given."""
+    return None if daemon is None else daemon_process(socket_path(daemon))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -65,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     top_parser.add_argument(
         "--interval", type=options.seconds, default=1.0, metavar="S", help="between two looks (default %(default)s)"
     )
-    top_parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
+    _add_selection(top_parser)
 
     trace_parser = commands.add_parser("trace", help="record every trigger for a while, for Perfetto to show")
     trace_parser.add_argument(
@@ -75,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         "-t", "--seconds", type=options.seconds, default=1.0, help="to record, or until Ctrl-C (default %(default)s)"
     )
     trace_parser.add_argument("--ranks", type=options.ranks, help="such as 0,3 (default: all)")
-    trace_parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
+    _add_selection(trace_parser)
 
     doctor_parser = commands.add_parser(
         "doctor", help="from the reports of ranks that hang: who waits for whom, and why"
@@ -154,9 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parsed.metrics,
             )
         if parsed.command == "top":
-            return top.run(parsed.interval, parsed.job, once=parsed.once, as_json=parsed.json)
+            process = _process(parsed.daemon)
+            return top.run(parsed.interval, parsed.job, process, once=parsed.once, as_json=parsed.json)
         if parsed.command == "trace":
-            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks)
+            process = _process(parsed.daemon)
+            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks, process)
         if parsed.command == "doctor":
             return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
         if parsed.benchmark == "ring":
