@@ -36,6 +36,7 @@ _RING_LAYOUT_AIMS = {
     "512 blocks of 1": aims.RING_ANY_LAYOUT_M,
 }
 _PING_PONG_CORES = 4
+_OBSERVED_CORES = 3
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -475,6 +476,12 @@ def observing_section(result: Result) -> Section:
             "",
             *_observed_table(result["kernels"], ["trigger", "producers"], "median", 1e-6),
         ]
+        if not on_gpus(result) and result["machine"]["cores"] < _OBSERVED_CORES:
+            lines += [
+                f"The kernel, its proxy and the observer want {_OBSERVED_CORES} cores. With "
+                f"{result['machine']['cores']} these rows show what the observer takes from the other two, too.",
+                "",
+            ]
         parts.append(("kernels that push", result["kernels"]))
     least = []
     for what, rows in parts:

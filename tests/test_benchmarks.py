@@ -217,7 +217,7 @@ def test_latency_without_cores_for_it_is_shown_as_such(tmp_path: Path, runtime: 
     assert ("A ping-pong of two kernels wants 4 cores" in (tmp_path / "README.md").read_text()) == said
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["with the engine alone", "kernels only"])
+@pytest.mark.parametrize("alone", [True, False], ids=["on the host, with the engine alone", "on a GPU"])
 def test_the_cost_of_observing_is_shown(tmp_path: Path, alone: bool) -> None:
     def row(nobody: float, looked_at: float, traced: float, **names: str) -> dict[str, Any]:
         figures = {"nobody looks": (nobody, 1.0), "looked at": (looked_at, 0.98), "traced": (traced, 0.94)}
@@ -228,7 +228,8 @@ def test_the_cost_of_observing_is_shown(tmp_path: Path, alone: bool) -> None:
 
     engine = [row(3.25, 3.5, 3.75)] if alone else []
     kernels = [row(50e6, 49e6, 47e6, producers="1 thread")]
-    report = result("observing", repeats=3, engine_alone=engine, kernels=kernels)
+    runtime = "host" if alone else "cuda"
+    report = result("observing", runtime=runtime, repeats=3, engine_alone=engine, kernels=kernels)
     (tmp_path / "observing.json").write_text(json.dumps(report))
     assert make_page(tmp_path).returncode == 0
     page = (tmp_path / "README.md").read_text()
@@ -236,6 +237,7 @@ def test_the_cost_of_observing_is_shown(tmp_path: Path, alone: bool) -> None:
     assert "kernels that push, 0.98 looked at and 0.94 traced" in page
     assert ("| signal | 3.25 | 3.50 | 0.98 | 3.75 | 0.94 |" in page) == alone
     assert ("the engine alone, 0.98" in page) == alone
+    assert ("the observer want 3 cores. With 2" in page) == alone
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no JSON"])
