@@ -12,6 +12,7 @@ turns. Two things are measured:
 from __future__ import annotations
 
 import argparse
+import os
 import select
 import statistics
 import subprocess
@@ -39,7 +40,7 @@ from proxyccl.proxy.trigger import Operation, Trigger
 ffi, lib = _engine.ffi, _engine.lib
 
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
-JOB = "observing"
+JOB = f"observing-{os.getpid()}"  # that of no other run
 _TIMEOUT = 30.0  # seconds, of each wait
 _SLOTS = 1 << 14  # a ring that fits a core's cache, filled once for each timed run
 _KINDS = {
@@ -59,13 +60,13 @@ extern "C" __global__ void push(Fifo ring, ProxycclTrigger trigger, ProxycclCont
 """
 
 
-def observe() -> None:
-    """The other process. Each line of its input says what to do until the next."""
+def observe(job: str) -> None:
+    """The other process, which looks at a job's only proxy. Each line of its input says what to do until the next."""
     while mode := sys.stdin.readline().strip():
         if mode == NOBODY:
             print(mode, flush=True)
             continue
-        ((path, publication),) = publications.find(JOB)
+        ((path, publication),) = publications.find(job)
         with Observer(publication) if mode == LOOKED_AT else Tracer(path, publication) as observer:
             print(mode, flush=True)
             while not select.select([sys.stdin], [], [], 0.01)[0]:
@@ -80,7 +81,7 @@ class Other:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--observe"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, "--observe", JOB], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
 
     def __enter__(self) -> Other:
@@ -267,10 +268,10 @@ def main() -> int:
     parser.add_argument("-t", "--seconds", type=options.count, default=30, help="to spend, about (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="measure less")
     parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
-    parser.add_argument("--observe", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--observe", metavar="JOB", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.observe:
-        observe()
+        observe(parsed.observe)
         return 0
     runtime = open_runtime()
     facts = machine()
