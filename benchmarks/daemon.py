@@ -30,7 +30,7 @@ from program import common_arguments, describe, end_if_it_hangs, heading
 from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Trigger
 from proxyccl.channels.tools.report import Column, Report, Table, write_json
 from proxyccl.proxy._engine import ffi, lib
-from proxyccl.proxy.daemon.client import missing_daemon
+from proxyccl.proxy.daemon.client import missing_in_daemon
 
 _TIMEOUT = 20.0  # seconds, of each wait
 _ROUNDS = 300
@@ -226,7 +226,7 @@ def start_daemon(path: Path) -> subprocess.Popen[bytes]:
         [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path)], stderr=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 60
-    while missing_daemon(_TIMEOUT):
+    while missing_in_daemon(_TIMEOUT)[0]:
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit("daemon.py: the daemon does not start")
         time.sleep(0.05)

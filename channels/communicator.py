@@ -56,13 +56,14 @@ from proxyccl.device.errors import (
     ClosedError,
     CommunicatorError,
     KernelError,
+    ProxyCCLError,
     WaitTimeoutError,
 )
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.kernel import Kernel, Launch, Module
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.proxy.cores import parse_cores
-from proxyccl.proxy.daemon.client import NO_RDMA, DaemonClient, missing_daemon
+from proxyccl.proxy.daemon.client import DaemonClient, missing_in_daemon
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import Connection, Handle, Proxy, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
@@ -193,9 +194,9 @@ class Communicator:
         self.control: ControlSegment = create_segment(self.runtime, self.rank, self.timeout, self.world_size)
 
         self._uses_daemon = in_daemon
-        rdma_missing = NO_RDMA if in_daemon else missing_for_rdma() or ""
+        daemon_missing, rdma_missing = missing_in_daemon(self.timeout) if in_daemon else ("", missing_for_rdma() or "")
         own = RankInfo.own(self.runtime, rdma_missing, encode_choice(transport, self.world_size))
-        own = replace(own, daemon_missing=missing_daemon(self.timeout) if in_daemon else "")
+        own = replace(own, daemon_missing=daemon_missing)
         infos = [RankInfo.decode(data) for data in self.all_gather_bytes(own.encode())]
         local = local_world_size if local_world_size is not None else local_world_size_from_environment()
         self.topology = Topology.find(self.rank, infos, self.runtime, local)
@@ -220,8 +221,12 @@ class Communicator:
         self.job = self.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
         self.rdma = Rdma(self, rdma or RdmaOptions.from_environment())
         if uses_verbs:
-            self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
-            self.rdma.connect_endpoints(self.topology.transports())
+            try:
+                self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
+                self.rdma.connect_ends(self.topology.transports())
+            except ProxyCCLError:
+                self._close_proxy()
+                raise
         self._transports = self.topology.transports()
         failed = weakref.WeakMethod(self.reporter.failed)  # a communicator that is forgotten can go
         self._watcher = Watcher(
@@ -602,7 +607,8 @@ class Communicator:
             if self._failure is None:
                 self._failure = exception_from(self.control.record(), self.rank, failure.reason)
                 self._failure.__cause__ = failure.exception
-        self._watcher.pass_on()
+        if self._state != "opening":  # then the other ranks hear of it in the exchange that is under way
+            self._watcher.pass_on()
 
     # -- for the other modules of this room ---
 
@@ -834,6 +840,12 @@ class Communicator:
             finally:
                 self._release(healthy=healthy)
 
+    def _close_proxy(self) -> bool:
+        if self._proxy is not None and not self._proxy.close(self.timeout):
+            return False
+        self.rdma.close()
+        return True
+
     def _release(self, *, healthy: bool) -> None:
         self._state = "closed"
         _open_communicators.discard(self)
@@ -842,9 +854,8 @@ class Communicator:
         # Kernels that were told to stop look at the memory that goes below until they have.
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()
-        if self._proxy is not None and not self._proxy.close(self.timeout):
+        if not self._close_proxy():
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
-        self.rdma.close()
         self.default_stream.close()
         self.mappings.close()
         if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it

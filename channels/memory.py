@@ -7,13 +7,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
 from proxyccl.device.runtime import Memory
 
 if TYPE_CHECKING:
     from proxyccl.channels.communicator import Communicator
     from proxyccl.device.arrays import ArrayView
-    from proxyccl.proxy.verbs.registrations import Registration
+    from proxyccl.proxy.interface import RdmaMemory
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,15 @@ class _Offer:
     """What a rank tells of the memory that it registers.
 
     Attributes:
-        handle: by which ranks of the same host map it; empty if they can't, and then `refusal` says why.
-        address: by which RDMA reaches it.
-        rkey: the key for RDMA; None where the rank uses none, or its device refuses the memory, as `rdma_refusal` says.
-        ptr: by which the rank's own copies reach it.
-        landing: the key for staged peers; None where the rank has none, or no key is left, as `staging_refusal` says.
+        handle: by which ranks of the same host map it; empty if they can't, and then `refusals["copy"]` says why.
+        exposed: by transport of RDMA, the address and the key by which peers name it.
+        refusals: by transport, why it does not reach the memory.
     """
 
     nbytes: int
     handle: bytes
-    refusal: str
-    address: int
-    rkey: int | None
-    rdma_refusal: str
-    ptr: int
-    landing: int | None
-    staging_refusal: str
+    exposed: dict[str, tuple[int, int]]
+    refusals: dict[str, str]
 
     def encode(self) -> bytes:
         return json.dumps({**asdict(self), "handle": self.handle.hex()}).encode()
@@ -59,11 +52,11 @@ class RegisteredMemory:
     """
 
     def __init__(
-        self, communicator: Communicator, view: ArrayView, offers: list[_Offer], registration: Registration | None
+        self, communicator: Communicator, view: ArrayView, offers: list[_Offer], exposed: dict[str, RdmaMemory]
     ) -> None:
         self._communicator = communicator
         self._owner = view.owner
-        self._registration = registration
+        self._exposed = exposed
         self._offers = offers
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
@@ -76,27 +69,23 @@ class RegisteredMemory:
     @classmethod
     def exchange(cls, communicator: Communicator, view: ArrayView) -> RegisteredMemory:
         """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
-        handle, refusal, registration, rdma_refusal = b"", "", None, ""
-        landing, staging_refusal = None, ""
+        handle = b""
+        exposed: dict[str, RdmaMemory] = {}
+        refusals: dict[str, str] = {}
         if view.nbytes:
             try:
                 handle = communicator.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
-                refusal = str(error)
-            if communicator.rdma.reaches("verbs"):
-                try:
-                    registration = communicator.rdma.register(view.ptr, view.nbytes, handle)
-                except ProxyCCLError as error:
-                    rdma_refusal = str(error)
-            if communicator.rdma.reaches("staged"):
-                try:
-                    landing = communicator.rdma.landings.add(view.ptr, view.nbytes)
-                except ResourceError as error:
-                    staging_refusal = str(error)
-        address, rkey = (registration.address, registration.rkey) if registration is not None else (view.ptr, None)
-        offer = _Offer(view.nbytes, handle, refusal, address, rkey, rdma_refusal, view.ptr, landing, staging_refusal)
-        offers = communicator.all_gather_bytes(offer.encode(), "register")
-        memory = cls(communicator, view, [_Offer.decode(offer) for offer in offers], registration)
+                refusals["copy"] = str(error)
+            for transport in ("verbs", "staged"):
+                if communicator.rdma.reaches(transport):
+                    try:
+                        exposed[transport] = communicator.rdma.expose(view.ptr, view.nbytes, transport, handle)
+                    except ProxyCCLError as error:
+                        refusals[transport] = str(error)
+        told = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
+        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, told, refusals).encode(), "register")
+        memory = cls(communicator, view, [_Offer.decode(offer) for offer in offers], exposed)
         communicator.keep(memory)
         return memory
 
@@ -114,7 +103,8 @@ class RegisteredMemory:
         """The first memory id of the own range, for triggers."""
         self._require_open()
         if self._id is None:
-            key = self._registration.lkey if self._registration is not None else 0
+            verbs = self._exposed.get("verbs")
+            key = verbs.local_key if verbs is not None and verbs.copied else 0
             handle = functools.partial(self._handle, self._communicator.rank)
             self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes, key, handle=handle)
         return self._id
@@ -123,12 +113,12 @@ class RegisteredMemory:
         """The first memory id of the own range for triggers to a peer: `id`, unless RDMA leads there whose device has
         other addresses for the range.
         """
-        registration = self._registration
-        if self._communicator.transport(peer) != "verbs" or registration is None or registration.address == self.ptr:
+        verbs = self._exposed.get("verbs")
+        if self._communicator.transport(peer) != "verbs" or verbs is None or verbs.copied:
             return self.id
         self._require_open()
         if self._rdma_id is None:
-            self._rdma_id = self._communicator.proxy.add_memory(registration.address, self.nbytes, registration.lkey)
+            self._rdma_id = self._communicator.proxy.add_keyed_memory(verbs.address, self.nbytes, verbs.local_key)
         return self._rdma_id
 
     def peer_nbytes(self, peer: int) -> int:
@@ -146,29 +136,27 @@ class RegisteredMemory:
         if peer == self._communicator.rank:
             return self.id
         if peer not in self._remote_ids:
-            address, key = self._reach(peer)
-            self._remote_ids[peer] = self._communicator.proxy.add_memory(
-                address, self.peer_nbytes(peer), key, handle=functools.partial(self._handle, peer)
-            )
+            self._remote_ids[peer] = self._add(peer)
         return self._remote_ids[peer]
 
-    def _reach(self, peer: int) -> tuple[int, int]:
-        """A peer's range as the transport to the peer reaches it: address and key."""
-        if self._communicator.transport(peer) == "copy":
-            return self.open(peer).ptr, 0
-        offer = self._offers[peer]
-        if self._communicator.transport(peer) == "staged":
-            if offer.staging_refusal:
-                raise ArgumentError("memory", f"rank {peer}'s memory can't be staged: {offer.staging_refusal}")
-            return offer.ptr, offer.landing or 0
-        for rank, side in ((self._communicator.rank, self._offers[self._communicator.rank]), (peer, offer)):
-            if side.rdma_refusal:
+    def _add(self, peer: int) -> int:
+        """Registers a peer's range as the transport to the peer reaches it."""
+        proxy, transport, offer = self._communicator.proxy, self._communicator.transport(peer), self._offers[peer]
+        if transport == "copy":
+            handle = functools.partial(self._handle, peer)
+            return proxy.add_memory(self.open(peer).ptr, offer.nbytes, handle=handle)
+        for rank in (self._communicator.rank, peer) if transport == "verbs" else (peer,):
+            refusal = self._offers[rank].refusals.get(transport)
+            if refusal and transport == "verbs":
                 raise ArgumentError(
                     "memory",
-                    f"rank {rank}'s memory can't be reached by RDMA: {side.rdma_refusal}; "
+                    f"rank {rank}'s memory can't be reached by RDMA: {refusal}; "
                     'transport="staged" takes data through pinned memory of the host',
                 )
-        return offer.address, offer.rkey or 0
+            if refusal:
+                raise ArgumentError("memory", f"rank {rank}'s memory can't be staged: {refusal}")
+        address, key = offer.exposed.get(transport, (0, 0))  # none of empty memory
+        return proxy.add_keyed_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
         """Address at which kernels here reach a peer's range.
@@ -195,7 +183,9 @@ class RegisteredMemory:
     def _handle(self, rank: int) -> bytes:
         offer = self._offers[rank]
         if not offer.handle:
-            raise ArgumentError("memory", f"rank {rank} can't share its memory: {offer.refusal or 'it is empty'}")
+            raise ArgumentError(
+                "memory", f"rank {rank} can't share its memory: {offer.refusals.get('copy', 'it is empty')}"
+            )
         return offer.handle
 
     def _require_open(self) -> None:
@@ -217,11 +207,8 @@ class RegisteredMemory:
                     service.remove_memory(first, self.nbytes)
             for peer, first in self._remote_ids.items():
                 service.remove_memory(first, self.peer_nbytes(peer))
-        if self._registration is not None:
-            self._communicator.rdma.release(self._registration)
-        landing = self._offers[self._communicator.rank].landing
-        if landing is not None:
-            self._communicator.rdma.landings.remove(landing)
+        for memory in self._exposed.values():
+            self._communicator.rdma.withdraw(memory)
         if not self._communicator.closed:
             self._communicator.let_go(self)
             for peer in self._opened:

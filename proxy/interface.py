@@ -8,12 +8,14 @@ the one that is good for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Protocol
 
+from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Event, Stream
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.verbs.options import RdmaOptions
 
 Handler = Callable[[Trigger], None]
 
@@ -131,6 +133,135 @@ class StagedOptions:
     signals_bytes: int
 
 
+@dataclass(frozen=True)
+class RdmaEnd:
+    """One end of a way to a peer by RDMA, as the peer is told of it.
+
+    Attributes:
+        endpoint: address of its queue pair (`EndpointAddress`).
+        segment: address of the rank's control segment, as peers name it.
+        rkey: remote key of that segment or, where data is staged, of the area.
+        area: address of the area; 0 where data is not staged.
+        ring_bytes: of each of the rings in it.
+    """
+
+    endpoint: bytes
+    segment: int
+    rkey: int
+    area: int = 0
+    ring_bytes: int = 0
+
+    def encode(self) -> dict[str, Any]:
+        """As values that JSON has."""
+        return {**asdict(self), "endpoint": self.endpoint.hex()}
+
+    @classmethod
+    def decode(cls, values: Any) -> RdmaEnd:
+        """The inverse of `encode`.
+
+        Raises:
+            ArgumentError: these values are no end.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or values.keys() != names or not isinstance(values["endpoint"], str):
+            raise ArgumentError("peer", "what it tells of its end of an RDMA connection makes no sense")
+        for name in names - {"endpoint"}:
+            if type(values[name]) is not int or not 0 <= values[name] < 1 << (32 if name == "rkey" else 64):
+                raise ArgumentError("peer", f"its end of an RDMA connection has {values[name]!r:.40} for {name}")
+        try:
+            return cls(**{**values, "endpoint": bytes.fromhex(values["endpoint"])})
+        except ValueError:
+            raise ArgumentError("peer", "the endpoint of its RDMA connection is no bytes in hexadecimal") from None
+
+
+@dataclass(frozen=True)
+class RdmaMemory:
+    """Own memory as peers reach it by one transport; made by `RdmaContext.expose`.
+
+    Attributes:
+        transport: "verbs" or "staged".
+        address: by which peers name its first byte.
+        key: by which they name the memory: a remote key, or the number of a landing.
+        local_key: by which own requests do; 0 where data is staged.
+        copied: whether copies of the proxy reach it by the same address.
+        owner: what its context knows it by.
+    """
+
+    transport: str
+    address: int
+    key: int
+    local_key: int
+    copied: bool
+    owner: Any
+
+
+class RdmaContext(Protocol):
+    """An opened RDMA device, with all that one rank has on it: its ends of connections, and memory that peers reach."""
+
+    def refusal(self) -> str:
+        """Why the device can't register the memory of the rank's GPU; empty if it can.
+
+        Raises ResourceError: the system or the device has no room.
+        """
+        ...
+
+    def make_end(self, peer: int, transport: str) -> RdmaEnd:
+        """This rank's end of a way to a peer.
+
+        Args:
+            peer: its rank.
+            transport: "verbs", or "staged" for data that goes through pinned memory.
+
+        Raises:
+            ArgumentError: there is one already, or no such transport.
+            ResourceError: the device or the system has no room.
+        """
+        ...
+
+    def connect_end(self, peer: int, theirs: RdmaEnd, timeout: float) -> None:
+        """Makes the end ready to send to the peer's. It does not wait for the peer.
+
+        Args:
+            peer: its rank.
+            theirs: what the peer's `make_end` gave.
+            timeout: seconds to keep trying while the network does not know the peer.
+
+        Raises:
+            ArgumentError: the peer's end makes no sense, or can't be reached from here.
+            TransportError: the system refuses to connect.
+        """
+        ...
+
+    def open_connection(self, peer: int) -> Connection:
+        """The proxy's way to a peer, over a connected end."""
+        ...
+
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
+        """Lets peers reach own memory. Each call is paired with a `withdraw`.
+
+        Args:
+            ptr: its address in the caller's process.
+            nbytes: its size.
+            transport: by which.
+            handle: by which another process opens it, and what tells its allocation from all others; empty where
+                nothing does.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ResourceError: there is no room.
+            RuntimeUnavailableError: the device can't register it.
+        """
+        ...
+
+    def withdraw(self, memory: RdmaMemory) -> None:
+        """Ends `expose`. No trigger, of a peer either, may name the memory any more."""
+        ...
+
+    def close(self) -> None:
+        """Frees it all. The proxy must have ended."""
+        ...
+
+
 class Proxy(Protocol):
     """Drains a rank's rings and issues what their triggers ask for."""
 
@@ -178,6 +309,15 @@ class Proxy(Protocol):
         """
         ...
 
+    def add_keyed_memory(self, address: int, nbytes: int, key: int) -> int:
+        """Registers memory that RDMA knows by an address and a key: own, or a peer's. Returns the first id.
+
+        A trigger that has it copied is refused.
+
+        Raises ResourceError when no ids are left.
+        """
+        ...
+
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Gives ids back. No trigger may name them any more."""
         ...
@@ -186,12 +326,21 @@ class Proxy(Protocol):
         """A connection that copies within the node."""
         ...
 
-    def connect_verbs(self, options: VerbsOptions, *, peer: int | None = None) -> Connection:
-        """A connection that writes to a peer's memory over a queue pair."""
-        ...
+    def open_rdma(
+        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+    ) -> RdmaContext:
+        """Opens an RDMA device for this rank, once. It is closed behind the proxy.
 
-    def connect_staged(self, options: StagedOptions, *, peer: int | None = None) -> Connection:
-        """A connection that moves data through pinned memory on both sides."""
+        Args:
+            options: which device, and its settings.
+            signals: where in the control segment, in bytes, the words lie that peers' proxies may signal.
+            near: NUMA node that the device is to be near to; None: all are equally near.
+            local_rank: the rank's number on its host.
+
+        Raises:
+            ArgumentError: an option names what is not there.
+            RuntimeUnavailableError: there is no device that can be used; the message says why.
+        """
         ...
 
     def reserve_channel(self, connection: Connection) -> int:

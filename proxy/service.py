@@ -42,6 +42,8 @@ from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_status import status_text
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, WINDOW_BYTES, Trigger
+from proxyccl.proxy.verbs.context import VerbsContext
+from proxyccl.proxy.verbs.options import RdmaOptions
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -63,7 +65,7 @@ class SharedWords:
     BYTES = COUNTERS_BYTES + FLUSHED_BYTES + EXTENTS_BYTES
 
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
-        self._memory = memory
+        self.memory = memory
         self._offset = offset
         self._flushed_offset = offset + COUNTERS_BYTES
         self._extents_offset = self._flushed_offset + FLUSHED_BYTES
@@ -73,15 +75,15 @@ class SharedWords:
     @property
     def counters_handle(self) -> bytes:
         """By which other processes open the counters."""
-        return self._memory.export(self._memory.host_ptr + self._offset, COUNTERS_BYTES)
+        return self.memory.export(self.memory.host_ptr + self._offset, COUNTERS_BYTES)
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
-        return self._memory.ptr + self._flushed_offset + 8 * channel
+        return self.memory.ptr + self._flushed_offset + 8 * channel
 
     def flushed_host(self, channel: int) -> Any:
         """The CPU's pointer to the same word."""
-        return ffi.cast("uint64_t *", self._memory.host_ptr + self._flushed_offset + 8 * channel)
+        return ffi.cast("uint64_t *", self.memory.host_ptr + self._flushed_offset + 8 * channel)
 
     def flushed(self, channel: int) -> int:
         """One more than the ticket of the last flush that is complete on a channel."""
@@ -90,21 +92,16 @@ class SharedWords:
     @property
     def extents_pointer(self) -> int:
         """The device's address of the table that says for each memory id how many bytes follow it."""
-        return self._memory.ptr + self._extents_offset
+        return self.memory.ptr + self._extents_offset
 
     def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
         if not 0 <= channel < MAX_CHANNELS:
             raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
-        if self._memory.closed:
+        if self.memory.closed:
             raise ClosedError("the proxy service is closed")
         c = self.table[channel]
         return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
-
-
-def staged_area_bytes(ring_bytes: int) -> int:
-    """The size of an area with rings of that size."""
-    return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
 def _fill(native_options: Any, options: VerbsOptions | StagedOptions, names: tuple[str, ...]) -> None:
@@ -175,8 +172,9 @@ class ProxyService:
     Args:
         runtime: whose copies it issues.
         control: address of the ProxycclControl whose abort word ends the workers.
-        shared: pinned memory of at least `shared_bytes()`, for counters, flush words and the
-            extents of memories; zeroed.
+        shared: pinned memory that holds `shared_bytes()` for counters, flush words and the extents of memories, zeroed;
+            peers' words are signalled in it too, where RDMA is used.
+        shared_offset: of those bytes in it.
         fifos: number of rings.
         threads: number of workers, each with a thread of its own; rings are dealt out to them in turn.
         fifo_size: slots in each ring.
@@ -300,6 +298,13 @@ class ProxyService:
         Raises:
             ResourceError: no ids left: a ring's trigger can name 512.
         """
+        return self._add_memory(base, nbytes, key, keyed=False)
+
+    def add_keyed_memory(self, address: int, nbytes: int, key: int) -> int:
+        """Registers memory that RDMA knows by an address and a key. Returns the first id. Errors as of `add_memory`."""
+        return self._add_memory(address, nbytes, key, keyed=True)
+
+    def _add_memory(self, base: int, nbytes: int, key: int, *, keyed: bool) -> int:
         windows = max(1, -(-nbytes // WINDOW_BYTES))
         with self._lock:
             self._require_open()
@@ -308,9 +313,8 @@ class ProxyService:
                 self._memory_used[first + i] = True
                 offset = i * WINDOW_BYTES
                 self._shared.extents[first + i] = nbytes - offset
-                lib.proxyccl_service_set_memory(
-                    self._service, first + i, ffi.cast("char *", base + offset), nbytes - offset, key
-                )
+                start = ffi.cast("char *", base + offset)
+                lib.proxyccl_service_set_memory(self._service, first + i, start, nbytes - offset, key, keyed)
         return first
 
     def _find_ids(self, windows: int) -> int:
@@ -331,7 +335,7 @@ class ProxyService:
                 return
             for i in range(max(1, -(-nbytes // WINDOW_BYTES))):
                 self._shared.extents[first + i] = 0
-                lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0)
+                lib.proxyccl_service_set_memory(self._service, first + i, ffi.NULL, 0, 0, False)
                 self._memory_used[first + i] = False
 
     def connect_copy(self, *, peer: int | None = None) -> Connection:
@@ -408,6 +412,13 @@ class ProxyService:
         )
         _require_verbs(pointer)
         return self._connect(pointer, peer, (*streams, *events))
+
+    def open_rdma(
+        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+    ) -> VerbsContext:
+        """Opens an RDMA device. Arguments and errors as of `Proxy.open_rdma`."""
+        segment = self._shared.memory
+        return VerbsContext(self, self.runtime, segment, options, signals, near=near, local_rank=local_rank)
 
     def _connect(self, pointer: Any, peer: int | None, owned: tuple[Stream | Event, ...]) -> Connection:
         if not pointer:

@@ -20,9 +20,8 @@ from proxyccl.device._native import lib as native
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.runtime import EngineFunctions, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure, StagedOptions, VerbsOptions
-from proxyccl.proxy.service import staged_area_bytes
 from proxyccl.proxy.trigger import Operation
-from proxyccl.proxy.verbs.staging import Landings
+from proxyccl.proxy.verbs.staging import Landings, staged_area_bytes
 
 
 def seen_as(memory: PinnedMemory, kind: type[np.generic]) -> NDArray[Any]:

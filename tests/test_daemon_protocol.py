@@ -10,6 +10,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,11 +35,13 @@ from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import session
-from proxyccl.proxy.daemon.client import missing_daemon
+from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.fifo import ring_bytes
+from proxyccl.proxy.interface import RdmaEnd
 from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.verbs.options import RdmaOptions
 
 RING = 64
 OFFSET = ControlSegment.service_offset
@@ -94,7 +97,7 @@ class RawClient:
     def use(self) -> dict[str, Any]:
         """A memory and a channel to itself."""
         handle = self.buffer.export(self.buffer.ptr, 4096).hex()
-        memory = self.say({"do": "add_memory", "handle": handle, "nbytes": 4096})
+        memory = self.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
         connection = self.say({"do": "connect_copy", "peer": 0})
         assert memory is not None
         assert connection is not None
@@ -258,8 +261,18 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "drain", "timeout": -1},
         {"do": "drain", "timeout": float("nan")},
         {"do": "free_channels", "channels": {"0": 1}, "connection": 0},
-        {"do": "add_memory", "handle": "not hex", "nbytes": 1},
-        {"do": "add_memory", "handle": 3, "nbytes": 1},
+        {"do": "add_memory", "key": 0, "handle": "not hex", "nbytes": 1},
+        {"do": "add_memory", "key": 0, "handle": 3, "nbytes": 1},
+        {"do": "add_keyed_memory", "address": 4096, "nbytes": 1, "key": 1 << 32},
+        {"do": "add_keyed_memory", "address": -1, "nbytes": 1, "key": 0},
+        {"do": "rdma_refusal"},
+        {"do": "make_end", "peer": 1, "transport": "verbs"},
+        {"do": "connect_end", "peer": 1, "end": RdmaEnd(b"", 0, 0).encode(), "timeout": 1},
+        {"do": "connect_rdma", "peer": 1},
+        {"do": "expose", "handle": "00", "nbytes": 1, "transport": "verbs"},
+        {"do": "withdraw", "number": 0},
+        {"do": "open_rdma", "options": {"device": "mlx5_0"}, "signals": [0, 8], "near": None, "local_rank": 0},
+        {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0], "near": None, "local_rank": 0},
         {"do": "report"},
         {"do": "report", "cause": ["all is wrong"]},
     ],
@@ -283,8 +296,8 @@ def test_memory_that_can_not_be_mapped_is_refused_and_the_client_stays(daemon: R
         used = client.use()
         handle = client.buffer.export(client.buffer.ptr, 4096)
         refused = [
-            {"do": "add_memory", "handle": "00", "nbytes": 1},
-            {"do": "add_memory", "handle": handle.hex(), "nbytes": 4097},
+            {"do": "add_memory", "key": 0, "handle": "00", "nbytes": 1},
+            {"do": "add_memory", "key": 0, "handle": handle.hex(), "nbytes": 4097},
             {"do": "set_channel", **used, "word": handle.hex()},
             {"do": "set_channel", **used, "word": client.buffer.export(client.buffer.ptr + 4, 8).hex()},
         ]
@@ -292,7 +305,7 @@ def test_memory_that_can_not_be_mapped_is_refused_and_the_client_stays(daemon: R
             answer = client.say(request)
             assert answer is not None
             assert answer["error"] == "argument", request
-        assert client.say({"do": "add_memory", "handle": handle.hex(), "nbytes": 4096}) is not None
+        assert client.say({"do": "add_memory", "key": 0, "handle": handle.hex(), "nbytes": 4096}) is not None
 
 
 @pytest.mark.usefixtures("bystander")
@@ -316,7 +329,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
             assert used
             handle = client.buffer.export(client.buffer.ptr, 64).hex()
             valid: list[dict[str, Any]] = [
-                {"do": "add_memory", "handle": handle, "nbytes": 64},
+                {"do": "add_memory", "key": 0, "handle": handle, "nbytes": 64},
                 {"do": "remove_memory", "first": rng.randrange(4)},
                 {"do": "connect_copy", "peer": rng.randrange(4)},
                 {"do": "reserve_channel", "connection": 0},
@@ -324,6 +337,10 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 {"do": "set_channel", **used, "word": client.buffer.export(client.buffer.ptr, 8).hex()},
                 {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
                 {"do": "drain", "timeout": 0.001},
+                {"do": "add_keyed_memory", "address": 4096, "nbytes": 64, "key": 1},
+                {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0, 8], "near": 0, "local_rank": 0},
+                {"do": "make_end", "peer": 1, "transport": "staged"},
+                {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
                 OPEN,
             ]
             alive = True
@@ -416,11 +433,13 @@ def test_memory_in_the_place_of_some_that_was_taken_back_is_mapped(
             memory = client.use()
             other = SharedMemory.allocate(4096)
             handle = other.export(other.ptr, 4096).hex()
-            refused = client.say({"do": "add_memory", "handle": handle, "nbytes": 4096})
+            refused = client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
             assert refused is not None
             assert "in its place" in refused["message"]
             assert client.say({"do": "remove_memory", "first": memory["first"]}) == {}
-            assert client.say({"do": "add_memory", "handle": handle, "nbytes": 4096}) == {"first": memory["first"]}
+            assert client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}) == {
+                "first": memory["first"]
+            }
         daemon.stop()
         serving.join()
 
@@ -438,7 +457,7 @@ def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with Daemon(socket_path()) as daemon:
         serving = threading.Thread(target=daemon.serve)
         serving.start()
-        assert "serves user" in missing_daemon(TIMEOUT)
+        assert "serves user" in missing_in_daemon(TIMEOUT)[0]
         daemon.stop()
         serving.join()
 

@@ -87,7 +87,6 @@ def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.own_proxy(reason="the daemon lacks RDMA itself")
 @pytest.mark.skipif(missing() is None, reason="this machine has RDMA")
 @pytest.mark.parametrize("world_size", world_sizes(2, processes=True))
 def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> None:

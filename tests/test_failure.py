@@ -311,6 +311,25 @@ def test_a_put_outside_registered_memory_moves_nothing(
     assert {error.rank for error in errors if isinstance(error, TriggerError)} == {0}
 
 
+@pytest.mark.parametrize("end", ["source", "destination"])
+def test_memory_that_rdma_alone_knows_is_not_copied(end: str) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        memory = comm.register(comm.empty(SIZE, "uint8"))
+        channels, kernels = comm.proxy_channels(memory), comm.compile(PUSH)
+        keyed = comm.proxy.add_keyed_memory(4096, SIZE, 17)  # no address of this process
+        ends = (memory.peer_id(1 - comm.rank), keyed) if end == "source" else (keyed, memory.id)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.put(1, 1, channels, ends[0], 0, ends[1], 0, 16)
+        else:
+            kernels.wait(1, 1, channels)
+        return caught(comm.synchronize)
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, TriggerError) for error in errors), errors
+    assert "RDMA alone reaches a memory that it names" in str(errors[0])
+
+
 def test_the_error_of_a_refused_put_says_what_it_was() -> None:
     error = refused(lambda dst, src: (dst, SIZE - 8, src, 0, 16))[1]
     assert isinstance(error, TriggerError)

@@ -83,19 +83,19 @@ def test_private_memory_is_refused_by_name_where_a_peer_wants_it(ranks: Ranks) -
     [
         (
             "verbs",
-            {"rdma_refusal": "no way"},
+            "no way",
             "memory: rank 1's memory can't be reached by RDMA: no way; "
             'transport="staged" takes data through pinned memory of the host',
         ),
-        ("staged", {"staging_refusal": "no room"}, "memory: rank 1's memory can't be staged: no room"),
+        ("staged", "no room", "memory: rank 1's memory can't be staged: no room"),
     ],
 )
 def test_memory_that_a_transport_does_not_reach_is_refused_by_name(
-    ranks: Ranks, transport: str, refusal: dict[str, str], message: str
+    ranks: Ranks, transport: str, refusal: str, message: str
 ) -> None:
     def body(comm: Communicator) -> None:
         memory = comm.register(comm.empty(8, "uint8"))
-        memory._offers[1] = replace(memory._offers[1], **refusal)
+        memory._offers[1] = replace(memory._offers[1], refusals={transport: refusal})
         usual, comm._transports = comm._transports, {1 - comm.rank: transport}
         try:
             if comm.rank == 0:

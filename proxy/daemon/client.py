@@ -25,8 +25,10 @@ from proxyccl.device.errors import (
     ProxyLostError,
     ResourceError,
     RuntimeUnavailableError,
+    TransportError,
 )
 from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.proxy.daemon.client_rdma import DaemonRdma
 from proxyccl.proxy.daemon.protocol import (
     LAYOUT,
     VERSION,
@@ -45,16 +47,14 @@ from proxyccl.proxy.interface import (
     Handle,
     Handler,
     ProxyFailure,
-    StagedOptions,
-    VerbsOptions,
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import OutstandingView
 from proxyccl.proxy.service import ProxyService, SharedWords, require_rings
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.verbs.options import RdmaOptions
 
-NO_RDMA = "the node daemon moves no data by RDMA; PROXYCCL_PROXY=thread does"
 _MARGIN = 10.0  # seconds that an answer may take beside what was asked for
 _HELLO_SECONDS = 10.0  # that a daemon may take to say that it is there
 
@@ -107,13 +107,20 @@ def daemon_process(path: Path) -> int:
     return process
 
 
-def missing_daemon(timeout: float) -> str:
-    """Why this process can't have its proxy in a daemon; empty if it can."""
+def missing_in_daemon(timeout: float) -> tuple[str, str]:
+    """Why this process can't have its proxy in a daemon, and why it can't have RDMA there; empty if it can."""
     try:
-        connect(socket_path(), timeout)[0].close()
+        connection, _ = connect(socket_path(), timeout)
     except RuntimeUnavailableError as error:
-        return str(error)
-    return ""
+        return str(error), "there is no node daemon"
+    with connection:
+        try:
+            limit_waits(connection, timeout, timeout)
+            send(connection, {"do": "rdma_missing"})
+            message = receive(connection)
+            return "", "the node daemon hung up" if message is None else message[0].text("missing")
+        except (OSError, ProtocolError) as error:
+            return "", f"the node daemon does not say: {error}"
 
 
 class DaemonClient:
@@ -231,6 +238,9 @@ class DaemonClient:
             raise _exception(answer)
         return answer
 
+    def _is_open(self) -> bool:
+        return not self._closed and not self._lost
+
     def _lost_error(self, request: str) -> ProxyLostError:
         return ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request)
 
@@ -315,11 +325,16 @@ class DaemonClient:
         """
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory by a handle alone")
-        return self._ask("add_memory", handle=handle().hex() if nbytes else "", nbytes=nbytes).integer("first")
+        named = handle().hex() if nbytes else ""
+        return self._ask("add_memory", handle=named, nbytes=nbytes, key=key).integer("first")
+
+    def add_keyed_memory(self, address: int, nbytes: int, key: int) -> int:
+        """Registers memory that RDMA knows by an address and a key. Raises ResourceError when no ids are left."""
+        return self._ask("add_keyed_memory", address=address, nbytes=nbytes, key=key).integer("first")
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Gives ids back. No trigger may name them any more."""
-        if not self._closed and not self._lost:
+        if self._is_open():
             self._ask("remove_memory", first=first)
 
     def connect_copy(self, *, peer: int | None = None) -> Connection:
@@ -327,13 +342,13 @@ class DaemonClient:
         answer = self._ask("connect_copy", peer=peer)
         return Connection(answer.integer("number"), answer.integer("worker"), peer, answer.text("transport"))
 
-    def connect_verbs(self, options: VerbsOptions, *, peer: int | None = None) -> Connection:
-        """Refused."""
-        raise RuntimeUnavailableError(NO_RDMA)
-
-    def connect_staged(self, options: StagedOptions, *, peer: int | None = None) -> Connection:
-        """Refused."""
-        raise RuntimeUnavailableError(NO_RDMA)
+    def open_rdma(
+        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+    ) -> DaemonRdma:
+        """Has the daemon open an RDMA device for this rank. Arguments and errors as of `Proxy.open_rdma`."""
+        rdma = DaemonRdma(self._ask, self._is_open, self._timeout)
+        rdma.open(options, signals, near=near, local_rank=local_rank)
+        return rdma
 
     def reserve_channel(self, connection: Connection) -> int:
         """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""
@@ -345,14 +360,19 @@ class DaemonClient:
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: Handle | None = None
     ) -> None:
-        """Puts a channel in use; `handle` is of the word that its signals count up."""
-        if handle is None:
-            raise ArgumentError("handle", "the node daemon reaches a semaphore by a handle alone")
-        self._ask("set_channel", channel=channel, connection=connection.number, word=handle().hex())
+        """Puts a channel in use. The word that its signals count up is named by `handle` where they are copied, and by
+        `remote_semaphore` where they go by RDMA.
+        """
+        word: dict[str, Any] = {"address": remote_semaphore}
+        if connection.transport == "copy":
+            if handle is None:
+                raise ArgumentError("handle", "the node daemon copies to a semaphore by a handle alone")
+            word = {"word": handle().hex()}
+        self._ask("set_channel", channel=channel, connection=connection.number, **word)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Gives a connection's channel ids back."""
-        if not self._closed and not self._lost:
+        if self._is_open():
             self._ask("free_channels", channels=list(channels), connection=connection.number)
 
     def add_handler(self, handler: Handler) -> int:
@@ -438,4 +458,8 @@ def _exception(answer: Fields) -> ProxyCCLError:
         return ArgumentError(answer.text("argument"), message)
     if kind == "resource":
         return ResourceError(message)
+    if kind == "unavailable":
+        return RuntimeUnavailableError(message)
+    if kind == "transport":
+        return TransportError(message, operation="connect")
     return ProxyLostError(f"the node daemon refuses this process: {message}", operation="proxy")

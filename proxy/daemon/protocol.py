@@ -19,7 +19,7 @@ from proxyccl.device._native import ffi as native
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.proxy.service import SharedWords
 
-VERSION = 2
+VERSION = 3
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = 65
 """The segment and 64 rings."""
@@ -80,6 +80,13 @@ class Fields:
         value = self._values.get(name)
         if not isinstance(value, str):
             raise ProtocolError(f"{name}: {value!r:.100} is no text")
+        return value
+
+    def values(self, name: str) -> dict[str, Any]:
+        """Values by name."""
+        value = self._values.get(name)
+        if not isinstance(value, dict):
+            raise ProtocolError(f"{name}: {value!r:.100} is no object")
         return value
 
     def data(self, name: str) -> bytes:

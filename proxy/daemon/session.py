@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError
+from proxyccl.device.errors import ArgumentError, ProxyCCLError, ResourceError, RuntimeUnavailableError, TransportError
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.runtime import Memory, PinnedMemory, Runtime
 from proxyccl.device.shared_memory import SharedMemory
@@ -31,12 +31,14 @@ from proxyccl.proxy.daemon.protocol import (
     receive,
     send,
 )
+from proxyccl.proxy.daemon.session_rdma import SessionRdma, address_of_word
 from proxyccl.proxy.fifo import Ring, ring_bytes
 from proxyccl.proxy.interface import Connection, ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import MAX_RINGS, ProxyService, SharedWords
 from proxyccl.proxy.thread import ProxyThread
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
+from proxyccl.proxy.verbs.devices import missing as missing_for_rdma
 
 HELLO_SECONDS = 10
 _ANSWER_SECONDS = 10
@@ -45,6 +47,7 @@ _QUIET_SECONDS = 0.05
 _REST_SECONDS = 10.0
 _MOST_RETIRED = 4096
 _END_SECONDS = 10.0
+_KEYS = (1 << 32) - 1
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -101,6 +104,7 @@ class Session:
         self._service: ProxyService | None = None
         self._segment: PinnedMemory | None = None
         self._mappings: HandleCache | None = None
+        self._rdma: SessionRdma | None = None
         self._connections: list[Connection] = []
         self._channels: dict[int, Connection | None] = {}  # None: a handler of the client's own
         self._words: dict[int, PinnedMemory] = {}
@@ -160,15 +164,19 @@ class Session:
     def _answer(self, fields: Fields, descriptors: list[int]) -> dict[str, Any] | None:
         """Does what is asked. None where the client waits for no answer."""
         requests = {
+            "rdma_missing": self._tell_missing,
             "add_memory": self._add_memory,
+            "add_keyed_memory": self._add_keyed_memory,
             "remove_memory": self._remove_memory,
             "connect_copy": self._connect_copy,
+            "connect_rdma": self._connect_rdma,
             "reserve_channel": self._reserve_channel,
             "reserve_handler": self._reserve_handler,
             "set_channel": self._set_channel,
             "free_channels": self._free_channels,
             "drain": self._drain,
             "close": self._end_service,
+            **(self._rdma.requests if self._rdma is not None else {}),
         }
         try:
             name = fields.text("do")
@@ -191,6 +199,9 @@ class Session:
 
     def _refuse(self, fields: Fields) -> dict[str, Any]:
         raise ProtocolError(f"do: there is no {fields.text('do')!r:.100}")
+
+    def _tell_missing(self, fields: Fields) -> dict[str, Any]:
+        return {"missing": missing_for_rdma() or ""}
 
     @property
     def _proxy(self) -> ProxyService:
@@ -231,6 +242,7 @@ class Session:
             )
             undo.pop_all()
         self._runtime, self._segment, self._mappings = runtime, segment, HandleCache(runtime.open)
+        self._rdma = SessionRdma(self._service, self)
         self.served, self.description, self.device_id = self._service, whose, runtime.device_id
         self.name += f" (rank {whose.rank} of job {whose.job})" if whose is not None else ""
         log.info("%s: %d rings of %d slots on %s", self.name, len(rings), size, runtime.device_id)
@@ -238,36 +250,53 @@ class Session:
 
     def _add_memory(self, fields: Fields) -> dict[str, Any]:
         handle, nbytes = fields.data("handle"), fields.integer("nbytes", 0, 1 << 62)
-        if self._mappings is None:
-            raise ProtocolError("do: nothing is open")
+        key = fields.integer("key", high=_KEYS)
         if nbytes == 0:
-            first = self._register(0, 0)
-            self._memories[first] = (0, b"")
-            return {"first": first}
-        memory = self._map(self._mappings, handle)
+            return self._add(0, self._proxy.add_memory, 0, 0, key)
+        memory = self.map(handle, nbytes)
         try:
-            if memory.nbytes < nbytes:
-                raise ArgumentError("nbytes", f"{nbytes} bytes of a memory of {memory.nbytes}")
-            first = self._register(memory.ptr, nbytes)
+            return self._add(nbytes, self._proxy.add_memory, memory.ptr, nbytes, key, handle=handle)
         except ProxyCCLError:
-            self._mappings.release(handle)
+            self.unmap(handle)
             raise
-        self._memories[first] = (nbytes, handle)
+
+    def _add_keyed_memory(self, fields: Fields) -> dict[str, Any]:
+        address, nbytes = fields.integer("address"), fields.integer("nbytes", 0, 1 << 62)
+        return self._add(nbytes, self._proxy.add_keyed_memory, address, nbytes, fields.integer("key", high=_KEYS))
+
+    def _add(
+        self, nbytes: int, add: Callable[[int, int, int], int], *entry: int, handle: bytes = b""
+    ) -> dict[str, Any]:
+        with self._proxy.paused(_REST_SECONDS):  # a trigger may name an id before the client was told of it
+            first = add(*entry)
+        self._memories[first] = nbytes, handle
         return {"first": first}
 
-    def _map(self, mappings: HandleCache, handle: bytes) -> Memory:
+    def map(self, handle: bytes, nbytes: int) -> Memory:
+        """At least so many bytes of the memory that a handle names. Paired with an `unmap`.
+
+        Raises:
+            ArgumentError: it can't be mapped, or is smaller.
+        """
+        proxy, mappings = self._proxy, self._mappings
+        assert mappings is not None
         try:
-            return mappings.acquire(handle)
+            memory = mappings.acquire(handle)
         except ArgumentError:
             # A driver may refuse what took the place of memory that its owner has freed, as long as that is mapped.
-            if not self._retired or not self._proxy.drain(_REST_SECONDS):
+            if not self._retired or not proxy.drain(_REST_SECONDS):
                 raise
             self._unmap_retired()
-            return mappings.acquire(handle)
+            memory = mappings.acquire(handle)
+        if memory.nbytes < nbytes:
+            self.unmap(handle)
+            raise ArgumentError("nbytes", f"{nbytes} bytes of a memory of {memory.nbytes}")
+        return memory
 
-    def _register(self, base: int, nbytes: int) -> int:
-        with self._proxy.paused(_REST_SECONDS):  # a trigger may name an id before the client was told of it
-            return self._proxy.add_memory(base, nbytes)
+    def unmap(self, handle: bytes) -> None:
+        """Ends `map`. Nothing uses the memory any more."""
+        assert self._mappings is not None
+        self._mappings.release(handle)
 
     def _remove_memory(self, fields: Fields) -> dict[str, Any]:
         first = fields.integer("first", 0, MAX_MEMORIES - 1)
@@ -276,13 +305,19 @@ class Session:
         nbytes, handle = self._memories.pop(first)
         with self._proxy.paused(_REST_SECONDS):
             self._proxy.remove_memory(first, nbytes)
-        assert self._mappings is not None
-        if nbytes:
-            self._retire(functools.partial(self._mappings.release, handle))
+        if handle:
+            self.retire(functools.partial(self.unmap, handle))
         return {}
 
     def _connect_copy(self, fields: Fields) -> dict[str, Any]:
-        connection = self._proxy.connect_copy(peer=fields.optional("peer", high=1 << 31))
+        return self._tell_connection(self._proxy.connect_copy(peer=fields.optional("peer", high=1 << 31)))
+
+    def _connect_rdma(self, fields: Fields) -> dict[str, Any]:
+        if self._rdma is None:
+            raise ProtocolError("do: nothing is open")
+        return self._tell_connection(self._rdma.open_connection(fields))
+
+    def _tell_connection(self, connection: Connection) -> dict[str, Any]:
         self._connections.append(connection)
         return {"number": connection.number, "worker": connection.worker, "transport": connection.transport}
 
@@ -310,6 +345,11 @@ class Session:
     def _set_channel(self, fields: Fields) -> dict[str, Any]:
         channel, connection = fields.integer("channel", 0, MAX_CHANNELS - 1), self._find_connection(fields)
         self._require_channel(channel, connection)
+        if connection.transport != "copy":
+            address = address_of_word(fields)
+            with self._proxy.paused(_REST_SECONDS):
+                self._proxy.set_channel(channel, connection, address)
+            return {}
         assert self._runtime is not None
         word = self._runtime.open_pinned(fields.data("word"))
         if word.nbytes != 8 or word.host_ptr % 8:
@@ -323,7 +363,7 @@ class Session:
 
     def _retire_word(self, channel: int) -> None:
         if channel in self._words:
-            self._retire(self._words.pop(channel).close)
+            self.retire(self._words.pop(channel).close)
 
     def _free_channels(self, fields: Fields) -> dict[str, Any]:
         channels, connection = fields.integers("channels", MAX_CHANNELS - 1), self._find_connection(fields)
@@ -335,7 +375,7 @@ class Session:
             self._retire_word(channel)
         return {}
 
-    def _retire(self, unmap: Callable[[], None]) -> None:
+    def retire(self, unmap: Callable[[], None]) -> None:
         """Unmaps when the worker is seen with nothing to do: until then copies may be under way."""
         self._retired.append(unmap)
         if self._proxy.drain(_QUIET_SECONDS):
@@ -413,6 +453,8 @@ class Session:
         if not service.close(timeout, drained=False):
             return False
         self._unmap_retired()
+        assert self._rdma is not None
+        self._rdma.close()
         for word in self._words.values():
             word.close()
         self._words.clear()
@@ -427,7 +469,13 @@ class Session:
 
 
 def _refusal(error: ProxyCCLError) -> dict[str, Any]:
-    kinds = {ArgumentError: "argument", ResourceError: "resource", ProtocolError: "protocol"}
+    kinds = {
+        ArgumentError: "argument",
+        ResourceError: "resource",
+        ProtocolError: "protocol",
+        RuntimeUnavailableError: "unavailable",
+        TransportError: "transport",
+    }
     kind = next((name for type_, name in kinds.items() if isinstance(error, type_)), "other")
     answer = {"error": kind, "message": str(error)}
     if isinstance(error, ArgumentError):

@@ -65,7 +65,11 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
 static const ProxycclTransport copy_transport = {
-    "copy", NULL, copy_put, copy_write, copy_write, copy_poll, copy_idle, copy_destroy,
+    "copy",     PROXYCCL_COPIES_SOURCE | PROXYCCL_COPIES_DESTINATION,
+    NULL,       copy_put,
+    copy_write, copy_write,
+    copy_poll,  copy_idle,
+    copy_destroy,
 };
 
 ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event) {

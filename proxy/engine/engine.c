@@ -94,9 +94,10 @@ ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCount
 
 void proxyccl_service_destroy(ProxycclService *service) { free(service); }
 
-int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key) {
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
+                                uint32_t keyed) {
   if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;
-  service->memories[id] = (ProxycclMemory){base, bytes, key};
+  service->memories[id] = (ProxycclMemory){base, bytes, key, keyed};
   return 0;
 }
 
@@ -245,6 +246,12 @@ static ALWAYS_INLINE void end_run(Route *route, uint32_t taken) {
 
 static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
 
+/* 1 if a transport would copy from or to what is no address of this process. */
+static int copies_keyed(const ProxycclTransport *transport, const Route *route) {
+  return (route->src->keyed && transport->copies & PROXYCCL_COPIES_SOURCE) ||
+         (route->dst->keyed && transport->copies & PROXYCCL_COPIES_DESTINATION);
+}
+
 /* CONTINUE, or the reason to return to Python. */
 static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
                                              ProxycclExitInfo *info) {
@@ -259,6 +266,8 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
     return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
   if (route->op == PROXYCCL_OP_CUSTOM)
     return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
+  if (route->op & PROXYCCL_OP_DATA && copies_keyed(route->channel->connection->transport, route))
+    return fail(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "RDMA alone reaches a memory that it names, and the channel copies");
   route->names = names_of(trigger);
   return CONTINUE;
 }

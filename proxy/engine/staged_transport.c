@@ -138,7 +138,7 @@ static int make_put(StagedConnection *self, Operation *operation) {
     if (bytes == 0) continue;
     header->destination = operation->destination;
     header->landing = operation->landing;
-    const ProxycclMemory source = {(char *)(uintptr_t)operation->source, bytes, 0};
+    const ProxycclMemory source = {(char *)(uintptr_t)operation->source, bytes, 0, 0};
     const int status = self->out->transport->put(self->out, &self->device_sending, place, &source, 0, bytes);
     if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
     operation->source += bytes;
@@ -251,7 +251,7 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
   if (header->bytes > 0 && !may_land(self, header)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
   if (header->word != 0 && !may_signal(self, header->word)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_WORD;
   if (header->bytes > 0) {
-    const ProxycclMemory destination = {(char *)(uintptr_t)header->destination, header->bytes, 0};
+    const ProxycclMemory destination = {(char *)(uintptr_t)header->destination, header->bytes, 0, 0};
     status = self->in->transport->put(self->in, &destination, 0, &self->device_receiving, data, header->bytes);
   }
   if (status == 0 && header->word != 0)
@@ -367,7 +367,8 @@ static void staged_destroy(ProxycclConnection *base) {
 }
 
 static const ProxycclTransport staged_transport = {
-    "staged", staged_ready, staged_put, staged_signal, staged_flush, staged_poll, staged_idle, staged_destroy,
+    "staged",     PROXYCCL_COPIES_SOURCE, staged_ready, staged_put,     staged_signal,
+    staged_flush, staged_poll,            staged_idle,  staged_destroy,
 };
 
 const char *proxyccl_staged_refused(const ProxycclStagedOptions *options) {
@@ -398,12 +399,12 @@ ProxycclConnection *proxyccl_staged_connection(const ProxycclStagedOptions *opti
   self->options = *options;
   self->words = (Words *)options->area;
   self->peer_words = (Words *)(uintptr_t)options->peer_area;
-  self->sending = (ProxycclMemory){(char *)options->area + first, ring, options->area_lkey};
+  self->sending = (ProxycclMemory){(char *)options->area + first, ring, options->area_lkey, 0};
   self->receiving = (char *)options->area + second;
   self->peer_receiving =
-      (ProxycclMemory){(char *)(uintptr_t)options->peer_area + second, ring, options->wire.signal_rkey};
-  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0};
-  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0};
+      (ProxycclMemory){(char *)(uintptr_t)options->peer_area + second, ring, options->wire.signal_rkey, 1};
+  self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0};
+  self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0};
   self->wire = proxyccl_verbs_connection(&options->wire);
   if (self->wire != NULL) {
     self->out = proxyccl_copy_connection(runtime, streams[0], events[0]);

@@ -14,12 +14,17 @@ typedef struct ProxycclMemory {
   char *base;     /* address of the window, as the transport reaches it */
   uint64_t bytes; /* from `base` to the end of the memory; 0: id not in use */
   uint64_t key;   /* the transport's: an RDMA key */
+  uint32_t keyed; /* known to RDMA alone, by its key: `base` is no address for a copy of this process */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
+/* The ends of a put that a transport reaches by copies of this process. */
+enum { PROXYCCL_COPIES_SOURCE = 1, PROXYCCL_COPIES_DESTINATION = 2 };
+
 typedef struct ProxycclTransport {
   const char *name;
+  uint32_t copies; /* the engine gives it no keyed memory there */
   /* Number of triggers that the connection is ready to take now, of a put, a signal and a flush each. NULL: any. The
    * engine gives it no more; after a 0 it leaves the trigger in its ring and asks again behind the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);

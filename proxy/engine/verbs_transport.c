@@ -226,7 +226,7 @@ static int verbs_idle(const ProxycclConnection *base) {
 static void verbs_destroy(ProxycclConnection *base) { free(base); }
 
 static const ProxycclTransport verbs_transport = {
-    "verbs", verbs_ready, verbs_put, verbs_signal, verbs_flush, verbs_poll, verbs_idle, verbs_destroy,
+    "verbs", 0, verbs_ready, verbs_put, verbs_signal, verbs_flush, verbs_poll, verbs_idle, verbs_destroy,
 };
 
 int proxyccl_verbs_built(void) { return 1; }

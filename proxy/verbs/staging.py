@@ -11,7 +11,6 @@ from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import StagedOptions, VerbsOptions
-from proxyccl.proxy.service import staged_area_bytes
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
 
@@ -90,6 +89,11 @@ class Landings:
         with self._lock:
             lib.proxyccl_landing_set(self._table + key, 0, 0)
             self._free.append(key)
+
+
+def staged_area_bytes(ring_bytes: int) -> int:
+    """The size of an area with rings of that size."""
+    return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
 class StagingArea:

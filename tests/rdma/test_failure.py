@@ -57,8 +57,8 @@ def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
     def body(comm: Communicator) -> ProxyCCLError:
         memory = comm.register(np.zeros(100, np.uint8))
         if comm.rank == 0:
-            offer = memory._offers[1]
-            memory._offers[1] = replace(offer, rkey=offer.rkey + 12345)
+            address, key = memory._offers[1].exposed["verbs"]
+            memory._offers[1] = replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
         channels = comm.proxy_channels(memory)
         if comm.rank == 0:
             comm.compile(KERNELS, "put_only")(1, 1, channels, 100)

@@ -10,7 +10,7 @@ from ranks import Ranks
 from reference import Call
 
 from proxyccl import AbortedError, Array, Communicator, Runtime
-from proxyccl.channels import rdma
+from proxyccl.proxy.verbs import context
 from proxyccl.proxy.verbs.registrations import Registrations
 from rdma.kernels import KERNELS
 from rdma.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
@@ -90,12 +90,12 @@ def abort_a_wait(comm: Communicator) -> None:
 
 def test_ranks_whose_devices_can_not_register_their_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks hear of it, and why."""
-    probe = rdma.refusal
+    probe = context.refusal
 
     def refusal(registrations: Registrations, runtime: Runtime) -> str:
         return "no way" if registrations._device.name == DEVICES[1] else probe(registrations, runtime)
 
-    monkeypatch.setattr(rdma, "refusal", refusal)
+    monkeypatch.setattr(context, "refusal", refusal)
 
     def body(comm: Communicator) -> None:
         assert [info.rdma_refusal for info in comm.topology.ranks] == ["", "no way"]

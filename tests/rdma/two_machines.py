@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "examples
 
 import gpu_data_interchange
 import numpy as np
+from daemons import running_daemon
 
 from proxyccl import AbortedError, Communicator, PeerLostError, ProxyCCLError, WaitTimeoutError
 from rdma.kernels import KERNELS
@@ -124,11 +126,21 @@ def lost_peer(bootstrap: PairBootstrap) -> None:
     assert told.peer == 1
 
 
+def in_daemon(bootstrap: PairBootstrap) -> None:
+    """The same between two node daemons, one in each machine."""
+    with tempfile.TemporaryDirectory() as directory, running_daemon(Path(directory, "socket")) as daemon:
+        os.environ |= {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
+        for step in (example, collectives, abort):
+            step(bootstrap)
+        del os.environ["PROXYCCL_PROXY"]
+    assert daemon.ended == 0, daemon.log
+
+
 def main() -> None:
     os.environ["PROXYCCL_TIMEOUT"] = str(TIMEOUT)  # everything is emulated here
     rank = int(os.environ["SOFT_ROCE_NODE"])
     bootstrap = PairBootstrap(rank, os.environ["SOFT_ROCE_ADDRESSES"], os.environ["SOFT_ROCE_PEER"])
-    for step in (example, collectives, abort, lost_peer):  # the last ends rank 1
+    for step in (example, collectives, abort, in_daemon, lost_peer):  # the last ends rank 1
         step(bootstrap)
         print(f"OK: {step.__name__}", flush=True)
 
