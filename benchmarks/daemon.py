@@ -220,10 +220,11 @@ def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
         return {"idle": idle, "busy": busy, "triggers_per_s": float(MPI.COMM_WORLD.allreduce(mine))}
 
 
-def start_daemon(path: Path) -> subprocess.Popen[bytes]:
+def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
     """Starts one and waits until it listens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path)], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path), "--threads", str(threads)],
+        stderr=subprocess.DEVNULL,
     )
     deadline = time.monotonic() + 60
     while missing_in_daemon(_TIMEOUT)[0]:
@@ -260,14 +261,16 @@ def show(title: str, unit: str, rows: list[Report], scale: float, digits: str) -
 
 
 def main() -> int:
-    parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1, help="of the daemon (default 1)")
+    parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
     world = MPI.COMM_WORLD
     if world.size < 2:
         raise SystemExit("daemon.py needs at least 2 ranks: mpiexec -n 4 python -m mpi4py …")
     directory = Path(world.bcast(tempfile.mkdtemp(prefix="proxyccl-") if world.rank == 0 else None))
     os.environ["PROXYCCL_DAEMON_SOCKET"] = str(directory / "socket")
-    process = start_daemon(directory / "socket") if world.rank == 0 else None
+    process = start_daemon(directory / "socket", parsed.threads) if world.rank == 0 else None
     daemon = world.bcast(process.pid if process else None)
     try:
         with Communicator.from_mpi(timeout=_TIMEOUT) as comm:
@@ -287,7 +290,7 @@ def main() -> int:
             report = {
                 "benchmark": "daemon",
                 **facts,
-                "threads": 1,
+                "threads": parsed.threads,
                 "latency_us": compared(latency, higher_is_better=False),
                 "triggers_per_s": compared(rate, higher_is_better=True),
                 "cores": {
