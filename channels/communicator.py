@@ -216,6 +216,7 @@ class Communicator:
         self.reporter = Reporter(self)
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
+        self.runtime.in_flight.follow(self)
         uses_verbs = self.topology.uses_verbs()  # before a rank's own: where a pair has no transport, all ranks raise
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.job = self.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
@@ -706,6 +707,12 @@ class Communicator:
         if owners or stream is None:
             self._launched(stream, handle, owners)
 
+    @property
+    def last_stream(self) -> int | None:
+        """Handle of the stream that holds the latest launch, or None where there is none that is sure to live."""
+        gone = self._state == "closed" or getattr(self._last_stream_owner, "closed", False)
+        return None if gone else self._last_stream
+
     def _next_stream(self, stream: StreamLike) -> int:
         if stream is None and self.runtime.name == "host":
             handle = self.default_stream.handle
@@ -726,7 +733,7 @@ class Communicator:
             finally:
                 self.check()
         elif owners:
-            self.runtime.in_flight.add(owners, handle)
+            self.runtime.in_flight.add(owners, stream, handle)
 
     @property
     def proxy(self) -> Proxy:

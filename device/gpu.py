@@ -102,6 +102,27 @@ class GpuMemory:
             self._release()
 
 
+class GpuAllocation(GpuMemory):
+    """Device memory that was allocated here."""
+
+    def __init__(
+        self,
+        ptr: int,
+        nbytes: int,
+        unused: deque[Callable[[], None]],
+        release: Callable[[], None],
+        in_flight: InFlight,
+    ) -> None:
+        super().__init__(ptr, nbytes, unused, release)
+        self._in_flight = in_flight
+
+    def close(self) -> None:
+        """Frees it when what this thread launched is done."""
+        if not self.closed:
+            self._in_flight.wait()
+        super().close()
+
+
 class GpuPinnedMemory(GpuMemory):
     """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
 
@@ -325,7 +346,7 @@ class GpuRuntime:
             except DriverError as error:
                 raise full if error.status == self.driver.out_of_memory else error from None
             release = functools.partial(self.context.call, self.driver.free, ptr)
-            memory = GpuMemory(ptr, nbytes, self._unused, release)
+            memory = GpuAllocation(ptr, nbytes, self._unused, release, self.in_flight)
         self.fill(ptr, 0, nbytes)
         return memory
 
@@ -335,6 +356,7 @@ class GpuRuntime:
         except DriverError as error:
             if error.status != self.driver.out_of_memory or not self._unused:
                 raise
+            self.in_flight.wait()
             self._free_unused()
             return self.driver.allocate(nbytes)
 
@@ -579,6 +601,7 @@ class GpuRuntime:
         with self._lock:
             if key not in self._modules:
                 made = image()
+                self.in_flight.wait()
                 with self.current():
                     self._modules[key] = self.driver.load_module(made)
             return self._modules[key]

@@ -1,16 +1,25 @@
-"""Keeps what queued work uses alive until the work is done."""
+"""What was queued and may not be done: keeps what it uses alive, and waits for it."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from proxyccl.device.runtime import Event, Runtime
+    from proxyccl.device.runtime import Event, Runtime, StreamLike
 
 _BATCH = 16
+
+
+class Launcher(Protocol):
+    """One who launches again and again, each launch ordered behind the one before."""
+
+    @property
+    def last_stream(self) -> int | None:
+        """The stream that holds the latest launch."""
+        ...
 
 
 class InFlight:
@@ -22,25 +31,51 @@ class InFlight:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
-        self._open: dict[int, list[object]] = {}
+        self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
+        # By the stream's handle and the thread: the handle of a thread's default stream is the same on all threads.
+        self._open: dict[tuple[int, int], tuple[StreamLike, list[object]]] = {}
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
-    def add(self, kept: object, stream: int) -> None:
-        """Keeps an object until what is now queued on the stream with this handle is done."""
+    def add(self, kept: object, stream: StreamLike, handle: int) -> None:
+        """Keeps an object, and the stream, until what is now queued on the stream, with this handle, is done."""
         with self._lock:
-            batch = self._open.setdefault(stream, [])
+            key = (handle, threading.get_ident())
+            _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             # An event that is captured into a graph never comes by itself; the batch waits for a later launch.
-            if len(batch) < _BATCH or self._runtime.is_capturing(stream):
+            if len(batch) < _BATCH or self._runtime.is_capturing(handle):
                 return
-            event = self._runtime.create_event()
-            event.record(stream)
-            self._batches.append((event, self._open.pop(stream)))
+            self._end_batch(key)
             # Each batch is looked at in turn; those of a stream that is behind go to the back.
             for _ in range(len(self._batches)):
                 waiting = self._batches.popleft()
                 if not waiting[0].query():
                     self._batches.append(waiting)
+
+    def follow(self, launcher: Launcher) -> None:
+        """Has `wait` wait for what this one launches too, as long as it lives."""
+        with self._lock:
+            self._launchers.add(launcher)
+
+    def wait(self) -> None:
+        """Waits until what this thread launched is done, before a call of the driver that waits for the device.
+
+        Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
+        process's proxy wait behind it then, and kernels wait for those copies. Not waited for are graphs, and the last
+        launches on a stream that the program has closed or gives by its number: it may be gone.
+        """
+        with self._lock:
+            for (handle, thread), (stream, _) in list(self._open.items()):
+                lives = type(stream) is not int and not getattr(stream, "closed", False)
+                if thread == threading.get_ident() and lives and not self._runtime.is_capturing(handle):
+                    self._end_batch((handle, thread))
+            events = [event for event, _ in self._batches]
+            for launcher in self._launchers:
+                last = launcher.last_stream
+                if last is not None and not self._runtime.is_capturing(last):
+                    events.append(self._event(last))
+        for event in events:
+            event.synchronize()
 
     def take(self) -> object:
         """Hands over all that is kept now, for a caller that waits for all streams before it lets that go."""
@@ -48,3 +83,12 @@ class InFlight:
             taken = (self._open, self._batches)
             self._open, self._batches = {}, deque()
             return taken
+
+    def _end_batch(self, key: tuple[int, int]) -> None:
+        _, kept = self._open.pop(key)
+        self._batches.append((self._event(key[0]), kept))
+
+    def _event(self, handle: int) -> Event:
+        event: Event = self._runtime.create_event()
+        event.record(handle)
+        return event

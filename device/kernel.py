@@ -115,7 +115,7 @@ class Kernel:
         launch = Launch(self, grid, block, args, shared)
         handle = self.runtime.stream_handle(stream)
         launch(handle)
-        self.runtime.in_flight.add(launch, handle)
+        self.runtime.in_flight.add(launch, stream, handle)
 
     def prepare(self, grid: Shape, block: Shape, *args: Any, shared: int = 0) -> Launch:
         """Packs the arguments once, for many launches. They are kept alive as long as the `Launch`."""

@@ -156,7 +156,9 @@ def test_a_client_whose_request_hangs_keeps_no_report_back(
             assert client.open(**NAMED).keys() == {"observed"}
             assert other.opens()
             handle = client.buffer.export(client.buffer.ptr, 4096).hex()
-            client.connection.send(json.dumps({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}).encode())
+            client.connection.send(
+                json.dumps({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}).encode()
+            )
             wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
             inside.reporter.write("a test")
             (report,) = written(reports)

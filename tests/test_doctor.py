@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -278,7 +279,8 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def doctor(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "proxyccl", "doctor", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    environment = {**os.environ, **(env or {})}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert "Traceback" not in result.stderr
     return result
 

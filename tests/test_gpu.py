@@ -471,6 +471,59 @@ def test_a_graph_of_an_expert_layer_takes_a_new_routing_each_time(
     ranks.run(body)
 
 
+# -- calls that wait for the device ---
+
+
+@pytest.mark.parametrize("launched", ["a collective", "a kernel"])
+@pytest.mark.parametrize("call", ["load_module", "free"])
+def test_what_waits_for_the_device_is_called_when_what_was_launched_is_done(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, call: str, launched: str
+) -> None:
+    """The driver would hold the context while it waits, against the copies of the proxy that the kernels wait for."""
+    begun = threading.Event()
+    done: list[bool] = []
+
+    def body(comm: Communicator) -> None:
+        stream, driver = comm.runtime.create_stream(), comm.runtime.driver
+        x = on_device(comm, np.ones(50_000, np.float32))
+        exchange = comm.compile(KERNELS, "exchange")
+        channels = comm.proxy_channels(comm.empty(16))
+        comm.all_reduce(x, algorithm="proxy", stream=stream)
+        comm.synchronize()
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            waits, event_synchronize = getattr(driver, call), driver.event_synchronize
+
+            def begin(event: int) -> None:
+                begun.set()
+                event_synchronize(event)
+
+            def noted(argument: Any) -> Any:
+                begun.set()
+                done.append(stream.query())
+                return waits(argument)
+
+            monkeypatch.setattr(driver, "event_synchronize", begin)
+            monkeypatch.setattr(driver, call, noted)
+            unneeded = comm.empty(1000)
+        else:
+            assert begun.wait(20)
+        if launched == "a collective":
+            comm.all_reduce(x, algorithm="proxy", stream=stream)
+        else:
+            exchange(1, 1, channels, stream=stream)
+        if comm.rank == 0:
+            if call == "free":
+                unneeded.free()
+            else:
+                comm.compile(f'extern "C" __global__ void number_{time.monotonic_ns()}() {{}}')
+            assert done == [True]
+        comm.synchronize(stream)
+        assert (on_host(x) == (4 if launched == "a collective" else 2)).all()
+
+    ranks.run(body)
+
+
 # -- failures ---
 
 KERNELS = r"""
@@ -482,6 +535,10 @@ extern "C" __global__ void wait(DeviceHandle<ProxyChannel>* channels) {
 extern "C" __global__ void put_often(DeviceHandle<ProxyChannel>* channels, unsigned long bytes, int times) {
   for (int i = 0; i < times; ++i) channels[0].put(0, 0, bytes);
   channels[0].flush();
+}
+extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels) {
+  channels[0].signal();
+  channels[0].wait();
 }
 """
 TIMEOUT = 1.5
