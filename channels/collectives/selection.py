@@ -38,9 +38,13 @@ class Selector:
         elif ranks == 2:
             limits = ((1536 * 1024, "recursive_doubling"), (32 * 1024 * 1024, "ring"))
         elif ranks & (ranks - 1) == 0:
-            limits = ((512 * 1024 // ranks, "one_shot"), (768 * 1024, "recursive_doubling"))
+            limits = (
+                (512 * 1024 // ranks, "one_shot"),
+                (512 * 1024, "recursive_doubling"),
+                (1152 * 1024, "two_shot_packets"),
+            )
         else:
-            limits = ((512 * 1024 // ranks, "one_shot"), (768 * 1024, "two_shot_packets"))
+            limits = ((512 * 1024 // ranks, "one_shot"), (1152 * 1024, "two_shot_packets"))
         return cls(limits, "two_shot")
 
     def choose(self, nbytes: int) -> str:
