@@ -221,22 +221,22 @@ class Communicator:
         # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
         self.job = self.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
         self.rdma = Rdma(self, rdma or RdmaOptions.from_environment())
-        if uses_verbs:
-            try:
+        failed = weakref.WeakMethod(self.reporter.failed)  # a communicator that is forgotten can go
+        try:
+            if uses_verbs:
                 self.topology = self.topology.with_refusals(self.rdma.probe(self.topology.transports()))
                 self.rdma.connect_ends(self.topology.transports())
-            except ProxyCCLError:
-                self._close_proxy()
-                raise
-        self._transports = self.topology.transports()
-        failed = weakref.WeakMethod(self.reporter.failed)  # a communicator that is forgotten can go
-        self._watcher = Watcher(
-            self.rank,
-            self.control,
-            pids,
-            self._link_hosts(),
-            on_abort=lambda: None if (report := failed()) is None else report(),
-        )
+            self._transports = self.topology.transports()
+            self._watcher = Watcher(
+                self.rank,
+                self.control,
+                pids,
+                self._link_hosts(),
+                on_abort=lambda: None if (report := failed()) is None else report(),
+            )
+        except ProxyCCLError:
+            self._close_proxy()
+            raise
         self._state = "open"
         self.reporter.open()
         _open_communicators.add(self)
@@ -709,7 +709,10 @@ class Communicator:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of the stream that holds the latest launch, or None where there is none that is sure to live."""
+        """Handle of the stream that holds the latest launch, or None where there is none.
+
+        A program that gives a stream by its number keeps it until the next call.
+        """
         gone = self._state == "closed" or getattr(self._last_stream_owner, "closed", False)
         return None if gone else self._last_stream
 

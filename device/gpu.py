@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -235,26 +236,50 @@ class _Handle:
 class _Shared:
     """Things that a driver does once for a process and counts the users of: pinned ranges, imported allocations."""
 
+    @dataclass
+    class _Entry:
+        users: int = 0
+        value: int | None = None
+        lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is made or undone
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._entries: dict[Any, tuple[int, int]] = {}
+        self._lock = threading.Lock()  # never while a driver is waited for: others' things have nothing to do with it
+        self._entries: dict[Any, _Shared._Entry] = {}
 
     def acquire(self, key: Any, make: Callable[[], int]) -> int:
         """The value for a key, made by the first user."""
         with self._lock:
-            value, users = self._entries.get(key) or (make(), 0)
-            self._entries[key] = (value, users + 1)
-            return value
+            entry = self._entries.setdefault(key, self._Entry())
+            entry.users += 1
+        with entry.lock:
+            try:
+                if entry.value is None:
+                    entry.value = make()
+            except BaseException:
+                self._leave(key, entry)
+                raise
+            return entry.value
 
     def release(self, key: Any, undo: Callable[[int], None]) -> None:
         """Ends one use; the last one undoes it."""
         with self._lock:
-            value, users = self._entries[key]
-            if users > 1:
-                self._entries[key] = (value, users - 1)
+            entry = self._entries[key]
+        with entry.lock:
+            if entry.users > 1:
+                self._leave(key, entry)
                 return
-            del self._entries[key]
-            undo(value)
+            value, entry.value = entry.value, None
+            assert value is not None
+            try:
+                undo(value)
+            finally:
+                self._leave(key, entry)
+
+    def _leave(self, key: Any, entry: _Entry) -> None:
+        with self._lock:
+            entry.users -= 1
+            if not entry.users:
+                del self._entries[key]
 
 
 class GpuRuntime:
@@ -423,7 +448,20 @@ class GpuRuntime:
             except (DriverError, OSError) as error:
                 raise ArgumentError("handle", f"the memory that it names can't be mapped: {error}") from None
         release = functools.partial(self.context.call, self._imported.release, key, self.driver.release_memory)
-        return GpuMemory(mapped + offset, nbytes, self._unused, release)
+        memory = GpuMemory(mapped + offset, nbytes, self._unused, release)
+        if not self._holds(mapped, offset + nbytes):
+            memory.close()
+            raise ArgumentError("handle", f"{nbytes} bytes at {offset} leave the allocation that it names")
+        return memory
+
+    def _holds(self, mapped: int, nbytes: int) -> bool:
+        """Whether so much of what another process exported is mapped, as far as the driver says."""
+        with self.current():
+            try:
+                base, size = self.driver.address_range(mapped, nbytes)
+            except DriverError:  # not every driver knows an allocation that is another's
+                return True
+        return mapped + nbytes <= base + size
 
     def _check_own(self, device: int, base: int, allocation: int, end: int) -> int:
         """The size of this process's own memory that a handle names. One that is damaged, or whose memory is gone, is

@@ -20,15 +20,16 @@ class HandleCache:
     mappings of this process go.
     """
 
-    _lock: ClassVar[threading.Lock] = threading.Lock()  # ranks that are threads have caches of their own
-    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()
+    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # those of ranks that are threads among them
+    _caches_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
         self._open = open_handle
         self._keep = keep
         self._used: dict[bytes, tuple[Memory, int]] = {}
         self._idle: OrderedDict[bytes, Memory] = OrderedDict()
-        with self._lock:
+        self._lock = threading.Lock()  # held while a driver maps: another cache's users don't wait for that
+        with self._caches_lock:
             self._caches.add(self)
 
     def acquire(self, handle: bytes) -> Memory:
@@ -44,13 +45,28 @@ class HandleCache:
         try:
             return self._open(handle)
         except ArgumentError:
-            idle = [cache._idle for cache in self._caches if cache._idle]
-            if not idle:
+            if not self._unmap_idle():
                 raise
-            for mappings in idle:
-                while mappings:
-                    mappings.popitem()[1].close()
             return self._open(handle)
+
+    def _unmap_idle(self) -> bool:
+        """Unmaps what nobody uses, in all caches but those that are in use just now. Whether there was any."""
+        with self._caches_lock:
+            others = [cache for cache in self._caches if cache is not self]
+        unmapped = self._unmap_own_idle()
+        for cache in others:
+            if cache._lock.acquire(blocking=False):  # it may be waiting for this one
+                try:
+                    unmapped |= cache._unmap_own_idle()
+                finally:
+                    cache._lock.release()
+        return unmapped
+
+    def _unmap_own_idle(self) -> bool:
+        had = bool(self._idle)
+        while self._idle:
+            self._idle.popitem()[1].close()
+        return had
 
     def release(self, handle: bytes) -> None:
         """Ends one use."""

@@ -58,11 +58,12 @@ class InFlight:
             self._launchers.add(launcher)
 
     def wait(self) -> None:
-        """Waits until what this thread launched is done, before a call of the driver that waits for the device.
+        """Waits until what was launched is done, before a call of the driver that waits for the device.
 
         Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
-        process's proxy wait behind it then, and kernels wait for those copies. Not waited for are graphs, and the last
-        launches on a stream that the program has closed or gives by its number: it may be gone.
+        process's proxy wait behind it then, and kernels wait for those copies. Not waited for are graphs, and of what
+        `add` was told the last few launches of other threads, and on streams that the program has closed or gives by
+        their numbers: those may be gone.
         """
         with self._lock:
             for (handle, thread), (stream, _) in list(self._open.items()):

@@ -52,6 +52,7 @@ FLUSHED_BYTES = 8 * MAX_CHANNELS
 EXTENTS_BYTES = 8 * MAX_MEMORIES
 MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
 _DRAIN_LOOK = 0.0002
+_UNUSED_THREAD_SECONDS = 10.0
 
 
 class SharedWords:
@@ -211,14 +212,6 @@ class ProxyService:
         require_rings(fifos, threads)
         self.runtime = runtime
         self._shared = SharedWords(shared, shared_offset)
-        self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
-        functions = runtime.engine_functions()
-        self._table = ffi.new("ProxycclRuntimeTable *")
-        lib.proxyccl_runtime_table_fill(
-            self._table, functions.copy, functions.write64, functions.event_record, functions.event_query
-        )
-        self.fifos = [] if rings else [Fifo(runtime, fifo_size) for _ in range(fifos)]
-        self._rings: Sequence[Ring] = rings or self.fifos
         self._on_failure = on_failure
         self._memory_used = [False] * MAX_MEMORIES
         self._ring_of: dict[int, int] = {}  # by channel
@@ -227,33 +220,49 @@ class ProxyService:
         self._handlers: dict[int, Handler] = {}
         self.handling: dict[int, float] = {}  # channel of each handler that runs: time.monotonic() when it began
         self._connections: list[Connection] = []
-        self._closed = False
+        self._closed = self._freed = False
         self._lock = threading.Lock()
-        own_thread = functools.partial(self._begin_own_thread, threads if cores is None else 0)
-        self._owned_threads = [
-            ProxyThread(f"{name}-proxy-{i}", idle or IdlePolicy(), cores, own_thread)
-            for i in range(0 if shared_threads else threads)
-        ]
-        self._observed = ObservedSegment(threads)
-        self._workers = [
-            _Worker(lib.proxyccl_worker_create(self._service, self._observed.worker(i)), thread)
-            for i, thread in enumerate(shared_threads or self._owned_threads)
-        ]
-        if shared_threads:
-            context = runtime.launch_target().context
-            for worker in self._workers:
-                lib.proxyccl_worker_enter_context(worker.pointer, functions.make_current, context)
-        for i, ring in enumerate(self._rings):
-            lib.proxyccl_worker_add_ring(
-                self._workers[i % threads].pointer,
-                ffi.cast("ProxycclTrigger *", ring.slots_host),
-                ffi.cast("uint64_t *", ring.tail_host),
-                ring.size_log2,
-            )
+        self._table = ffi.new("ProxycclRuntimeTable *")
+        functions = runtime.engine_functions()
+        lib.proxyccl_runtime_table_fill(
+            self._table, functions.copy, functions.write64, functions.event_record, functions.event_query
+        )
+        with contextlib.ExitStack() as undo:
+            self.fifos: list[Fifo] = []
+            for _ in range(0 if rings else fifos):
+                self.fifos.append(Fifo(runtime, fifo_size))
+                undo.callback(self.fifos[-1].close)
+            self._rings: Sequence[Ring] = rings or self.fifos
+            self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
+            undo.callback(lib.proxyccl_service_destroy, self._service)
+            own_thread = functools.partial(self._begin_own_thread, threads if cores is None else 0)
+            self._owned_threads: list[ProxyThread] = []
+            for i in range(0 if shared_threads else threads):
+                self._owned_threads.append(ProxyThread(f"{name}-proxy-{i}", idle or IdlePolicy(), cores, own_thread))
+                undo.callback(self._owned_threads[-1].close, _UNUSED_THREAD_SECONDS)
+            self._observed = ObservedSegment(threads)
+            undo.callback(self._observed.close)
+            self._workers: list[_Worker] = []
+            for i, thread in enumerate(shared_threads or self._owned_threads):
+                pointer = lib.proxyccl_worker_create(self._service, self._observed.worker(i))
+                self._workers.append(_Worker(pointer, thread))
+                undo.callback(lib.proxyccl_worker_destroy, pointer)
+            if shared_threads:
+                context = runtime.launch_target().context
+                for worker in self._workers:
+                    lib.proxyccl_worker_enter_context(worker.pointer, functions.make_current, context)
+            for i, ring in enumerate(self._rings):
+                lib.proxyccl_worker_add_ring(
+                    self._workers[i % threads].pointer,
+                    ffi.cast("ProxycclTrigger *", ring.slots_host),
+                    ffi.cast("uint64_t *", ring.tail_host),
+                    ring.size_log2,
+                )
+            self.publication = self._describe(description) if description else None
+            self._published = publications.try_publish(self.publication) if self.publication else None
+            undo.pop_all()  # nothing fails from here on: threads run what the workers use
         for worker in self._workers:
             worker.thread.add(worker.pointer, functools.partial(self._hear, worker))
-        self.publication = self._describe(description) if description else None
-        self._published = publications.try_publish(self.publication) if self.publication else None
 
     def _describe(self, description: Description) -> Publication:
         return Publication.of_this_process(
@@ -669,21 +678,24 @@ class ProxyService:
             drained: empty the rings first, and wait until nothing is outstanding.
 
         Returns:
-            False if a worker did not end in time. What it uses is then kept.
+            False if a worker did not end in time. What it uses is then kept, and another call waits for it again.
         """
         with self._lock:
-            if self._closed:
+            if self._freed:
                 return True
-            self._closed = True
-        if self._published is not None:
-            publications.withdraw(self._published)
-        for worker in self._workers:
-            (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
+            first, self._closed = not self._closed, True
+        if first:
+            if self._published is not None:
+                publications.withdraw(self._published)
+            for worker in self._workers:
+                (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
         ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
         # One that was asked in vain is not waited for a second time.
         closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._owned_threads)]
-        if not all(ended) or not all(closed):
-            return False
+        with self._lock:
+            if self._freed or not all(ended) or not all(closed):
+                return self._freed
+            self._freed = True
         for connection in self._connections:
             lib.proxyccl_connection_destroy(connection.pointer)
             for resource in connection.owned:

@@ -7,11 +7,13 @@ the daemon says: an answer goes to who asked, and a failure, or the daemon's end
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -182,6 +184,7 @@ class DaemonClient:
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
         self._answers: queue.SimpleQueue[Fields | None] = queue.SimpleQueue()
+        self._requests = itertools.count()
         self._lost = ""
         self._outstanding: OutstandingView | None = None
         self._closed = False
@@ -223,9 +226,10 @@ class DaemonClient:
                 raise ClosedError("the proxy service is closed")
             if self._lost:
                 raise self._lost_error(request)
+            number = next(self._requests)
             try:
-                send(self._connection, {"do": request, **fields}, list(descriptors))
-                answer = self._answers.get(timeout=takes + min(self._timeout, _MARGIN))
+                send(self._connection, {"do": request, "request": number, **fields}, list(descriptors))
+                answer = self._answer_to(number, takes + min(self._timeout, _MARGIN))
             except BrokenPipeError:
                 self._reader.join(_MARGIN)  # it knows why
                 answer = None
@@ -237,6 +241,14 @@ class DaemonClient:
         if "error" in answer:
             raise _exception(answer)
         return answer
+
+    def _answer_to(self, number: int, timeout: float) -> Fields | None:
+        """None where the daemon is lost. The answer to a request that was interrupted (Ctrl-C) may come before."""
+        deadline = time.monotonic() + timeout
+        while True:
+            answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            if answer is None or answer.optional("request") in (None, number):
+                return answer
 
     def _is_open(self) -> bool:
         return not self._closed and not self._lost
@@ -405,17 +417,21 @@ class DaemonClient:
     def close(self, timeout: float = 30.0) -> bool:
         """Drains the rings, and has the daemon let go of all that it was given.
 
-        False if a handler did not end in time (its memory is then kept).
+        False if a handler, or a worker of the daemon's, did not end in time (what it uses is then kept).
         """
         with self._lock:
             if self._closed:
                 return True
             ended = self._handlers is None or self._handlers.close(timeout)
-            if not self._lost:
-                with contextlib.suppress(ProxyCCLError):
-                    self._ask("close", takes=2 * timeout, timeout=timeout)
-            self._hang_up()
-            if ended and self._handler_words is not None:
+            handlers_ended = ended
+            try:
+                if not self._lost:
+                    ended &= self._ask("close", takes=2 * timeout, timeout=timeout).flag("ended")
+            except ProxyLostError:  # then nothing of it runs, or nothing can be done about it
+                pass
+            finally:
+                self._hang_up()
+            if handlers_ended and self._handler_words is not None:
                 self._handler_words.close()
             return ended
 
@@ -462,4 +478,6 @@ def _exception(answer: Fields) -> ProxyCCLError:
         return RuntimeUnavailableError(message)
     if kind == "transport":
         return TransportError(message, operation="connect")
-    return ProxyLostError(f"the node daemon refuses this process: {message}", operation="proxy")
+    if kind == "protocol":
+        return ProxyLostError(f"the node daemon refuses this process: {message}", operation="proxy")
+    return ProxyCCLError(f"the node daemon: {message}")

@@ -1,8 +1,8 @@
 """What a rank and the node daemon say to each other: frames over a Unix socket of sequenced packets.
 
 A frame is one JSON object of at most `LONGEST_FRAME` bytes, and may carry file descriptors. The client's first says the
-version; every request gets one answer, in order, and the daemon tells of a failure unasked. Nothing that comes in is
-trusted: `Fields` gives values by name and type, or raises.
+version; every request gets one answer, in order and with the request's number, and the daemon tells of a failure
+unasked. Nothing that comes in is trusted: `Fields` gives values by name and type, or raises.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from typing import Any
 
 from proxyccl.device._native import ffi as native
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy.service import SharedWords
 
-VERSION = 3
+VERSION = 4
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = 65
 """The segment and 64 rings."""
 
-LAYOUT = [int(native.sizeof("ProxycclControl")), SharedWords.BYTES]
+LAYOUT = [int(native.sizeof("ProxycclControl")), SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"))]
 """What both must have built alike: sizes of what they share memory with."""
 
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -113,7 +114,8 @@ def decode(frame: bytes, flags: int = 0) -> Fields:
     """
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         raise ProtocolError(
-            f"a frame of more than {LONGEST_FRAME} bytes, or with more than {MOST_DESCRIPTORS} descriptors"
+            f"a frame that did not come whole: of more than {LONGEST_FRAME} bytes, with more than {MOST_DESCRIPTORS} "
+            "descriptors, or with more than this process may still open (ulimit -n)"
         )
     try:
         message = json.loads(frame)

@@ -44,7 +44,7 @@ HELLO_SECONDS = 10
 _ANSWER_SECONDS = 10
 _LONGEST_DRAIN = 1e9
 _QUIET_SECONDS = 0.05
-_REST_SECONDS = 10.0
+_REST_SECONDS = 4.0  # a request takes two of them at most, and clients wait for 10 s
 _MOST_RETIRED = 4096
 _END_SECONDS = 10.0
 _KEYS = (1 << 32) - 1
@@ -178,6 +178,7 @@ class Session:
             "close": self._end_service,
             **(self._rdma.requests if self._rdma is not None else {}),
         }
+        number = {"request": fields.optional("request")} if "request" in fields else {}
         try:
             name = fields.text("do")
             if name == "report":
@@ -185,12 +186,14 @@ class Session:
                 return None
             self.request = name, time.monotonic()
             if name == "open":
-                return self._open(fields, descriptors)
-            return requests.get(name, self._refuse)(fields)
+                return self._open(fields, descriptors) | number
+            return requests.get(name, self._refuse)(fields) | number
         except ProtocolError:
             raise
         except ProxyCCLError as error:
-            return _refusal(error)
+            return _refusal(error) | number
+        except OSError as error:  # no descriptor is left, say: the client is not to blame
+            return _refusal(ResourceError(f"the node daemon can't do that: {error}")) | number
         finally:
             self.request = None
             _close_all(descriptors)
@@ -302,9 +305,10 @@ class Session:
         first = fields.integer("first", 0, MAX_MEMORIES - 1)
         if first not in self._memories:
             raise ProtocolError(f"first: memory {first} is none of this client's")
-        nbytes, handle = self._memories.pop(first)
+        nbytes, handle = self._memories[first]
         with self._proxy.paused(_REST_SECONDS):
             self._proxy.remove_memory(first, nbytes)
+        del self._memories[first]
         if handle:
             self.retire(functools.partial(self.unmap, handle))
         return {}
@@ -355,8 +359,12 @@ class Session:
         if word.nbytes != 8 or word.host_ptr % 8:
             word.close()
             raise ArgumentError("word", "a semaphore is a word of 8 bytes, aligned to 8")
-        with self._proxy.paused(_REST_SECONDS):
-            self._proxy.set_channel(channel, connection, word.host_ptr)
+        try:
+            with self._proxy.paused(_REST_SECONDS):
+                self._proxy.set_channel(channel, connection, word.host_ptr)
+        except ProxyCCLError:
+            word.close()
+            raise
         self._retire_word(channel)
         self._words[channel] = word
         return {}
@@ -369,9 +377,9 @@ class Session:
         channels, connection = fields.integers("channels", MAX_CHANNELS - 1), self._find_connection(fields)
         for channel in channels:
             self._require_channel(channel, connection)
-            del self._channels[channel]
             with self._proxy.paused(_REST_SECONDS):
                 self._proxy.free_channels([channel], connection)
+            del self._channels[channel]
             self._retire_word(channel)
         return {}
 
@@ -384,18 +392,22 @@ class Session:
             raise ProtocolError("it removes memory while its rings are never empty")
 
     def _unmap_retired(self) -> None:
-        while self._retired:
-            self._retired.pop()()
+        with contextlib.ExitStack() as each:  # the others too where one can't be
+            while self._retired:
+                each.callback(self._retired.pop())
 
-    def _drain(self, fields: Fields) -> dict[str, Any]:
+    def has_left(self) -> bool:
+        """Whether the client has hung up."""
         gone = select.poll()
         gone.register(self._connection, select.POLLRDHUP)
-        drained = self._proxy.drain(fields.number("timeout", 0, _LONGEST_DRAIN), lambda: bool(gone.poll(0)))
-        return {"drained": drained}
+        return bool(gone.poll(0))
+
+    def _drain(self, fields: Fields) -> dict[str, Any]:
+        return {"drained": self._proxy.drain(fields.number("timeout", 0, _LONGEST_DRAIN), self.has_left)}
 
     def _end_service(self, fields: Fields) -> dict[str, Any]:
         proxy, timeout = self._proxy, fields.number("timeout", 0, _LONGEST_DRAIN)
-        proxy.drain(timeout)
+        proxy.drain(timeout, self.has_left)
         return {"ended": self._free(timeout)}
 
     def _pass_on(self, fields: Fields) -> None:
@@ -440,32 +452,38 @@ class Session:
 
     def _close(self) -> None:
         self.request = "leave", time.monotonic()
-        if not self._free(_END_SECONDS):
-            log.error("%s: its worker does not end; what it uses is kept", self.name)
-        self._connection.close()
+        try:
+            if not self._free(_END_SECONDS):
+                log.error("%s: its worker does not end; what it uses is kept", self.name)
+        except ProxyCCLError as error:
+            log.warning("%s: not all that it used could be freed: %s", self.name, error)
+        finally:
+            self._connection.close()
         log.log(logging.INFO if self.threads else logging.DEBUG, "%s has left", self.name)
 
     def _free(self, timeout: float) -> bool:
-        """Ends the workers at once and unmaps everything. False if a worker did not end; then all is kept."""
-        service, self._service = self._service, None
-        if service is None:
+        """Ends the workers at once and unmaps everything. False if a worker did not end: then all is kept."""
+        if self._service is None:
             return True
-        if not service.close(timeout, drained=False):
+        if not self._service.close(timeout, drained=False):
             return False
-        self._unmap_retired()
         assert self._rdma is not None
-        self._rdma.close()
-        for word in self._words.values():
-            word.close()
-        self._words.clear()
         assert self._mappings is not None
         assert self._segment is not None
-        self._mappings.close()
-        self._segment.close()
-        self._channels.clear()
-        self._connections.clear()
-        self._memories.clear()
+        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the others
+            steps.callback(self._forget)
+            steps.callback(self._segment.close)
+            steps.callback(self._mappings.close)
+            for word in self._words.values():
+                steps.callback(word.close)
+            steps.callback(self._rdma.close)
+            steps.callback(self._unmap_retired)
         return True
+
+    def _forget(self) -> None:
+        self._service = self._rdma = self._mappings = self._segment = None
+        for table in (self._words, self._channels, self._connections, self._memories):
+            table.clear()
 
 
 def _refusal(error: ProxyCCLError) -> dict[str, Any]:

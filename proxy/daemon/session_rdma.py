@@ -34,6 +34,10 @@ class Keeper(Protocol):
         """Calls `end` when the worker is seen with nothing to do."""
         ...
 
+    def has_left(self) -> bool:
+        """Whether the client has hung up."""
+        ...
+
 
 class SessionRdma:
     """The requests of a client about RDMA, each a method of its fields that gives the answer's.
@@ -87,7 +91,7 @@ class SessionRdma:
 
     def _connect_end(self, fields: Fields) -> dict[str, Any]:
         theirs, timeout = RdmaEnd.decode(fields.values("end")), fields.number("timeout", 0, _LONGEST_CONNECT)
-        self._opened.connect_end(fields.integer("peer", high=_RANKS), theirs, timeout)
+        self._opened.connect_end(fields.integer("peer", high=_RANKS), theirs, timeout, self._keeper.has_left)
         return {}
 
     def open_connection(self, fields: Fields) -> Connection:
@@ -131,9 +135,9 @@ class SessionRdma:
 
     def close(self) -> None:
         """Frees it all. The service must have ended; the keeper unmaps what is left."""
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        context, self._context = self._context, None
+        if context is not None:
+            context.close()
 
 
 def address_of_word(fields: Fields) -> int:

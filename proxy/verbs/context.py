@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,12 +94,14 @@ class VerbsContext:
             return RdmaEnd(endpoint.address, segment.host_ptr, registered.rkey)
         return RdmaEnd(endpoint.address, segment.host_ptr, registered.rkey, registered.address, area.ring_bytes)
 
-    def connect_end(self, peer: int, theirs: RdmaEnd, timeout: float) -> None:
-        """Makes the end ready to send to the peer's."""
+    def connect_end(
+        self, peer: int, theirs: RdmaEnd, timeout: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Makes the end ready to send to the peer's. Once `given_up` is true nobody need wait."""
         end = self._end(peer)
         if (end.area is not None) != bool(theirs.area):
             raise ArgumentError("peer", f"rank {peer} stages data, or this rank does, and the other does not")
-        end.endpoint.connect(theirs.endpoint, timeout)
+        end.endpoint.connect(theirs.endpoint, timeout, given_up)
         end.theirs = theirs
 
     def open_connection(self, peer: int) -> Connection:
@@ -140,13 +144,14 @@ class VerbsContext:
 
     def close(self) -> None:
         """Frees queue pairs, registrations and the device."""
-        for end in self._ends.values():
-            end.endpoint.close()
-            if end.area is not None:
-                end.area.close()
-        self._ends.clear()
-        self._registrations.close()
-        self._device.close()
+        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the others
+            steps.callback(self._device.close)
+            steps.callback(self._registrations.close)
+            for end in self._ends.values():
+                if end.area is not None:
+                    steps.callback(end.area.close)
+                steps.callback(end.endpoint.close)
+            self._ends.clear()
 
 
 def _require_transport(transport: str) -> None:

@@ -10,6 +10,7 @@ import ipaddress
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -246,7 +247,7 @@ class Endpoint:
             atomics=device.atomics,
         )
 
-    def connect(self, peer: bytes, timeout: float = 30.0) -> None:
+    def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
         """Connects to the endpoint whose `address` this is; that one connects to this one's likewise.
 
         It waits for no word of the peer, but for the network to know the peer's address.
@@ -254,6 +255,7 @@ class Endpoint:
         Args:
             peer: the other endpoint's `address`.
             timeout: seconds to keep trying while the network does not know it.
+            given_up: asked meanwhile; once it is true nobody need wait.
 
         Raises:
             ArgumentError: these bytes are no address, or one that can't be reached from this port.
@@ -287,7 +289,7 @@ class Endpoint:
                 self._qp.to_rts(attributes)
                 break
             except api.PyverbsError as cause:
-                if error_number(cause) not in _NOT_YET or time.monotonic() >= deadline:
+                if error_number(cause) not in _NOT_YET or given_up() or time.monotonic() >= deadline:
                     error = api.error("ibv_modify_qp", f"{device.name} to {address}", cause)
                     raise TransportError(str(error), operation="connect") from cause
             time.sleep(_RETRY_PAUSE)
