@@ -8,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 
 _START_SECONDS = 60.0
 _END_SECONDS = 60.0
@@ -117,3 +120,16 @@ def _listens(path: Path) -> bool:
         except OSError:
             return False
         return True
+
+
+@contextlib.contextmanager
+def daemon_inside(path: Path) -> Iterator[Daemon]:
+    """A daemon in this process."""
+    with Daemon(path, DaemonOptions(threads=1)) as running:
+        serving = threading.Thread(target=running.serve)
+        serving.start()
+        try:
+            yield running
+        finally:
+            running.stop()
+            serving.join()

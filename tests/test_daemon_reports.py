@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemons import RunningDaemon, running_daemon
+from daemons import RunningDaemon, daemon_inside, running_daemon
 from device_arrays import barrier
 from observing import KERNELS, channels_of, wait_for
 from ranks import Gate
@@ -34,7 +34,7 @@ from proxyccl.proxy.daemon import reporter
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME
 from proxyccl.proxy.daemon.report import Client, DaemonReport, Request
-from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.daemon.server import Daemon
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member, ReportError, encode
 from proxyccl.proxy.trigger import PARITY_SHIFT
@@ -133,12 +133,8 @@ def test_a_signal_has_the_daemon_report_on_its_threads_and_clients_and_go_on(
 @pytest.fixture
 def inside(reports: Path, tmp_path: Path) -> Iterator[Daemon]:
     """A daemon in this process."""
-    with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as running:
-        serving = threading.Thread(target=running.serve)
-        serving.start()
+    with daemon_inside(tmp_path / "socket") as running:
         yield running
-        running.stop()
-        serving.join()
 
 
 def test_a_client_whose_request_hangs_keeps_no_report_back(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from device_arrays import barrier, on_device, on_host
 from devices import rank_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
+from ranks import Gate, Ranks
 from running import run_ranks
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
@@ -351,6 +352,24 @@ def test_idle_mappings_make_way_for_what_took_the_place_of_freed_memory() -> Non
     assert other.acquire(b"new") is mapped[b"new"]
     assert mapped[b"old"].closed
     one.close()
+    other.close()
+
+
+def test_a_driver_that_takes_long_to_map_holds_up_no_other_cache() -> None:
+    with Gate() as gate:
+
+        def open_slowly(_: bytes) -> Opened:
+            gate.wait()
+            return Opened()
+
+        slow, other = HandleCache(open_slowly), HandleCache(lambda _: Opened())
+        mapping = threading.Thread(target=slow.acquire, args=(b"handle",))
+        mapping.start()
+        other.acquire(b"handle")  # it returns while the other one is being mapped
+        assert mapping.is_alive()
+        gate.open()
+        mapping.join()
+    slow.close()
     other.close()
 
 
