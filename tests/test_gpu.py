@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +37,7 @@ from proxyccl import (
     open_runtime,
 )
 from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.gpu import _Handle
 
 pytestmark = pytest.mark.gpu_only
 CUDA_ONLY = pytest.mark.skipif(RUNTIME != "cuda", reason="of CUDA alone")
@@ -469,6 +472,36 @@ def test_a_graph_of_an_expert_layer_takes_a_new_routing_each_time(
         layer.finalize()
 
     ranks.run(body)
+
+
+# -- memory of other processes ---
+
+EXPORT = """
+import sys
+from proxyccl import open_runtime
+memory = open_runtime(local_rank=0).allocate(1 << 20)
+print(open_runtime(local_rank=0).export(memory.ptr + 4096, 4096).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("field", [5, 6], ids=["offset", "nbytes"])
+def test_a_handle_that_leaves_the_memory_that_it_names_is_refused(field: int) -> None:
+    runtime = rank_runtime(0)
+    command = [sys.executable, "-c", EXPORT]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdin is not None
+        assert owner.stdout is not None
+        try:
+            handle = bytes.fromhex(owner.stdout.readline())
+            runtime.open(handle).close()
+            values = list(_Handle._LAYOUT.unpack(handle))
+            values[field] = 1 << 40
+            forged = _Handle._LAYOUT.pack(*values)
+            with pytest.raises(ArgumentError, match="leave the allocation"):
+                runtime.open(forged)
+        finally:
+            owner.stdin.close()
 
 
 # -- calls that wait for the device ---
