@@ -181,6 +181,7 @@ def test_an_observer_sees_what_is_outstanding_and_when_it_completes(
         with Observer(publication) as observer, Tracer(path, publication) as tracer:
 
             def progress() -> tuple[int, int]:
+                tracer.fetch()  # which has the worker go on recording
                 (connection,) = observer.look().connections
                 return connection.completed, connection.outstanding
 
