@@ -104,6 +104,10 @@ class SharedWords:
         c = self.table[channel]
         return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
 
+    def clear_counters(self, channel: int) -> None:
+        """For the next channel of that id. No worker uses it."""
+        self.table[channel] = ffi.new("ProxycclCounters *")[0]
+
 
 def _fill(native_options: Any, options: VerbsOptions | StagedOptions, names: tuple[str, ...]) -> None:
     for name in names:
@@ -149,6 +153,7 @@ def require_rings(fifos: int, threads: int) -> None:
 @dataclass(frozen=True)
 class _Worker:
     pointer: Any
+    stats: Any  # what it shows of itself
     thread: ProxyThread
     ended: threading.Event = field(default_factory=threading.Event)  # its thread has let go of it for good
 
@@ -244,8 +249,9 @@ class ProxyService:
             undo.callback(self._observed.close)
             self._workers: list[_Worker] = []
             for i, thread in enumerate(shared_threads or self._owned_threads):
-                pointer = lib.proxyccl_worker_create(self._service, self._observed.worker(i))
-                self._workers.append(_Worker(pointer, thread))
+                stats = self._observed.worker(i)
+                pointer = lib.proxyccl_worker_create(self._service, stats)
+                self._workers.append(_Worker(pointer, stats, thread))
                 undo.callback(lib.proxyccl_worker_destroy, pointer)
             if shared_threads:
                 context = runtime.launch_target().context
@@ -487,6 +493,7 @@ class ProxyService:
             for channel in channels:
                 lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
                 self._observed.remove_channel(channel)
+                self._shared.clear_counters(channel)
                 self._free_channels[connection.worker].append(channel)
 
     def add_handler(self, handler: Handler, channel: int | None = None) -> int:
@@ -583,6 +590,7 @@ class ProxyService:
                 self._fail(self._failure(info))
         finally:
             if reason != lib.PROXYCCL_EXIT_HANDLER:
+                worker.stats.started_ns = 0
                 worker.ended.set()
 
     def _handle(self, worker: _Worker, info: Any) -> None:

@@ -26,11 +26,13 @@ from ranks import Gate, Ranks
 from running import run_ranks
 
 from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
+from proxyccl.channels.proxy_channel import free_handles
 from proxyccl.channels.tools.top import short
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import MetricsServer, look_at_all, metrics_text
 from proxyccl.proxy.observe.publications import Description, Publication
+from proxyccl.proxy.observe.rates import rates_between
 from proxyccl.proxy.observe.reader import Observer
 
 MEGABYTES = 8 << 20
@@ -112,6 +114,36 @@ def test_a_worker_that_has_nothing_to_do_is_seen_to_idle() -> None:
         assert 0 < worker.slept_ns <= worker.idle_ns <= worker.age_ns
         assert worker.looks > worker.sleeps
         barrier(comm)
+
+    run_ranks(2, body)
+
+
+def test_a_worker_that_has_ended_is_seen_to_do_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        channels_of(comm)
+        before = look(comm)
+        comm.abort("enough")
+        wait_for(lambda: look(comm).workers[0].age_ns == 0, "the worker has ended")
+        (worker,) = rates_between(before, look(comm)).workers
+        assert worker.busy == 0
+
+    run_ranks(1, body)
+
+
+def test_a_channel_begins_at_zero_where_another_had_its_id() -> None:
+    def body(comm: Communicator) -> None:
+        ids = []
+        for _ in range(2):
+            channels = channels_of(comm)
+            assert look(comm).channels[0].triggers == 0
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 3, 2, 1)
+            comm.synchronize()
+            assert channels[0].counters.puts == 3
+            ids.append(look(comm).channels[0].id)
+            comm.drain()
+            barrier(comm)
+            free_handles(comm, {1 - comm.rank: list(channels)})
+        assert ids[0] == ids[1]
 
     run_ranks(2, body)
 

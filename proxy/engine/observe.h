@@ -59,7 +59,7 @@ typedef struct ProxycclWorkerStats {
   uint64_t idle_ns;    /* that it found nothing to do, in steps of some looks */
   uint64_t sleeps;     /* in that time */
   uint64_t slept_ns;   /* of that time */
-  uint64_t started_ns; /* by CLOCK_MONOTONIC */
+  uint64_t started_ns; /* by CLOCK_MONOTONIC; 0: it has ended */
   uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
   /* By an observer: until when, by CLOCK_MONOTONIC, it wants records; 0: it does not. The worker takes a time that has
    * passed away, so an observer that was killed costs nothing for long. */

@@ -94,11 +94,11 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
     earlier = {channel.id: channel for channel in before.channels}
     workers = []
     for old, new in zip(before.workers, after.workers, strict=True):
-        idle = (new.idle_ns - old.idle_ns) / 1e9
+        age, idle = (new.age_ns - old.age_ns) / 1e9, (new.idle_ns - old.idle_ns) / 1e9
         workers.append(
             WorkerRates(
                 new.number,
-                min(1.0, max(0.0, 1 - idle / seconds)),
+                min(1.0, max(0.0, (age - idle) / seconds)),
                 (new.looks - old.looks) / seconds,
                 (new.sleeps - old.sleeps) / seconds,
             )

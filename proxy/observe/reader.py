@@ -33,7 +33,7 @@ class WorkerView:
     Attributes:
         number: its number in its service.
         looks: at its rings and connections.
-        age_ns: since it began.
+        age_ns: since it began; 0 when it has ended.
         idle_ns: of that time, when it found nothing to do.
         sleeps: in that time.
         slept_ns: of that time.
@@ -287,7 +287,7 @@ class Observer:
         connections = []
         for number in range(self.publication.workers):
             stats = self.worker_stats(number)
-            age = max(0, now - stats.started_ns)
+            age = max(0, now - stats.started_ns) if stats.started_ns else 0  # it has ended
             idle = min(stats.idle_ns, age)  # counted in steps, the last of which may be newer than `now`
             workers.append(WorkerView(number, stats.looks, age, idle, stats.sleeps, min(stats.slept_ns, idle)))
             connections += self._connections_of(number)
