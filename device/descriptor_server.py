@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 NAME_BYTES = 16
@@ -74,8 +75,9 @@ def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
     """What the server of that name supplies for a request. The caller closes the descriptors.
 
     Raises:
-        OSError: its process is gone, belongs to another user, does not answer within 10 s, or can't serve the request.
+        OSError: its process is gone, belongs to another user, has not answered within 10 s, or can't serve the request.
     """
+    deadline = time.monotonic() + _TIMEOUT
     parts: list[tuple[int, int]] = []
     refusal = b""
     try:
@@ -84,6 +86,7 @@ def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
             connection.connect(_address(name))
             connection.send(request)
             while not refusal:
+                connection.settimeout(max(1e-3, deadline - time.monotonic()))
                 data, descriptors, _, _ = socket.recv_fds(connection, _PART.size + _LONGEST_REQUEST, 1)
                 if not data:
                     return parts
