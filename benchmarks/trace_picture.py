@@ -42,10 +42,14 @@ def _length(burst: list[Event]) -> float:
     return float(max(span["ts"] + span["dur"] for span in burst) - burst[0]["ts"])
 
 
+def _triggers(burst: list[Event]) -> int:
+    return sum(int(span["args"]["count"]) for span in burst if span["cat"] == "issue")
+
+
 def usual(of: list[list[Event]]) -> list[Event]:
-    """The burst of median length of those with the most usual number of spans."""
-    count = Counter(len(burst) for burst in of).most_common(1)[0][0]
-    alike = sorted((burst for burst in of if len(burst) == count), key=_length)
+    """The burst of median length of those with the most usual number of triggers."""
+    count = Counter(map(_triggers, of)).most_common(1)[0][0]
+    alike = sorted((burst for burst in of if _triggers(burst) == count), key=_length)
     return alike[len(alike) // 2]
 
 

@@ -281,7 +281,7 @@ def test_the_cost_of_observing_is_measured_on_the_host(tmp_path: Path, monkeypat
 
 def test_a_trace_is_drawn(tmp_path: Path) -> None:
     def span(ts: float, tid: int = 1) -> dict[str, Any]:
-        arguments = {"channel": 0}
+        arguments = {"channel": 0, "count": 1}
         return {"ph": "X", "cat": "issue", "pid": 1, "tid": tid, "ts": ts, "dur": 5, "name": "put", "args": arguments}
 
     names = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter, defaultdict
@@ -21,8 +22,16 @@ from proxyccl import Communicator, Operation, ResourceError, Trigger
 from proxyccl.channels.tools.trace import write_trace
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.reader import Observer
-from proxyccl.proxy.observe.tracing import ServiceTrace, TraceDecoder, TracedTrigger, Tracer, operation_name
+from proxyccl.proxy.observe.tracing import (
+    Allowance,
+    ServiceTrace,
+    TraceDecoder,
+    TracedTrigger,
+    Tracer,
+    operation_name,
+)
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -215,6 +224,18 @@ def test_what_follows_a_gap_is_read_from_the_next_visit_on() -> None:
     assert decoder.lost == 102
 
 
+def test_what_is_kept_ends_with_a_look_at_the_clock() -> None:
+    def end(allowance: Allowance, records: str) -> int | None:
+        return allowance.end_of_kept(np.array([record == "M" for record in records]))
+
+    allowance = Allowance(5)
+    assert end(allowance, "MTTMTM") is None
+    assert end(allowance, "MTTMM") is None  # exactly as many: what completes them is kept too
+    assert end(allowance, "MM") is None
+    assert end(allowance, "MMTM") == 2
+    assert end(Allowance(2), "MTTTTMTM") == 6
+
+
 def test_records_come_whole_while_the_ring_is_written_over() -> None:
     stats = ffi.new("ProxycclWorkerStats *")
     size, at, lost = lib.PROXYCCL_TRACE_RECORDS, ffi.new("uint64_t *"), ffi.new("uint64_t *")
@@ -235,20 +256,55 @@ def test_operations_have_names() -> None:
 # -- the file ---
 
 
+looks = itertools.count()
+
+
 def a_trigger(channel: int, seen: int, issued: int, completed: int | None) -> TracedTrigger:
-    return TracedTrigger(0, 0, 0, Trigger(Operation.DATA, channel, 8), seen, issued, completed)
+    return TracedTrigger(0, 0, 0, Trigger(Operation.DATA, channel, 8), next(looks), seen, issued, completed)
+
+
+def events_of(tmp_path: Path, triggers: list[TracedTrigger], ways: dict[int, tuple[int | None, str]]) -> list[Any]:
+    """What is written of triggers of a proxy of one thread."""
+    whose = Description(0, 1, "job", "program")
+    who = Publication.of_this_process(whose, "host", workers=1, observed="", counters="", rings=())
+    write_trace(tmp_path / "trace", [ServiceTrace(who, triggers, ways, 0)])
+    events: list[Any] = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    return events
+
+
+def test_channels_with_many_tracks_share_none(tmp_path: Path) -> None:
+    triggers = [a_trigger(channel, i, i + 1, 5000) for i in range(1001) for channel in (0, 1)]
+    events = events_of(tmp_path, triggers, {0: (1, "copy"), 1: (2, "copy")})
+    names: dict[int, str] = {}
+    for event in events:
+        if event["name"] == "thread_name":
+            assert event["tid"] not in names
+            names[event["tid"]] = event["args"]["name"]
+    assert len(names) == 1 + 2 * 1001
+    for event in events:
+        if event.get("cat") == "transfer":
+            assert names[event["tid"]].startswith(f"channel {event['args']['channel']} ")
+
+
+def test_triggers_alike_that_share_a_look_at_the_clock_are_one_span(tmp_path: Path) -> None:
+    decoder = TraceDecoder(0, {0: 0, 1: 1})
+    decoder.feed([mark(SEEN, 0), *[put()] * 200, put(1), mark(ISSUED, 20100), *[put()] * 2, mark(ISSUED, 22000)])
+    decoder.feed([mark(COMPLETED, 30000, 0 << 32), mark(COMPLETED, 30000, 1 << 32)])
+    spans = [e for e in events_of(tmp_path, decoder.triggers, {0: (1, "copy"), 1: (2, "copy")}) if e["ph"] == "X"]
+    shown = {(e["cat"], e["name"], e["args"]["ticket"], e["args"]["count"], e["ts"], e["dur"]) for e in spans}
+    assert shown == {
+        ("issue", "put 8 B x200", 0, 200, 0.0, 20.0),
+        ("transfer", "put 8 B x200", 0, 200, 20.0, 10.0),
+        ("issue", "put 8 B", 200, 1, 20.0, 0.1),
+        ("transfer", "put 8 B", 200, 1, 20.1, 9.9),
+        ("issue", "put 8 B x2", 201, 2, 20.1, 1.9),
+        ("transfer", "put 8 B x2", 201, 2, 22.0, 8.0),
+    }
 
 
 def test_events_on_one_track_never_overlap(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        comm.handler_channel(print)
-        ((_, publication),) = publications.find(comm.job)
-        times = ((0, 1, 10), (1, 2, 5), (2, 3, 12), (3, 4, None), (20, 21, 22))
-        trace = ServiceTrace(publication, [a_trigger(5, *each) for each in times], {5: (3, "copy")}, 0)
-        write_trace(tmp_path / "trace", [trace])
-
-    run_ranks(1, body)
-    events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
+    times = ((0, 1, 10), (1, 2, 5), (2, 3, 12), (3, 4, None), (20, 21, 22))
+    events = events_of(tmp_path, [a_trigger(5, *each) for each in times], {5: (3, "copy")})
     spans = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -288,18 +344,45 @@ def test_the_command_writes_what_chrome_reads(tmp_path: Path) -> None:
     whole = json.loads(file.read_text())
     assert whole["otherData"]["lost_records"] == 0
     events = whole["traceEvents"]
-    assert Counter(event["ph"] for event in events if event["ph"] != "M") == {"X": 240, "i": 120}
     for pid in (1, 2):
         of_rank = [event for event in events if event["pid"] == pid]
         issues, transfers = (
             {e["args"]["ticket"]: e for e in of_rank if e["ph"] == "X" and e["cat"] == cat}
             for cat in ("issue", "transfer")
         )
-        assert sorted(issues) == sorted(transfers) == list(range(60))
+        for spans in (issues, transfers):
+            assert sorted(t + i for t, e in spans.items() for i in range(e["args"]["count"])) == list(range(60))
+        assert len([event for event in of_rank if event["ph"] == "i"]) == len(transfers)
         for ticket, issue in issues.items():
             assert issue["ts"] + issue["dur"] == pytest.approx(transfers[ticket]["ts"])
             assert issue["name"] == transfers[ticket]["name"]
-    assert {e["name"] for e in events if e["ph"] == "X"} == {"put 100 B", "signal", "flush"}
+    assert {e["name"].partition(" x")[0] for e in events if e["ph"] == "X"} == {"put 100 B", "signal", "flush"}
+
+
+def test_what_comes_after_the_most_is_left_out_and_counted(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+
+    def body(comm: Communicator) -> None:
+        channels = channels_of(comm)
+        if comm.rank == 0:
+            tracer = command("trace", "-o", str(file), "-t", "60", "--job", comm.job, "--most", "300")
+            wait_for(lambda: not is_off(comm), "it is traced")
+            comm.compile(KERNELS, "mixed")(1, 1, channels, 2000, 0, 1)
+            comm.synchronize()
+            comm.drain()
+            tracer.send_signal(signal.SIGINT)
+            out, error = tracer.communicate(timeout=TIMEOUT)
+            assert tracer.returncode == 0, error
+            kept = int(re.findall(r"(\d+) triggers of 2 proxies", out)[0])
+            assert 300 <= kept < 300 + 256
+            assert f"the {2001 - kept} triggers after these are left out: --most keeps more" in error
+            whole = json.loads(file.read_text())
+            assert whole["otherData"]["left_out_triggers"] == 2001 - kept
+            counts = [e["args"]["count"] for e in whole["traceEvents"] if e.get("cat") == "issue"]
+            assert sum(counts) == kept
+        comm.barrier()
+
+    run_ranks(2, body)
 
 
 def test_ranks_can_be_chosen(tmp_path: Path) -> None:

@@ -7,132 +7,200 @@ that both of them name.
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import json
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from proxyccl.channels.tools.options import show_size
 from proxyccl.channels.tools.report import versions
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy.observe.publications import find, none_found
-from proxyccl.proxy.observe.tracing import ServiceTrace, TracedTrigger, Tracer, operation_name
+from proxyccl.proxy.observe.tracing import (
+    MOST_TRIGGERS,
+    Allowance,
+    ServiceTrace,
+    TracedTrigger,
+    Tracer,
+    operation_name,
+)
 
 _FETCH_EVERY = 0.005  # seconds
-_CHANNEL_TRACKS = 100  # number of the first channel's first track; the proxy's threads come before
-_LANES = 1000  # numbers kept for one channel's tracks
-
-Event = dict[str, Any]
 
 
-def _name_of(traced: TracedTrigger) -> str:
-    name, size = operation_name(traced.trigger.operation), traced.trigger.size
-    return f"{name} {show_size(size)}" if name.startswith("put") else name
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Triggers alike that followed each other on one channel within one look at the clock: nothing more is known of
+    each than of all.
+    """
+
+    first: TracedTrigger
+    last: TracedTrigger
+    count: int
+
+    def name(self) -> str:
+        name, size = operation_name(self.first.trigger.operation), self.first.trigger.size
+        return (f"{name} {show_size(size)}" if name.startswith("put") else name) + f" x{self.count}" * (self.count > 1)
 
 
-def _lane(ends: list[int], begin: int) -> int:
-    """The first lane that is free at a moment; a new one if none is. What overlaps can't lie on one track."""
-    for lane, end in enumerate(ends):
-        if end <= begin:
-            return lane
-    ends.append(0)
-    return len(ends) - 1
+def _alike(traced: TracedTrigger) -> tuple[object, ...]:
+    trigger = traced.trigger
+    return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
 
 
-def _named(kind: str, pid: int, tid: int, name: str, order: int) -> Iterator[Event]:
-    yield {"ph": "M", "name": f"{kind}_name", "pid": pid, "tid": tid, "args": {"name": name}}
-    yield {"ph": "M", "name": f"{kind}_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": order}}
+def _runs(triggers: list[TracedTrigger]) -> Iterator[_Run]:
+    for _, alike in itertools.groupby(triggers, _alike):
+        run = list(alike)
+        yield _Run(run[0], run[-1], len(run))
 
 
-def _events_of(pid: int, trace: ServiceTrace, start_ns: int, end_ns: int) -> Iterator[Event]:
-    who = trace.publication
-    whose = who.description
-    rank = whose.rank
-    name = f"rank {rank} of {whose.world_size} ({whose.program}, job {whose.job}, proxy in process {who.pid})"
-    yield from _named("process", pid, 0, name, rank)
-    for worker in range(who.workers):
-        yield from _named("thread", pid, worker + 1, f"proxy thread {worker}", worker)
-    lanes: dict[int, list[int]] = {}
-    for traced in sorted(trace.triggers, key=lambda traced: traced.issued_ns):
-        channel = traced.trigger.channel
-        peer, transport = trace.ways.get(channel, (None, "unknown"))
-        done = end_ns if traced.completed_ns is None else traced.completed_ns
-        common = {"pid": pid, "name": _name_of(traced)}
-        arguments = {
-            "channel": channel,
-            "peer": peer,
-            "ring": traced.ring,
-            "ticket": traced.ticket,
-            "bytes": traced.trigger.size,
-            "completed": traced.completed_ns is not None,
-        }
-        seen, issued = ((moment - start_ns) / 1e3 for moment in (traced.seen_ns, traced.issued_ns))
-        yield {
-            **common,
-            "ph": "X",
-            "cat": "issue",
-            "tid": traced.worker + 1,
-            "ts": seen,
-            "dur": issued - seen,
-            "args": arguments,
-        }
-        ends = lanes.setdefault(channel, [])
-        before = len(ends)
-        lane = _lane(ends, traced.issued_ns)
-        track = _CHANNEL_TRACKS + channel * _LANES + lane
-        if lane == before:
-            to = f"→ rank {peer} ({transport})" if peer is not None else f"({transport})"
-            yield from _named("thread", pid, track, f"channel {channel} {to}" + f" ·{lane + 1}" * bool(lane), track)
-        ends[lane] = max(done, traced.issued_ns)
-        yield {**common, "ph": "i", "s": "t", "cat": "seen", "tid": track, "ts": seen, "args": {}}
-        yield {
-            **common,
-            "ph": "X",
-            "cat": "transfer",
-            "tid": track,
-            "ts": issued,
-            "dur": max(0, done - traced.issued_ns) / 1e3,
-            "args": arguments,
-        }
+class _Lanes:
+    """The tracks of one channel: what overlaps can't lie on one.
+
+    Args:
+        add: makes a track, given how many there are. Returns its number.
+    """
+
+    def __init__(self, add: Callable[[int], int]) -> None:
+        self._add = add
+        self._count = 0
+        self._free: list[int] = []  # a heap
+        self._taken: list[tuple[int, int]] = []  # a heap of (until when, track)
+
+    def take(self, begin: int, end: int) -> int:
+        """The first track that is free at a moment, until another; a new one if none is. Moments never go back."""
+        while self._taken and self._taken[0][0] <= begin:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        if self._free:
+            track = heapq.heappop(self._free)
+        else:
+            track = self._add(self._count)
+            self._count += 1
+        heapq.heappush(self._taken, (max(begin, end), track))
+        return track
+
+
+class _Process:
+    """The events of one service.
+
+    Args:
+        pid: number of its process in the file.
+        trace: the service's.
+        start_ns: the moment that the file calls 0.
+        end_ns: until when a trigger lasts that was not seen to be complete.
+        write: is given each event as JSON.
+    """
+
+    def __init__(
+        self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
+    ) -> None:
+        self._pid = pid
+        self._trace = trace
+        self._start_ns = start_ns
+        self._end_ns = end_ns
+        self._write = write
+        self._tracks = itertools.count(1)
+
+    def write(self) -> None:
+        who = self._trace.publication
+        whose = who.description
+        name = f"rank {whose.rank} of {whose.world_size} ({whose.program}, job {whose.job}, proxy in process {who.pid})"
+        self._describe("process", 0, name, whose.rank)
+        threads = [self._track(f"proxy thread {worker}") for worker in range(who.workers)]
+        ordered = sorted(_runs(self._trace.triggers), key=lambda run: (run.first.trigger.channel, run.last.issued_ns))
+        for channel, runs in itertools.groupby(ordered, lambda run: run.first.trigger.channel):
+            self._write_channel(channel, runs, threads)
+
+    def _describe(self, kind: str, track: int, name: str, order: int) -> None:
+        for key, value in (("name", name), ("sort_index", order)):
+            event = {"ph": "M", "pid": self._pid, "tid": track, "name": f"{kind}_{key}", "args": {key: value}}
+            self._write(json.dumps(event))
+
+    def _track(self, name: str) -> int:
+        """A track below those that there are. Returns its number, which no other has."""
+        number = next(self._tracks)
+        self._describe("thread", number, name, number)
+        return number
+
+    def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
+        peer, transport = self._trace.ways.get(channel, (None, "unknown"))
+        name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
+        lanes = _Lanes(lambda count: self._track(name + f" ·{count + 1}" * bool(count)))
+        for run in runs:
+            first, issued, completed = run.first, run.last.issued_ns, run.first.completed_ns
+            done = self._end_ns if completed is None else completed
+            track = lanes.take(issued, done)
+            what = json.dumps(run.name())
+            arguments = json.dumps(
+                {
+                    "channel": channel,
+                    "peer": peer,
+                    "ring": first.ring,
+                    "ticket": first.ticket,
+                    "count": run.count,
+                    "bytes": first.trigger.size,
+                    "completed": completed is not None,
+                }
+            )
+            self._span(what, "issue", threads[first.worker], first.seen_ns, issued, arguments)
+            self._event("i", what, "seen", track, first.seen_ns, '"s": "t"')
+            self._span(what, "transfer", track, issued, done, arguments)
+
+    def _span(self, name: str, kind: str, track: int, begin: int, end: int, arguments: str) -> None:
+        self._event("X", name, kind, track, begin, f'"dur": {max(0, end - begin) / 1e3}, "args": {arguments}')
+
+    def _event(self, phase: str, name: str, kind: str, track: int, moment_ns: int, more: str) -> None:
+        where = f'"pid": {self._pid}, "tid": {track}, "ts": {(moment_ns - self._start_ns) / 1e3}'
+        self._write(f'{{"ph": "{phase}", "name": {name}, "cat": "{kind}", {where}, {more}}}')
 
 
 def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
     """Writes traces to a file, each service's as a process."""
-    triggers = [traced for trace in traces for traced in trace.triggers]
-    start = min((traced.seen_ns for traced in triggers), default=0)
-    end = max((traced.completed_ns or traced.issued_ns for traced in triggers), default=0)
+    start = min((traced.seen_ns for trace in traces for traced in trace.triggers), default=0)
+    end = max((traced.completed_ns or traced.issued_ns for trace in traces for traced in trace.triggers), default=0)
     with path.open("w") as file:
-        file.write('{"traceEvents": [\n')
-        separator = ""
+        file.write('{"traceEvents": [')
+        separators = itertools.chain(("\n",), itertools.repeat(",\n"))
         for pid, trace in enumerate(traces, 1):
-            for event in _events_of(pid, trace, start, end):
-                file.write(separator + json.dumps(event))
-                separator = ",\n"
-        other = {"start_monotonic_ns": start, "lost_records": sum(trace.lost for trace in traces), **versions()}
+            _Process(pid, trace, start, end, lambda event: file.write(next(separators) + event)).write()
+        other = {
+            "start_monotonic_ns": start,
+            "lost_records": sum(trace.lost for trace in traces),
+            "left_out_triggers": sum(trace.left_out for trace in traces),
+            **versions(),
+        }
         file.write(f'\n],\n"displayTimeUnit": "ns",\n"otherData": {json.dumps(other)}}}\n')
 
 
 def record(
-    seconds: float, job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
+    seconds: float,
+    job: str | None = None,
+    ranks: Collection[int] | None = None,
+    process: int | None = None,
+    most: int = MOST_TRIGGERS,
 ) -> list[ServiceTrace]:
-    """Records all that the chosen services do for some seconds, or until Ctrl-C.
+    """Records what the chosen services do for some seconds, or until Ctrl-C.
 
     Args:
         seconds: for how long.
         job: of this job only; None for all.
         ranks: of these ranks only; None for all.
         process: what runs in this process only, such as a daemon's; None for all.
+        most: triggers to keep of all services together, the first ones; see `Allowance`.
 
     Raises:
         ResourceError: none of them runs, or another process traces one.
     """
+    allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
         tracers = []
         for path, publication in find(job, ranks, process):
             with contextlib.suppress(ArgumentError):  # it was closed meanwhile
-                tracers.append(opened.enter_context(Tracer(path, publication)))
+                tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
         if not tracers:
             raise ResourceError(none_found(job, ranks, process))
         deadline = time.monotonic() + seconds
@@ -144,13 +212,18 @@ def record(
         return [tracer.stop() for tracer in tracers]
 
 
-def run(path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None) -> int:
+def run(
+    path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None, most: int
+) -> int:
     """The command. Returns the exit code. Arguments and errors as for `record`."""
-    traces = record(seconds, job, ranks, process)
+    traces = record(seconds, job, ranks, process, most)
     write_trace(path, traces)
     triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
+    left_out = sum(trace.left_out for trace in traces)
     unknown = sum(t.completed_ns is None for trace in traces for t in trace.triggers)
     print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} of them not seen to complete")
+    if left_out:
+        print(f"proxyccl: the {left_out} triggers after these are left out: --most keeps more", file=sys.stderr)
     if lost:
         print(f"proxyccl: {lost} records came faster than they could be fetched and are lost", file=sys.stderr)
     return 0

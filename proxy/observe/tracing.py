@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from proxyccl.device.errors import ResourceError
 from proxyccl.proxy import _engine
@@ -25,6 +28,9 @@ _LEASE_NS = 2_000_000_000
 
 _CHANNELS_EVERY_NS = 100_000_000
 """Between two looks at which channels there are, which take longer than fetching does."""
+
+MOST_TRIGGERS = 500_000
+"""That are kept unless another number is asked for: a file of some 250 MB at worst, which a browser still shows."""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
@@ -43,6 +49,7 @@ class TracedTrigger:
         ring: number of the ring that it came through.
         ticket: its ticket there.
         trigger: what it said.
+        look: number of the worker's look at the clock.
         seen_ns: when the worker found it.
         issued_ns: when the worker was done with it, and looked for the next.
         completed_ns: when the worker found its work complete, or its handler returned; None where that is not known.
@@ -52,6 +59,7 @@ class TracedTrigger:
     ring: int
     ticket: int
     trigger: Trigger
+    look: int
     seen_ns: int
     issued_ns: int
     completed_ns: int | None = None
@@ -66,12 +74,14 @@ class ServiceTrace:
         triggers: in the order in which they were issued, worker by worker.
         ways: for each channel that was in use its peer and transport; None and "handler" for a handler's.
         lost: records, at least, that were written over before they were fetched, or never written.
+        left_out: triggers that were fetched and not kept, as there were enough.
     """
 
     publication: Publication
     triggers: list[TracedTrigger]
     ways: dict[int, tuple[int | None, str]]
     lost: int
+    left_out: int = 0
 
 
 class TraceDecoder:
@@ -88,6 +98,7 @@ class TraceDecoder:
         self._ring = 0
         self._ticket: int | None = None  # of the next trigger; None: it is not known which that is
         self._looked = 0
+        self._look = 0
         self._unissued: list[TracedTrigger] = []
         self._outstanding: dict[int, deque[TracedTrigger]] = {}  # by connection
         self._handled: dict[int, TracedTrigger] = {}  # by channel
@@ -111,7 +122,8 @@ class TraceDecoder:
                 self.lost += 1
             else:
                 trigger = Trigger.decode(word0, word1)
-                self._unissued.append(TracedTrigger(self._worker, self._ring, self._ticket, trigger, 0, 0))
+                traced = TracedTrigger(self._worker, self._ring, self._ticket, trigger, self._look, 0, 0)
+                self._unissued.append(traced)
                 self._ticket += 1
 
     def _mark(self, kind: int, number: int, now: int) -> None:
@@ -139,6 +151,82 @@ class TraceDecoder:
         self.triggers += self._unissued
         self._unissued = []
         self._looked = now
+        self._look += 1
+
+
+class Allowance:
+    """How many triggers may still be kept, by tracers that share it: what they keep ends at about the same moment.
+
+    Args:
+        triggers: so many, and those that share a look at the clock with the last of them.
+    """
+
+    def __init__(self, triggers: int) -> None:
+        self._left = triggers
+
+    def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
+        """How many records to keep of some that end with a mark; None: all.
+
+        Args:
+            is_mark: of each record whether it is a mark; the others are triggers.
+        """
+        triggers = np.flatnonzero(~is_mark)
+        if len(triggers) <= self._left:
+            self._left -= len(triggers)
+            return None
+        beyond = int(triggers[self._left])
+        self._left = 0
+        if beyond and is_mark[beyond - 1]:
+            return beyond
+        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark tells when those before were issued
+
+
+class _Records:
+    """What is fetched of a worker's records.
+
+    Args:
+        stats: the worker's ProxycclWorkerStats.
+        allowance: for its triggers.
+    """
+
+    def __init__(self, stats: Any, allowance: Allowance) -> None:
+        self._stats = stats
+        self._allowance = allowance
+        self._next = ffi.new("uint64_t *", stats.traced)
+        self._parts: list[tuple[int, npt.NDArray[np.uint64]]] = []  # what was lost, and what came then
+        self._full = False
+        self.left_out = 0
+
+    def ask_until(self, moment_ns: int) -> None:
+        self._stats.trace_until = moment_ns
+
+    def note_pause(self) -> None:
+        """Notes a record as lost if the worker has not been asked for any, as this process was stopped for long."""
+        if self._stats.trace_until == 0:
+            self._add(1, np.empty((0, 2), np.uint64))
+
+    def fetch(self, buffer: Any) -> None:
+        """Fetches what there is."""
+        lost = ffi.new("uint64_t *")
+        count = lib.proxyccl_trace_read(self._stats, self._next, buffer, lib.PROXYCCL_TRACE_RECORDS, lost)
+        if count or lost[0]:
+            self._add(int(lost[0]), np.frombuffer(ffi.buffer(buffer, 16 * count), np.uint64).reshape(-1, 2))
+
+    def _add(self, lost: int, records: npt.NDArray[np.uint64]) -> None:
+        is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
+        end = 0 if self._full else self._allowance.end_of_kept(is_mark)
+        if end is not None:
+            self._full = True  # later marks speak of triggers that are not kept
+            self.left_out += int(np.count_nonzero(~is_mark[end:]))
+        if lost or end != 0:
+            self._parts.append((lost, records[:end].copy()))
+
+    def read_into(self, decoder: TraceDecoder) -> None:
+        """Has a decoder read what is kept."""
+        for lost_before, records in self._parts:
+            if lost_before:
+                decoder.skip(lost_before)
+            decoder.feed(records.tolist())
 
 
 class Tracer:
@@ -147,13 +235,14 @@ class Tracer:
     Args:
         path: the file of its publication.
         publication: the same, read.
+        allowance: how many triggers to keep, with others that have the same; None: `MOST_TRIGGERS`.
 
     Raises:
         ResourceError: another observer traces it.
         ArgumentError: the service is gone.
     """
 
-    def __init__(self, path: Path, publication: Publication) -> None:
+    def __init__(self, path: Path, publication: Publication, allowance: Allowance | None = None) -> None:
         who = publication.description
         self._observer = Observer(publication, writable=True)
         try:
@@ -168,11 +257,11 @@ class Tracer:
             if isinstance(error, OSError):
                 raise ResourceError(f"rank {who.rank} of job {who.job} can't be traced: {error.strerror}") from None
             raise
-        self._stats = [self._observer.worker_stats(number) for number in range(publication.workers)]
-        self._next = [ffi.new("uint64_t *", stats.traced) for stats in self._stats]
-        self._connections: list[dict[int, int | None]] = [{} for _ in self._stats]
+        allowance = allowance or Allowance(MOST_TRIGGERS)
+        stats = [self._observer.worker_stats(number) for number in range(publication.workers)]
+        self._workers = [_Records(each, allowance) for each in stats]
+        self._connections: list[dict[int, int | None]] = [{} for _ in stats]
         self._ways: dict[int, tuple[int | None, str]] = {}
-        self._records: list[list[tuple[int, bytes]]] = [[] for _ in self._stats]  # what was lost, and what came then
         self._buffer = ffi.new("ProxycclTraceRecord[]", lib.PROXYCCL_TRACE_RECORDS)
         self._note_channels()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -186,26 +275,21 @@ class Tracer:
         self.close()
 
     def _ask_until(self, moment_ns: int) -> None:
-        for stats in self._stats:
-            stats.trace_until = moment_ns
+        for worker in self._workers:
+            worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
         """Fetches what there is, and asks for more. To be called many times a second."""
-        for stats, records in zip(self._stats, self._records, strict=True):
-            if stats.trace_until == 0:  # this process was stopped for longer than the worker waits
-                records.append((1, b""))
+        for worker in self._workers:
+            worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
         self._fetch()
         if time.monotonic_ns() > self._channels_known_ns + _CHANNELS_EVERY_NS:
             self._note_channels()
 
     def _fetch(self) -> None:
-        lost = ffi.new("uint64_t *")
-        for stats, at, records in zip(self._stats, self._next, self._records, strict=True):
-            lost[0] = 0
-            count = lib.proxyccl_trace_read(stats, at, self._buffer, lib.PROXYCCL_TRACE_RECORDS, lost)
-            if count or lost[0]:
-                records.append((int(lost[0]), bytes(ffi.buffer(self._buffer, 16 * count))))
+        for worker in self._workers:
+            worker.fetch(self._buffer)
 
     def _note_channels(self) -> None:
         view = self._observer.look()
@@ -222,24 +306,23 @@ class Tracer:
         self._note_channels()
         triggers: list[TracedTrigger] = []
         lost = 0
-        for number, parts in enumerate(self._records):
+        for number, worker in enumerate(self._workers):
             decoder = TraceDecoder(number, self._connections[number])
-            for lost_before, data in parts:
-                if lost_before:
-                    decoder.skip(lost_before)
-                decoder.feed(np.frombuffer(data, np.uint64).reshape(-1, 2).tolist())
+            worker.read_into(decoder)
             triggers += decoder.triggers
             lost += decoder.lost
-        return ServiceTrace(self._observer.publication, triggers, self._ways, lost)
+        left_out = sum(worker.left_out for worker in self._workers)
+        return ServiceTrace(self._observer.publication, triggers, self._ways, lost, left_out)
 
     def close(self) -> None:
         """Ends the recording if `stop` has not, and lets others trace the service."""
         self._ask_until(0)
-        self._stats.clear()
+        self._workers.clear()
         os.close(self._lock)
         self._observer.close()
 
 
+@functools.cache
 def operation_name(operation: Operation) -> str:
     """An operation in words, such as "put + signal"."""
     names = {Operation.DATA: "put", Operation.SIGNAL: "signal", Operation.FLUSH: "flush"}

@@ -17,6 +17,7 @@ from proxyccl.proxy.daemon import command
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.daemon.server import DaemonOptions
+from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
 from proxyccl.proxy.thread import IdlePolicy
 
 
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_selection(top_parser)
 
-    trace_parser = commands.add_parser("trace", help="record every trigger for a while, for Perfetto to show")
+    trace_parser = commands.add_parser("trace", help="record the triggers of a while, for Perfetto to show")
     trace_parser.add_argument(
         "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="where to write it"
     )
@@ -93,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         "-t", "--seconds", type=options.seconds, default=1.0, help="to record, or until Ctrl-C (default %(default)s)"
     )
     trace_parser.add_argument("--ranks", type=options.ranks, help="such as 0,3 (default: all)")
+    trace_parser.add_argument(
+        "--most",
+        type=options.count,
+        default=MOST_TRIGGERS,
+        metavar="N",
+        help="triggers to keep, of all proxies together; those after them are counted (default %(default)s)",
+    )
     _add_selection(trace_parser)
 
     doctor_parser = commands.add_parser(
@@ -176,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return top.run(parsed.interval, parsed.job, process, once=parsed.once, as_json=parsed.json)
         if parsed.command == "trace":
             process = _process(parsed.daemon)
-            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks, process)
+            return trace.run(parsed.output, parsed.seconds, parsed.job, parsed.ranks, process, parsed.most)
         if parsed.command == "doctor":
             return doctor.run(parsed.reports, full=parsed.full, as_json=parsed.json)
         if parsed.benchmark == "ring":
