@@ -27,13 +27,13 @@ from running import run_ranks
 
 from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
 from proxyccl.channels.proxy_channel import free_handles
-from proxyccl.channels.tools.top import short
+from proxyccl.channels.tools.top import short, table_of
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import MetricsServer, look_at_all, metrics_text
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.rates import rates_between
-from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
 
 MEGABYTES = 8 << 20
 
@@ -470,6 +470,40 @@ def test_a_daemon_that_does_not_answer_is_named(tmp_path: Path, arguments: tuple
     assert look.returncode == 1
     assert f"no node daemon answers at {path}" in error
     assert f"proxyccl daemon --socket {path}" in error
+
+
+def test_totals_count_each_flush_and_each_failure_once() -> None:
+    def view(flushes: tuple[int, int, int], flush_ns: tuple[int, int, int], failures: int) -> ServiceView:
+        return ServiceView(
+            publication=a_publication(),
+            time_ns=0,
+            workers=(WorkerView(0, looks=0, age_ns=0, idle_ns=0, sleeps=0, slept_ns=0),),
+            rings=(RingView(0, worker=0, size=8, taken=0, full=0),),
+            connections=(ConnectionView(0, 0, 1, "copy", completed=0, outstanding=5, errors=failures),),
+            channels=tuple(
+                ChannelView(
+                    id,
+                    ring=0,
+                    worker=0,
+                    connection=0,
+                    triggers=9,
+                    puts=0,
+                    bytes=0,
+                    signals=0,
+                    flushes=9,
+                    flush_ns=flush_ns[id],
+                    timed_flushes=flushes[id],
+                    errors=2 * (id == 2),
+                )
+                for id in range(3)
+            ),
+        )
+
+    rates = rates_between(view((1, 0, 0), (7000, 0, 0), 0), view((2, 9, 0), (9000, 36000, 0), 1))
+    assert [channel.flush_us for channel in rates.channels] == [2, 4, None]
+    assert (rates.errors, [channel.errors for channel in rates.channels]) == (3, [0, 0, 2])
+    (total,) = (line.split() for line in table_of([rates]).splitlines() if " all " in line)
+    assert total[-4:-1] == ["5", "3.8", "3"]
 
 
 @pytest.mark.parametrize(

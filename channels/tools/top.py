@@ -85,8 +85,8 @@ def short(value: float) -> str:
 
 
 def _mean_flush(channels: list[ChannelRates]) -> float | None:
-    timed = [channel.flush_us for channel in channels if channel.flush_us is not None]
-    return sum(timed) / len(timed) if timed else None
+    timed = [(each.flush_us, each.timed_flushes) for each in channels if each.flush_us is not None]
+    return sum(mean * count for mean, count in timed) / sum(count for _, count in timed) if timed else None
 
 
 def _row(channel: ChannelRates) -> tuple[object, ...]:
@@ -100,7 +100,7 @@ def _row(channel: ChannelRates) -> tuple[object, ...]:
         f"{channel.ring_full}/{channel.ring_size}",
         channel.outstanding,
         channel.flush_us,
-        channel.errors,
+        channel.errors + channel.connection_errors,
         "",
     )
 
@@ -108,7 +108,7 @@ def _row(channel: ChannelRates) -> tuple[object, ...]:
 def _summary(service: ServiceRates) -> tuple[object, ...]:
     channels = list(service.channels)
     rings = {channel.ring: channel for channel in channels}.values()
-    ways = {(channel.worker, channel.peer): channel for channel in channels}.values()
+    ways = {(channel.worker, channel.connection): channel for channel in channels}.values()
     return (
         str(service.rank),
         "all",
@@ -118,7 +118,7 @@ def _summary(service: ServiceRates) -> tuple[object, ...]:
         f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
         sum(way.outstanding for way in ways),
         _mean_flush(channels),
-        sum(channel.errors for channel in channels),
+        service.errors,
         f"{max(worker.busy for worker in service.workers):.0%}",
     )
 
@@ -135,7 +135,7 @@ def table_of(services: list[ServiceRates]) -> str:
         for service in ranks:
             table.row(*_summary(service))
             for channel in service.channels:
-                if channel.triggers or channel.errors:
+                if channel.triggers or channel.errors or channel.connection_errors:
                     table.row(*_row(channel))
         print(file=out)
     return out.getvalue().rstrip("\n")

@@ -33,6 +33,7 @@ class ChannelRates:
         peer: the rank that it leads to; None for a handler's.
         transport: what moves its data; "handler" for a handler's.
         worker: which acts on it.
+        connection: number, in that worker, of the way to the peer; None for a handler's.
         triggers: since it was made.
         triggers_per_s: of all operations.
         bytes_per_s: that its puts moved.
@@ -42,13 +43,16 @@ class ChannelRates:
         outstanding: triggers that its connection has not seen complete, those of its other channels included.
         completed: triggers that it has.
         flush_us: mean time from issue to completion of the flushes that were timed; None where none was.
-        errors: triggers that failed, and failures of its connection, ever.
+        timed_flushes: how many were.
+        errors: triggers that failed, ever.
+        connection_errors: failures of its connection, ever: what its other channels have there too.
     """
 
     id: int
     peer: int | None
     transport: str
     worker: int
+    connection: int | None
     triggers: int
     triggers_per_s: float
     bytes_per_s: float
@@ -58,7 +62,9 @@ class ChannelRates:
     outstanding: int
     completed: int
     flush_us: float | None
+    timed_flushes: int
     errors: int
+    connection_errors: int
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class ServiceRates:
         program: what the rank runs.
         runtime: the runtime's name.
         seconds: between the two looks.
+        errors: triggers that failed, and failures of connections, ever.
         workers: by number.
         channels: those in use, by id.
     """
@@ -84,6 +91,7 @@ class ServiceRates:
     program: str
     runtime: str
     seconds: float
+    errors: int
     workers: tuple[WorkerRates, ...]
     channels: tuple[ChannelRates, ...]
 
@@ -112,6 +120,7 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
         who.description.program,
         who.runtime,
         seconds,
+        sum(channel.errors for channel in after.channels) + sum(way.errors for way in after.connections),
         tuple(workers),
         tuple(_channel_rates(after, channel, earlier.get(channel.id), seconds) for channel in after.channels),
     )
@@ -129,6 +138,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         connection.peer if connection else None,
         connection.transport if connection else "handler",
         new.worker,
+        new.connection,
         new.triggers,
         (new.triggers - triggers) / seconds,
         (new.bytes - moved) / seconds,
@@ -138,5 +148,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         connection.outstanding if connection else 0,
         connection.completed if connection else new.triggers,
         (new.flush_ns - flush_ns) / flushes / 1e3 if flushes > 0 else None,
-        new.errors + (connection.errors if connection else 0),
+        flushes,
+        new.errors,
+        connection.errors if connection else 0,
     )
