@@ -530,8 +530,13 @@ def test_metrics_have_what_a_look_finds() -> None:
         way = f'channel="0",ring="0",peer="{1 - comm.rank}",transport="{channels[0].transport}"'
         assert f"proxyccl_channel_bytes_total{{{who},{way}}} 700" in lines
         assert f'proxyccl_ring_triggers_total{{{who},ring="0"}} 15' in lines
-        names = [line.split()[2] for line in lines if line.startswith("# TYPE")]
-        assert len(names) == len(set(names))
+        types = [line.split()[2:] for line in lines if line.startswith("# TYPE")]
+        kinds = dict(types)
+        assert len(types) == len(kinds)
+        assert kinds["proxyccl_channel_flush_seconds"] == "summary"
+        for name in (line.partition("{")[0] for line in lines if not line.startswith("#")):
+            family = re.sub("_(sum|count)$", "", name)
+            assert kinds[family] == ("summary" if family != name else "counter" if name.endswith("_total") else "gauge")
         barrier(comm)
 
     run_ranks(2, body)

@@ -32,8 +32,8 @@ _RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
     ("ring_slots", "gauge", "Slots.", lambda r: r.size),
 )
 _CONNECTIONS: tuple[tuple[str, str, str, Callable[[ConnectionView], float]], ...] = (
-    ("connection_completed_total", "counter", "Triggers that were seen to be complete.", lambda c: c.completed),
-    ("connection_outstanding", "gauge", "Triggers that were issued and not yet complete.", lambda c: c.outstanding),
+    ("connection_triggers_completed_total", "counter", "Triggers seen to be complete.", lambda c: c.completed),
+    ("connection_outstanding_triggers", "gauge", "Triggers issued and not yet complete.", lambda c: c.outstanding),
     ("connection_errors_total", "counter", "Failures.", lambda c: c.errors),
 )
 _CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
@@ -42,8 +42,6 @@ _CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
     ("channel_bytes_total", "counter", "Bytes moved.", lambda c: c.bytes),
     ("channel_signals_total", "counter", "Triggers that signalled.", lambda c: c.signals),
     ("channel_flushes_total", "counter", "Triggers that flushed.", lambda c: c.flushes),
-    ("channel_flush_seconds_sum", "counter", "Time of the flushes that were timed.", lambda c: c.flush_ns / 1e9),
-    ("channel_flush_seconds_count", "counter", "Flushes that were timed.", lambda c: c.timed_flushes),
     ("channel_errors_total", "counter", "Triggers that failed.", lambda c: c.errors),
 )
 
@@ -66,6 +64,12 @@ def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
     connection = view.connection_of(channel)
     way = {"peer": connection.peer, "transport": connection.transport} if connection else {"transport": "handler"}
     return {**_labels_of(view), "channel": channel.id, "ring": channel.ring, **way}
+
+
+def _flush_samples(view: ServiceView, channel: ChannelView) -> Iterator[str]:
+    labels = _labels_of_channel(view, channel)
+    yield _sample("channel_flush_seconds_sum", labels, channel.flush_ns / 1e9)
+    yield _sample("channel_flush_seconds_count", labels, channel.timed_flushes)
 
 
 def metrics_text(views: Iterable[ServiceView]) -> str:
@@ -107,6 +111,8 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
     for name, kind, text, of_channel in _CHANNELS:
         samples = (_sample(name, _labels_of_channel(v, each), of_channel(each)) for v in seen for each in v.channels)
         family(name, kind, text, samples)
+    flushes = (sample for v in seen for each in v.channels for sample in _flush_samples(v, each))
+    family("channel_flush_seconds", "summary", "From issue to completion of the flushes that were timed.", flushes)
     return "\n".join(lines) + "\n"
 
 
