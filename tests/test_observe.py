@@ -417,7 +417,7 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
             port = re.search(r"metrics at http://127.0.0.1:(\d+)/metrics", daemon.log)
             assert port is not None
             with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics", timeout=20) as answer:
-                assert f'job="{comm.job}",rank="1",pid="{daemon.process.pid}"' in answer.read().decode()
+                assert f'communicator="{comm.job}",rank="1",pid="{daemon.process.pid}"' in answer.read().decode()
         comm.barrier()
 
     path = tmp_path / "daemon.sock"
@@ -526,7 +526,7 @@ def test_metrics_have_what_a_look_finds() -> None:
         text = metrics_text([look(comm)])
         lines = text.splitlines()
         assert all(line.startswith("# ") or SAMPLE.fullmatch(line) for line in lines)
-        who = f'job="{comm.job}",rank="{comm.rank}",pid="{os.getpid()}"'
+        who = f'communicator="{comm.job}",rank="{comm.rank}",pid="{os.getpid()}"'
         way = f'channel="0",ring="0",peer="{1 - comm.rank}",transport="{channels[0].transport}"'
         assert f"proxyccl_channel_bytes_total{{{who},{way}}} 700" in lines
         assert f'proxyccl_ring_triggers_total{{{who},ring="0"}} 15' in lines

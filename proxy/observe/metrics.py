@@ -56,8 +56,8 @@ def _sample(name: str, labels: Labels, value: float) -> str:
 
 
 def _labels_of(view: ServiceView) -> Labels:
-    who = view.publication
-    return {"job": who.description.job, "rank": who.description.rank, "pid": who.pid}
+    who = view.publication  # "job" is a label of Prometheus's own
+    return {"communicator": who.description.job, "rank": who.description.rank, "pid": who.pid}
 
 
 def _labels_of_channel(view: ServiceView, channel: ChannelView) -> Labels:
