@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -197,11 +198,22 @@ def test_bus_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor
         (("bench", "all_reduce", "-d", "float17"), "float17"),
         (("bench", "all_reduce", "-o", "median"), "median"),
         (("bench", "all_reduce", "-a", "magic"), "'magic' is none of auto, each, one_shot"),
+        (("daemon", "--metrics", "70000"), "argument --metrics: '70000' is no port from 0 to 65535"),
         (("bench", "broadcast", "-a", "ring"), "'ring' is none of auto, each, proxy"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
     assert message in refused(*arguments)
+
+
+def test_output_that_nobody_reads_is_no_failure() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        result = subprocess.run(
+            [sys.executable, *COMMAND, "info"], stdout=closed, stderr=subprocess.PIPE, timeout=120, check=False
+        )
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
 def test_a_table_aligns_titles_units_and_values(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from device_arrays import barrier, on_device, on_host
 from devices import ON_HOST, rank_runtime
 from observing import KERNELS, channels_of, command, look, output_of, wait_for
 from ranks import Gate, Ranks
-from running import run_ranks
+from running import TIMEOUT, run_ranks
 
 from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
 from proxyccl.channels.proxy_channel import free_handles
@@ -378,6 +378,21 @@ def test_top_goes_on_until_nothing_runs_any_more() -> None:
     output_of(top)
 
 
+@pytest.mark.parametrize("form", ["--json", "--interval=0.02"], ids=["json", "table"])
+def test_top_ends_well_when_nobody_reads_on(form: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.handler_channel(print)
+        top = command("top", "--interval", "0.02", form)
+        assert top.stdout is not None
+        assert top.stderr is not None
+        top.stdout.readline()
+        top.stdout.close()
+        assert top.wait(TIMEOUT) == 0
+        assert top.stderr.read() == ""
+
+    run_ranks(1, body)
+
+
 def test_top_says_when_nothing_runs(directory: Path) -> None:
     top = command("top")
     _, error = top.communicate(timeout=60)
@@ -561,6 +576,14 @@ def test_metrics_are_served_on_the_loopback_interface(server: MetricsServer) -> 
         comm.barrier()
 
     run_ranks(2, body)
+
+
+def test_metrics_say_why_there_are_none(server: MetricsServer, directory: Path) -> None:
+    directory.mkdir()
+    directory.chmod(0o755)
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20)
+    assert "chmod 700" in refused.value.read().decode()
 
 
 def test_a_port_that_is_taken_or_none_is_refused(server: MetricsServer) -> None:

@@ -41,6 +41,13 @@ def count_or_none(text: str) -> int:
     return _whole(0, text)
 
 
+def port(text: str) -> int:
+    """A port of TCP; 0 for any that is free."""
+    if not text.isdigit() or int(text) >= 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+    return int(text)
+
+
 def factor(text: str) -> int:
     """A whole number from 2."""
     return _whole(2, text)

@@ -150,7 +150,11 @@ class MetricsServer:
                 if self.path.partition("?")[0] != "/metrics":
                     self.send_error(404, "the metrics are at /metrics")
                     return
-                body = metrics_text(look()).encode()
+                try:
+                    body = metrics_text(look()).encode()
+                except ArgumentError as error:
+                    self.send_error(503, explain=str(error))
+                    return
                 self.send_response(200)
                 self.send_header("Content-Type", CONTENT_TYPE)
                 self.send_header("Content-Length", str(len(body)))

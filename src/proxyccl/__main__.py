@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -64,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     daemon.add_argument("--cores", help="that they may run on: 0-3,8, or node:1 for a NUMA node's (default: any)")
     daemon.add_argument(
         "--metrics",
-        type=options.count_or_none,
+        type=options.port,
         metavar="PORT",
         help="show all proxies to Prometheus on loopback",
     )
@@ -162,6 +163,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has read enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+        return 0
+    return code
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     parsed = parser.parse_args(arguments)
     try:
