@@ -19,12 +19,13 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Labels = dict[str, object]
 
+_THREAD = "its thread (ranks of a node daemon share threads)"
 _WORKERS: tuple[tuple[str, str, str, Callable[[WorkerView], float]], ...] = (
     ("worker_looks_total", "counter", "Looks at rings and connections.", lambda w: w.looks),
     ("worker_seconds_total", "counter", "Age of the worker.", lambda w: w.age_ns / 1e9),
-    ("worker_idle_seconds_total", "counter", "Time in which it found nothing to do.", lambda w: w.idle_ns / 1e9),
-    ("worker_sleeps_total", "counter", "Sleeps.", lambda w: w.sleeps),
-    ("worker_slept_seconds_total", "counter", "Time slept.", lambda w: w.slept_ns / 1e9),
+    ("worker_idle_seconds_total", "counter", f"Time that {_THREAD} was idle.", lambda w: w.idle_ns / 1e9),
+    ("worker_sleeps_total", "counter", f"Sleeps of {_THREAD}.", lambda w: w.sleeps),
+    ("worker_slept_seconds_total", "counter", f"Time that {_THREAD} slept.", lambda w: w.slept_ns / 1e9),
 )
 _RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
     ("ring_triggers_total", "counter", "Triggers taken out of the ring.", lambda r: r.taken),

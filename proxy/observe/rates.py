@@ -13,9 +13,9 @@ class WorkerRates:
 
     Attributes:
         number: its number in its service.
-        busy: the part of the time in which it found something to do, from 0 to 1.
+        busy: the part of the time in which its thread had something to do, for any worker that shares it; from 0 to 1.
         looks_per_s: at its rings and connections.
-        sleeps_per_s: how often it slept.
+        sleeps_per_s: how often that thread slept.
     """
 
     number: int

@@ -34,7 +34,7 @@ class WorkerView:
         number: its number in its service.
         looks: at its rings and connections.
         age_ns: since it began; 0 when it has ended.
-        idle_ns: of that time, when it found nothing to do.
+        idle_ns: of that time, when its thread had nothing to do, for any worker that shares it.
         sleeps: in that time.
         slept_ns: of that time.
     """

@@ -79,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
             help=f"an idle thread {what} (default {default:g})",
         )
 
-    top_parser = commands.add_parser("top", help="what the proxies on this machine do, live")
+    top_parser = commands.add_parser(
+        "top",
+        help="what the proxies on this machine do, live",
+        epilog="busy: the part of the time in which a proxy's busiest thread had something to do. The ranks of a node "
+        "daemon share its threads, so one that does nothing there shows as busy as those that it shares with.",
+    )
     top_parser.add_argument("--once", action="store_true", help="one table, over one interval")
     top_parser.add_argument("--json", action="store_true", help="print it for other programs to read, a line each time")
     top_parser.add_argument(
