@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,12 @@ class Operation(enum.IntFlag):
     DATA = lib.PROXYCCL_OP_DATA
     SIGNAL = lib.PROXYCCL_OP_SIGNAL
     FLUSH = lib.PROXYCCL_OP_FLUSH
+
+
+@functools.cache  # a trace has many
+def operation_name(operation: Operation) -> str:
+    """An operation in words, such as "data+signal"."""
+    return "+".join(flag.name.lower() for flag in operation if flag.name) or "custom"
 
 
 # field: (word, shift, bits)

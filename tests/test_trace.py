@@ -30,7 +30,6 @@ from proxyccl.proxy.observe.tracing import (
     TraceDecoder,
     TracedTrigger,
     Tracer,
-    operation_name,
 )
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -248,11 +247,6 @@ def test_records_come_whole_while_the_ring_is_written_over() -> None:
     assert (at[0], lost[0]) == (10 + 2 * size - kept + 100, 2 * size - kept)
 
 
-def test_operations_have_names() -> None:
-    assert operation_name(Operation.DATA | Operation.SIGNAL | Operation.FLUSH) == "put + signal + flush"
-    assert operation_name(Operation.CUSTOM) == "custom"
-
-
 # -- the file ---
 
 
@@ -293,12 +287,12 @@ def test_triggers_alike_that_share_a_look_at_the_clock_are_one_span(tmp_path: Pa
     spans = [e for e in events_of(tmp_path, decoder.triggers, {0: (1, "copy"), 1: (2, "copy")}) if e["ph"] == "X"]
     shown = {(e["cat"], e["name"], e["args"]["ticket"], e["args"]["count"], e["ts"], e["dur"]) for e in spans}
     assert shown == {
-        ("issue", "put 8 B x200", 0, 200, 0.0, 20.0),
-        ("transfer", "put 8 B x200", 0, 200, 20.0, 10.0),
-        ("issue", "put 8 B", 200, 1, 20.0, 0.1),
-        ("transfer", "put 8 B", 200, 1, 20.1, 9.9),
-        ("issue", "put 8 B x2", 201, 2, 20.1, 1.9),
-        ("transfer", "put 8 B x2", 201, 2, 22.0, 8.0),
+        ("issue", "data 8 B x200", 0, 200, 0.0, 20.0),
+        ("transfer", "data 8 B x200", 0, 200, 20.0, 10.0),
+        ("issue", "data 8 B", 200, 1, 20.0, 0.1),
+        ("transfer", "data 8 B", 200, 1, 20.1, 9.9),
+        ("issue", "data 8 B x2", 201, 2, 20.1, 1.9),
+        ("transfer", "data 8 B x2", 201, 2, 22.0, 8.0),
     }
 
 
@@ -356,7 +350,7 @@ def test_the_command_writes_what_chrome_reads(tmp_path: Path) -> None:
         for ticket, issue in issues.items():
             assert issue["ts"] + issue["dur"] == pytest.approx(transfers[ticket]["ts"])
             assert issue["name"] == transfers[ticket]["name"]
-    assert {e["name"].partition(" x")[0] for e in events if e["ph"] == "X"} == {"put 100 B", "signal", "flush"}
+    assert {e["name"].partition(" x")[0] for e in events if e["ph"] == "X"} == {"data 100 B", "signal", "flush"}
 
 
 def test_what_comes_after_the_most_is_left_out_and_counted(tmp_path: Path) -> None:

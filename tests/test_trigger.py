@@ -9,6 +9,7 @@ from ranks import Ranks
 
 from proxyccl import ArgumentError, Communicator, Operation, Trigger
 from proxyccl.device._native import ffi, lib
+from proxyccl.proxy.trigger import operation_name
 
 WIDTHS = {
     "size": 32,
@@ -139,3 +140,8 @@ def test_a_put_of_more_than_a_trigger_can_say_becomes_several() -> None:
             assert [trigger.operation for trigger in seen] == [Operation.DATA] * (len(seen) - 1) + [last]
 
         ranks.run(body)
+
+
+def test_operations_have_names() -> None:
+    assert operation_name(Operation.DATA | Operation.SIGNAL | Operation.FLUSH) == "data+signal+flush"
+    assert operation_name(Operation.CUSTOM) == "custom"

@@ -26,8 +26,8 @@ from proxyccl.proxy.observe.tracing import (
     ServiceTrace,
     TracedTrigger,
     Tracer,
-    operation_name,
 )
+from proxyccl.proxy.trigger import Operation, operation_name
 
 _FETCH_EVERY = 0.005  # seconds
 
@@ -43,8 +43,9 @@ class _Run:
     count: int
 
     def name(self) -> str:
-        name, size = operation_name(self.first.trigger.operation), self.first.trigger.size
-        return (f"{name} {show_size(size)}" if name.startswith("put") else name) + f" x{self.count}" * (self.count > 1)
+        trigger = self.first.trigger
+        size = f" {show_size(trigger.size)}" if trigger.operation & Operation.DATA else ""
+        return operation_name(trigger.operation) + size + f" x{self.count}" * (self.count > 1)
 
 
 def _alike(traced: TracedTrigger) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import os
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from proxyccl.device.errors import ResourceError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.observe.reader import Observer
-from proxyccl.proxy.trigger import PARITY_SHIFT, Operation, Trigger
+from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -320,10 +319,3 @@ class Tracer:
         self._workers.clear()
         os.close(self._lock)
         self._observer.close()
-
-
-@functools.cache
-def operation_name(operation: Operation) -> str:
-    """An operation in words, such as "put + signal"."""
-    names = {Operation.DATA: "put", Operation.SIGNAL: "signal", Operation.FLUSH: "flush"}
-    return " + ".join(name for bit, name in names.items() if operation & bit) or "custom"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from proxyccl.proxy.ring_view import RingView
-from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.trigger import Trigger, operation_name
 
 TRIGGERS = 32
 """That a report shows of those that wait in a ring, and of those that were taken out of it."""
@@ -28,7 +28,7 @@ class RingTrigger:
     def of(cls, ticket: int, trigger: Trigger) -> RingTrigger:
         """A trigger with its ticket."""
         values = asdict(trigger)
-        values["operation"] = "+".join(flag.name.lower() for flag in trigger.operation if flag.name) or "custom"
+        values["operation"] = operation_name(trigger.operation)
         return cls(ticket, **values)
 
 
