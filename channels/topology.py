@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.processes import start_of
 
 TRANSPORTS = ("copy", "verbs", "staged")
 """What can move the data of a ProxyChannel: a peer copy within a host; an RDMA write; or an RDMA write between pinned
@@ -25,6 +26,7 @@ class RankInfo:
     """What a rank tells the others of itself.
 
     Attributes:
+        started: when its process did (`proxyccl.proxy.processes.start_of`).
         rdma_missing: what it lacks for RDMA, in words; empty if nothing.
         transport: the transports that its caller chose, in one form (`encode_choice`).
         rdma_refusal: why its RDMA device can't register its device's memory; empty if it can, or was not asked.
@@ -33,6 +35,7 @@ class RankInfo:
 
     host: str
     pid: int
+    started: int | None
     runtime: str
     device_id: str
     rdma_missing: str = "not asked for"
@@ -43,7 +46,8 @@ class RankInfo:
     @classmethod
     def own(cls, runtime: Runtime, rdma_missing: str = "not asked for", transport: str = "") -> RankInfo:
         """This process on this machine."""
-        return cls(host_name(), os.getpid(), runtime.name, runtime.device_id, rdma_missing, transport)
+        pid = os.getpid()
+        return cls(host_name(), pid, start_of(pid), runtime.name, runtime.device_id, rdma_missing, transport)
 
     def encode(self) -> bytes:
         """As bytes for the bootstrap."""

@@ -36,7 +36,7 @@ from proxyccl.proxy.daemon.protocol import LONGEST_FRAME
 from proxyccl.proxy.daemon.report import Client, DaemonReport, Request
 from proxyccl.proxy.daemon.server import Daemon
 from proxyccl.proxy.reports import files
-from proxyccl.proxy.reports.document import Member, ReportError, encode
+from proxyccl.proxy.reports.document import ReportError, encode
 from proxyccl.proxy.trigger import PARITY_SHIFT
 
 SHORT = 2.0
@@ -273,7 +273,7 @@ def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, repor
     run_ranks(2, hang, timeout=SHORT)
     report = written(reports)[0]
     ranks = find([reports]).ranks
-    assert [rank.daemon for rank in ranks] == [daemon.process.pid] * 2
+    assert [rank.daemon and asdict(rank.daemon) for rank in ranks] == [asdict(report.process)] * 2
     job = ranks[0].communicator
     assert f"communicator {job}: the communicator failed" in report.cause
     sender = report.client_of(job, 0)
@@ -491,7 +491,7 @@ def test_ranks_that_wait_for_each_other_are_told_of_what_the_daemon_holds_up(sam
 
 def test_a_daemon_that_wrote_no_report_is_asked_for_one(sample: Sample) -> None:
     ranks, report = sample
-    named = [replace(rank, daemon=os.getpid()) for rank in ranks]
+    named = [replace(rank, daemon=ranks[0].process) for rank in ranks]
     (note,) = told(named).notes
     assert note.startswith("the node daemon that runs the proxy of ranks 0 and 1 wrote no report: its process ")
     assert f"kill -USR1 {os.getpid()}" in note
@@ -509,7 +509,7 @@ def test_of_several_reports_of_a_daemon_the_one_of_the_moment_counts(sample: Sam
 
 def test_a_daemon_of_others_is_left_out(sample: Sample) -> None:
     ranks, report = sample
-    other = replace(report, process=Member(report.process.host, 1), clients=[])
+    other = replace(report, process=replace(report.process, pid=1), clients=[])
     assert told(ranks, report, other) == told(ranks, report)
 
 

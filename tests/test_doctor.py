@@ -25,6 +25,7 @@ from proxyccl import Communicator, ProxyCCLError, ThreadBootstrap
 from proxyccl.channels.reports.diagnosis import Diagnosis, Finding, diagnose
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.report import Report
+from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports.document import Member
 
 PROGRAM = Path(__file__).parent / "programs" / "hangs.py"
@@ -397,13 +398,36 @@ def test_ranks_that_wait_for_each_other_and_for_one_more_wait_for_that_one(hang:
 
 def test_of_many_that_wait_for_one_some_are_shown(hang: Path) -> None:
     report = sample(hang)[0]
-    members = [Member("elsewhere", 1000 + rank) for rank in range(30)]
+    members = [Member("elsewhere", 1000 + rank, 1) for rank in range(30)]
     waits = [replace(report.waits[0], peer=1)]
     many = [replace(report, rank=rank, members=members, waits=waits) for rank in range(2, 30)]
     (diagnosis,) = diagnose(many)
     finding = found(diagnosis, "waits_for")
     assert len(finding.waiting) == 28
     assert finding.reasons[-1] == "and 20 more"
+
+
+def silent(hang: Path, member: Member) -> str:
+    """What is said of rank 1 where it is a process that wrote no report."""
+    reports = [sample(hang)[rank] for rank in (0, 2)]
+    members = [member if rank == VICTIM else other for rank, other in enumerate(reports[0].members)]
+    (diagnosis,) = diagnose([replace(report, members=members) for report in reports])
+    (said,) = (reason for reason in found(diagnosis, "waits_for").reasons if "wrote no report" in reason)
+    return said.partition(": ")[2]
+
+
+def test_the_signal_is_advised_only_where_it_ends_nothing(hang: Path) -> None:
+    own = sample(hang)[0].process
+    assert silent(hang, own) == f"its process {own.pid} lives; kill -USR1 {own.pid} has it report"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        try:
+            reused = silent(hang, replace(own, pid=other.pid))
+            deaf = silent(hang, replace(own, pid=other.pid, started=start_of(other.pid)))
+        finally:
+            other.kill()
+    assert reused == f"its process {other.pid} has ended, and {other.pid} is another one now"
+    assert deaf == f"its process {other.pid} lives; it does not report, and has no handler of SIGUSR1"
+    assert silent(hang, replace(own, pid=other.pid)) == f"its process {other.pid} has ended"
 
 
 def test_reports_that_are_far_apart_are_said_to_be(hang: Path) -> None:

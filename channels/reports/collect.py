@@ -39,6 +39,7 @@ from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
 from proxyccl.proxy.ring_view import look
@@ -109,6 +110,7 @@ def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader
         question: a number by which its kernels have not been asked before.
     """
     topology, rank = communicator.topology, communicator.rank
+    members = [Member(info.host, info.pid, info.started) for info in topology.ranks]
     unread: list[str] = []
 
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
@@ -136,11 +138,11 @@ def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader
         communicator=communicator.job,
         beside=reporter.beside(),
         rank=rank,
-        members=[Member(info.host, info.pid) for info in topology.ranks],
+        members=members,
         transports=part("the transports", lambda: _transports(communicator), []),
-        process=Member(topology.ranks[rank].host, os.getpid()),
+        process=members[rank],
         thread=reporter.thread,
-        daemon=proxy.daemon if isinstance(proxy, DaemonClient) else None,
+        daemon=part("the node daemon's process", lambda: _daemon(proxy, members[rank].host), None),
         command=" ".join(sys.orig_argv),
         runtime=part("the runtime", communicator.runtime.describe, communicator.runtime.name),
         timeout=communicator.timeout,
@@ -208,6 +210,10 @@ def _calls(communicator: Communicator) -> list[Call]:
 
 def _rings(proxy: Proxy | None) -> list[Ring]:
     return [] if proxy is None else [Ring.of(look(fifo, TRIGGERS)) for fifo in proxy.rings]
+
+
+def _daemon(proxy: Proxy | None, host: str) -> Member | None:
+    return Member(host, proxy.daemon, start_of(proxy.daemon)) if isinstance(proxy, DaemonClient) else None
 
 
 def _handling(proxy: Proxy | None) -> list[Handling]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 
 from proxyccl.channels.reports import daemons
 from proxyccl.channels.reports.render import arguments_text, call_text, counted, wait_text, where
@@ -21,6 +20,8 @@ from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
 from proxyccl.proxy.daemon.report import DaemonReport
 from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.processes import catches, is_stopped, start_of
+from proxyccl.proxy.reports import on_signal
 from proxyccl.proxy.reports.document import Member
 
 OWN_PROXY_WAITS = (lib.PROXYCCL_WAIT_RING_ROOM, lib.PROXYCCL_WAIT_RING_SYNC, lib.PROXYCCL_WAIT_FLUSH)
@@ -122,7 +123,7 @@ class _Group:
         self._served: dict[Member, list[Report]] = {}  # by the node daemon that runs their proxies
         for report in _all(reports):
             if report.daemon is not None:
-                self._served.setdefault(Member(report.process.host, report.daemon), []).append(report)
+                self._served.setdefault(report.daemon, []).append(report)
         self._daemons = daemons.of_jobs(of_daemons, reports, self._served, newest)
         self._members = {name: next(iter(by_rank.values())).members for name, by_rank in reports.items()}
         self._ranks: dict[Node, dict[str, int]] = {}  # of each node: its rank in each communicator
@@ -220,11 +221,9 @@ class _Group:
         for node, ranks in self._ranks.items():
             if any(rank in self._reports[name] for name, rank in ranks.items()):
                 continue
-            member = Member(node[0], node[1])
-            reason = self._lost.get(node) or _absence(member)
             kind = "lost" if node in self._lost else "missing"
             waiting = self._named(other for other in self._ranks if node in self._reach[other])
-            text = f"{sentence(self._name(node))} wrote no report: {reason}."
+            text = f"{sentence(self._name(node))} wrote no report: {self._why_absent(node)}."
             reasons = [reason for name, rank in ranks.items() for reason in self._at_daemon(name, rank)]
             findings.append(Finding(kind, [self._name(node)], waiting, text, reasons))
         return findings
@@ -329,14 +328,15 @@ class _Group:
                 remarks = daemons.remarks(daemon, client, rings=own is None)
                 if remarks or idle:
                     said.append(f"{name} at {place}: {'; '.join(remarks) or 'nothing is outstanding'}")
-            elif own is not None and own.daemon == daemon.process.pid:
+            elif own is not None and own.daemon == daemon.process:
                 said.append(f"{name} has no session at {place}, any more")
             elif own is None and daemons.serves(daemon, communicator):
                 said.append(f"{name} has no session at {place}, which runs the proxies of others")
         return said
 
     def _why_absent(self, node: Node) -> str:
-        return self._lost.get(node) or _absence(Member(node[0], node[1]))
+        name, rank = next(iter(self._ranks[node].items()))
+        return self._lost.get(node) or _absence(self._members[name][rank])
 
     def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
         """What the waiting ranks have called and this one has not."""
@@ -411,17 +411,22 @@ class _Group:
 
 
 def _absence(member: Member) -> str:
-    """Why a rank may have written no report, as far as that shows on this machine."""
+    """Why a process may have written no report, as far as that shows on this machine.
+
+    It advises the signal only where that ends nothing: for the very process, if it has a handler.
+    """
+    pid = member.pid
     if member.host != host_name():
-        return f"it ran as process {member.pid} on {member.host.partition('/')[0]}; look there"
-    try:
-        state = Path(f"/proc/{member.pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        state = "Z"
-    if state in ("Z", "X"):
-        return f"its process {member.pid} has ended"
-    stopped = ", and is stopped" if state == "T" else ""
-    return f"its process {member.pid} lives{stopped}; kill -USR1 {member.pid} has it report"
+        return f"it ran as process {pid} on {member.host.partition('/')[0]}; look there"
+    started = start_of(pid)
+    if started is None or member.started is None:
+        return f"its process {pid} has ended"
+    if started != member.started:
+        return f"its process {pid} has ended, and {pid} is another one now"
+    lives = f"its process {pid} lives{', and is stopped' if is_stopped(pid) else ''}"
+    if not catches(pid, on_signal.SIGNAL):
+        return f"{lives}; it does not report, and has no handler of {on_signal.SIGNAL.name}"
+    return f"{lives}; kill -USR1 {pid} has it report"
 
 
 def _proxy_state(report: Report) -> list[str]:

@@ -100,7 +100,7 @@ def render(report: Report) -> str:
         f"  cause: {report.cause}",
     ]
     if report.daemon is not None:
-        lines.append(f"  its proxy is in the node daemon, process {report.daemon}")
+        lines.append(f"  its proxy is in the node daemon, process {report.daemon.pid}")
     if report.failure is not None:
         lines.append(f"  {report.failure.kind}: {report.failure.message}")
     if report.exchange is not None:

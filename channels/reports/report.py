@@ -12,7 +12,7 @@ from proxyccl.proxy.reports.document import Member, decode, encode
 from proxyccl.proxy.reports.rings import Ring
 
 FORMAT = "proxyccl report"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Report:
         transports: what moves ProxyChannels' data, by peer's rank; empty for this one.
         process: where this rank runs.
         thread: number of the thread that made the communicator.
-        daemon: process of the node daemon that runs its proxy; None for a proxy in this process, or none yet.
+        daemon: the node daemon that runs its proxy; None for a proxy in this process, or none yet.
         command: the process's command line.
         runtime: the device.
         timeout: bound of the communicator's waits, in seconds.
@@ -200,7 +200,7 @@ class Report:
     transports: list[str]
     process: Member
     thread: int
-    daemon: int | None
+    daemon: Member | None
     command: str
     runtime: str
     timeout: float

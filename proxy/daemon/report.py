@@ -11,7 +11,7 @@ from proxyccl.proxy.reports.document import Member, decode
 from proxyccl.proxy.reports.rings import Ring
 
 FORMAT = "proxyccl daemon report"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

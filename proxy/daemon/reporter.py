@@ -24,6 +24,7 @@ from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member, encode
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
@@ -104,7 +105,7 @@ class DaemonReporter:
         return DaemonReport(
             format=FORMAT,
             version=VERSION,
-            process=Member(host_name(), os.getpid()),
+            process=Member(host_name(), os.getpid(), start_of(os.getpid())),
             socket=str(self._path),
             command=" ".join(sys.orig_argv),
             written=datetime.now(UTC).isoformat(timespec="milliseconds"),

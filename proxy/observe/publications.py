@@ -21,6 +21,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _numbers = itertools.count()
@@ -87,7 +88,7 @@ class Publication:
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
         """A publication of a service of this process."""
         pid = os.getpid()
-        return cls(pid, _start_of(pid) or 0, _namespace(), description, runtime, **places)
+        return cls(pid, start_of(pid) or 0, _namespace(), description, runtime, **places)
 
     def encode(self) -> str:
         """The text of its file."""
@@ -109,16 +110,7 @@ class Publication:
     @property
     def is_alive(self) -> bool:
         """Whether its process is there."""
-        return _start_of(self.pid) == self.started
-
-
-def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks since the system did; None where there is none, or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+        return start_of(self.pid) == self.started
 
 
 def _namespace() -> str:
@@ -184,7 +176,7 @@ def withdraw(path: Path) -> None:
 
 def _is_stale(path: Path) -> bool:
     pid = path.name.lstrip(".").partition("-")[0]
-    return pid.isdigit() and _start_of(int(pid)) is None
+    return pid.isdigit() and start_of(int(pid)) is None
 
 
 def find(

@@ -26,10 +26,18 @@ class ReportError(ProxyCCLError):
 
 @dataclass(frozen=True)
 class Member:
-    """Where a process runs: its host's name and boot id, and its number there."""
+    """Where a process runs.
+
+    Attributes:
+        host: its host's name and boot id.
+        pid: its number there.
+        started: when it did (`proxyccl.proxy.processes.start_of`), which tells it from a later one of that number; None
+            if it had ended when it was looked at. Not compared.
+    """
 
     host: str
     pid: int
+    started: int | None = dataclasses.field(compare=False)
 
 
 def encode(report: Any) -> str:
