@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -532,6 +533,25 @@ def test_the_command_takes_them_among_others(sample: Sample, tmp_path: Path) -> 
     assert daemons.render(report) in doctor("--full", tmp_path)
     assert daemons.render(report) in doctor(alone)
     assert json.loads(doctor("--json", tmp_path))[0]["daemons"] == [asdict(report.process)]
+
+
+def test_without_arguments_the_newest_report_of_a_daemon_is_shown_alone_or_named(
+    sample: Sample, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path))
+    ranks, report = sample
+    late = replace(report, written="2100-01-01T00:00:00.000+00:00")
+    (tmp_path / "01234567-daemon-1-1.json").write_text(encode(report))
+    (newest := tmp_path / "01234567-daemon-1-2.json").write_text(encode(late))
+    assert doctor().rstrip() == daemons.render(late).rstrip()
+    newest.unlink()
+    for rank in ranks:
+        (tmp_path / f"{rank.communicator}-rank{rank.rank}-1-1.json").write_text(rank.encode())
+    assert "has reported since" not in doctor()
+    newest.write_text(encode(late))
+    said = doctor()
+    assert "Rank 1 waits for rank 0." in said
+    assert re.search(rf"process {report.process.pid}, has reported since.*: {newest}", said)
 
 
 def test_the_default_directory_keeps_the_newest_of_them_too(

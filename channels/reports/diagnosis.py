@@ -62,6 +62,7 @@ class Diagnosis:
         world_sizes: their numbers of ranks.
         reported: for each the ranks whose reports there are.
         daemons: the node daemons of whose reports the same is true.
+        written: when the newest of all these reports was.
         findings: the most telling first; none where nobody waits.
         notes: what makes them uncertain.
     """
@@ -70,6 +71,7 @@ class Diagnosis:
     world_sizes: list[int]
     reported: list[list[int]]
     daemons: list[Member]
+    written: str
     findings: list[Finding]
     notes: list[str]
 
@@ -376,6 +378,7 @@ class _Group:
             world_sizes=[len(self._members[name]) for name in names],
             reported=[sorted(self._reports[name]) for name in names],
             daemons=[daemon.process for daemon in self._daemons],
+            written=max(self._moments()),
             findings=sorted(findings, key=self._weight),
             notes=self._notes(),
         )
@@ -392,10 +395,12 @@ class _Group:
             return 2
         return 3 if any("has not called" in reason for reason in finding.reasons) else 4
 
+    def _moments(self) -> list[str]:
+        return [report.written for report in _all(self._reports)] + [daemon.written for daemon in self._daemons]
+
     def _notes(self) -> list[str]:
         notes = []
-        written = [report.written for report in _all(self._reports)] + [daemon.written for daemon in self._daemons]
-        times = [datetime.fromisoformat(moment) for moment in written]
+        times = [datetime.fromisoformat(moment) for moment in self._moments()]
         apart = (max(times) - min(times)).total_seconds()
         if apart > _LONG_APART:
             notes.append(f"the reports were written up to {apart:.0f} s apart: they may not show one moment")

@@ -20,13 +20,18 @@ class Found:
 
     Attributes:
         ranks: the reports of ranks.
-        daemons: those of node daemons.
+        daemon_files: those of node daemons, by their files.
         problems: what is wrong with files of a directory.
     """
 
     ranks: list[Report] = field(default_factory=list)
-    daemons: list[DaemonReport] = field(default_factory=list)
+    daemon_files: dict[Path, DaemonReport] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+
+    @property
+    def daemons(self) -> list[DaemonReport]:
+        """The reports of node daemons."""
+        return list(self.daemon_files.values())
 
     def read(self, path: Path) -> None:
         """Reads the report in a file.
@@ -39,7 +44,7 @@ class Found:
             if data.get("format") == report.FORMAT:
                 self.ranks.append(report.from_json(data))
             elif data.get("format") == daemon_report.FORMAT:
-                self.daemons.append(daemon_report.from_json(data))
+                self.daemon_files[path] = daemon_report.from_json(data)
             else:
                 raise ReportError(f"{path}: no report of ProxyCCL")
         except ValueError as error:

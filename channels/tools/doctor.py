@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from proxyccl.channels.reports import daemons
@@ -21,7 +21,8 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
     """Prints what the reports say; one report alone is printed whole, and so are those of daemons alone.
 
     Args:
-        paths: files and directories; none for the newest reports of this user.
+        paths: files and directories; none for the newest reports of this user: those of one group of communicators,
+            and the name of a daemon's that is newer; or where there are only daemons' the newest.
         full: print each report too.
         as_json: print JSON: for each group of communicators the fields of a `Diagnosis`.
 
@@ -32,24 +33,34 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
         ReportError: a file is no report, or there is none.
     """
     found = find(paths or [directory()])
-    reports = found.ranks
     for problem in found.problems:
         print(f"proxyccl: {problem}", file=sys.stderr)
-    diagnoses = diagnose(reports, found.daemons)
+    diagnoses = diagnose(found.ranks, found.daemons)
     if not paths:
-        del diagnoses[1:]
+        diagnoses = [_with_later(diagnosis, found.daemon_files) for diagnosis in diagnoses[:1]]
     if as_json:
         print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=2))
     else:
         shown = {name for diagnosis in diagnoses for name in diagnosis.communicators}
-        chosen = [report for report in reports if report.communicator in shown]
+        chosen = [report for report in found.ranks if report.communicator in shown]
         processes = [process for diagnosis in diagnoses for process in diagnosis.daemons]
-        beside = [report for report in found.daemons if report.process in processes or not diagnoses]
+        beside = [report for report in found.daemons if report.process in processes]
+        if not diagnoses:
+            beside = sorted(found.daemons, key=lambda report: report.written)[0 if paths else -1 :]
         if full or len(chosen) + len(beside) == 1 or not chosen:
             _print_reports(chosen, beside)
         for diagnosis in diagnoses:
             _print(diagnosis)
     return 0 if any(diagnosis.findings for diagnosis in diagnoses) else 1
+
+
+def _with_later(diagnosis: Diagnosis, files: Mapping[Path, DaemonReport]) -> Diagnosis:
+    """A diagnosis with a note on the newest report of a daemon, if that was written after all that it is made of."""
+    path, newest = max(files.items(), key=lambda item: item[1].written, default=(None, None))
+    if newest is None or newest.written <= diagnosis.written:
+        return diagnosis
+    note = f"a node daemon, process {newest.process.pid}, has reported since, which is not part of this: {path}"
+    return replace(diagnosis, notes=[*diagnosis.notes, note])
 
 
 def _print_reports(reports: Sequence[Report], of_daemons: Sequence[DaemonReport]) -> None:
