@@ -38,6 +38,7 @@ from proxyccl.proxy.daemon.report import Client, DaemonReport, Request
 from proxyccl.proxy.daemon.server import Daemon
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import ReportError, encode
+from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import PARITY_SHIFT
 
 SHORT = 2.0
@@ -110,6 +111,7 @@ def test_a_signal_has_the_daemon_report_on_its_threads_and_clients_and_go_on(
     assert report.process.pid == daemon.process.pid
     assert report.socket == str(daemon.path)
     assert report.unread == []
+    assert report.longest_sleep == IdlePolicy().max_sleep_us / 1e6
     assert [thread.name for thread in report.threads] == ["proxyccl-proxy-0", "proxyccl-proxy-1"]
     for thread in report.threads:
         assert set(thread.cores) == os.sched_getaffinity(0)
@@ -462,6 +464,19 @@ def test_a_thread_of_the_daemon_that_something_holds_is_told(sample: Sample) -> 
     assert f"worker 0 did not look at its rings for {held.meanwhile:g} s" in reason
     assert "the thread proxyccl-proxy-0 is held in the kernel" in reason
     assert "did not look" not in reason_of(sample, changed(sample, 0, workers=[replace(worker, ended=True)]))
+
+
+def test_a_thread_of_the_daemon_that_may_only_sleep_is_not_told(sample: Sample) -> None:
+    (worker,) = client_of(sample, 0).workers
+    still = changed(sample, 0, workers=[replace(worker, ended=False, looks_meanwhile=0)])
+
+    def reason(longest_sleep: float, state: str) -> str:
+        threads = [replace(thread, state=state) for thread in still.threads]
+        return reason_of(sample, replace(still, longest_sleep=longest_sleep, threads=threads))
+
+    assert "did not look" not in reason(still.meanwhile, "S")
+    assert "did not look" in reason(still.meanwhile, "D")
+    assert "did not look" in reason(still.meanwhile / 100, "S")
 
 
 def test_a_rank_that_has_no_session_any_more(sample: Sample) -> None:

@@ -53,8 +53,8 @@ def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
     found = [] if client.failure is None else [f"its proxy failed: {client.failure}"]
     threads = {thread.name: thread for thread in report.threads}
     for worker in client.workers:
-        if not worker.ended and worker.looks_meanwhile == 0:
-            thread = threads.get(worker.thread)
+        thread = threads.get(worker.thread)
+        if not worker.ended and worker.looks_meanwhile == 0 and not _may_sleep(report, thread):
             state = f": the thread {_thread_text(thread)}" if thread is not None else ""
             found.append(f"worker {worker.seen.number} did not look at its rings for {report.meanwhile:g} s{state}")
     full = sum(ring.full for ring in client.rings)
@@ -67,6 +67,13 @@ def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
     if client.request is not None:
         found.append(f"its request {client.request.name} is under way for {client.request.seconds:.1f} s")
     return found
+
+
+def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:
+    """Whether a thread that did not look at rings while the report was made may have had nothing to do. Twice its
+    longest sleep is long enough for a look, though it wakes late.
+    """
+    return report.meanwhile < 2 * report.longest_sleep and (thread is None or thread.state == "S")
 
 
 def _channel(client: Client, channel: ChannelView) -> str:
@@ -123,7 +130,7 @@ def render(report: DaemonReport) -> str:
         f"  {report.command}",
         f"  listens at {report.socket}; {counted(len(report.clients), 'client')}",
         f"  cause: {report.cause}",
-        "threads",
+        f"threads, which sleep for {report.longest_sleep:g} s at most where there is nothing to do",
     ]
     running = [worker.thread for client in report.clients for worker in client.workers if not worker.ended]
     lines += [

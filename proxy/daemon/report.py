@@ -41,7 +41,8 @@ class Worker:
     Attributes:
         thread: name of the thread that runs it.
         ended: whether the thread has let go of it: it failed, the client's communicator has, or its proxy is closed.
-        looks_meanwhile: how often it looked at its rings while the report was made: 0 if something holds its thread.
+        looks_meanwhile: how often it looked at its rings while the report was made: 0 if something holds its thread, or
+            that sleeps for so long.
         seen: what it has done so far.
     """
 
@@ -106,6 +107,7 @@ class DaemonReport:
         written: date and time in UTC.
         cause: why it was written, in words.
         meanwhile: seconds in which `looks_meanwhile` were counted.
+        longest_sleep: seconds that a thread with nothing to do sleeps at most between two looks.
         threads: that run the workers.
         clients: in the order in which they came.
         unread: what could not be read, and why.
@@ -119,6 +121,7 @@ class DaemonReport:
     written: str
     cause: str
     meanwhile: float
+    longest_sleep: float
     threads: list[EngineThread]
     clients: list[Client]
     unread: list[str]

@@ -46,15 +46,23 @@ class DaemonReporter:
     Args:
         path: the daemon's socket.
         threads: which run its clients' workers.
+        longest_sleep: of such a thread, in seconds.
         sessions: gives the sessions there are, without waiting.
         enabled: whether clients and signals may ask for one.
     """
 
     def __init__(
-        self, path: Path, threads: Sequence[ProxyThread], sessions: Callable[[], list[Session]], *, enabled: bool
+        self,
+        path: Path,
+        threads: Sequence[ProxyThread],
+        longest_sleep: float,
+        sessions: Callable[[], list[Session]],
+        *,
+        enabled: bool,
     ) -> None:
         self._path = path
         self._threads = threads
+        self._longest_sleep = longest_sleep
         self._sessions = sessions
         self.enabled = enabled
         self._group = secrets.token_hex(4)
@@ -111,6 +119,7 @@ class DaemonReporter:
             written=datetime.now(UTC).isoformat(timespec="milliseconds"),
             cause=cause,
             meanwhile=_MEANWHILE,
+            longest_sleep=self._longest_sleep,
             threads=threads,
             clients=clients,
             unread=unread,

@@ -86,8 +86,9 @@ class Daemon:
                 ProxyThread(f"proxyccl-proxy-{i}", chosen.idle, chosen.cores) for i in range(chosen.threads)
             ]
             undo.pop_all()
+        sleep = chosen.idle.max_sleep_us / 1e6
         # A copy in one step: a report must not wait for the lock, under which a driver may hang.
-        self.reporter = DaemonReporter(path, self._threads, lambda: list(self._sessions), enabled=reports)
+        self.reporter = DaemonReporter(path, self._threads, sleep, lambda: list(self._sessions), enabled=reports)
 
     def __enter__(self) -> Daemon:
         return self
