@@ -15,7 +15,9 @@ FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -f
   -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
 HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py test_staged_transport.py \
   test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type \
-  test_dispatch_combine.py::test_sizes
+  test_dispatch_combine.py::test_sizes \
+  test_gpu.py::test_what_waits_for_the_device_is_called_when_what_was_launched_is_done \
+  test_gpu.py::test_a_handle_that_leaves_the_memory_that_it_names_is_refused
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 # What is run with the proxies in the node daemon as a matter of course; all of it: make test-daemon DAEMON_TESTS=tests
 DAEMON_TESTS ?= $(addprefix tests/,test_channels.py test_ring.py test_engine.py test_memory.py test_failure.py \

@@ -39,7 +39,6 @@ from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
-from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
 from proxyccl.proxy.ring_view import look
@@ -142,7 +141,7 @@ def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader
         transports=part("the transports", lambda: _transports(communicator), []),
         process=members[rank],
         thread=reporter.thread,
-        daemon=part("the node daemon's process", lambda: _daemon(proxy, members[rank].host), None),
+        daemon=_daemon(proxy, members[rank].host),
         command=" ".join(sys.orig_argv),
         runtime=part("the runtime", communicator.runtime.describe, communicator.runtime.name),
         timeout=communicator.timeout,
@@ -213,7 +212,7 @@ def _rings(proxy: Proxy | None) -> list[Ring]:
 
 
 def _daemon(proxy: Proxy | None, host: str) -> Member | None:
-    return Member(host, proxy.daemon, start_of(proxy.daemon)) if isinstance(proxy, DaemonClient) else None
+    return Member(host, proxy.daemon, proxy.daemon_started) if isinstance(proxy, DaemonClient) else None
 
 
 def _handling(proxy: Proxy | None) -> list[Handling]:

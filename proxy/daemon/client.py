@@ -52,6 +52,7 @@ from proxyccl.proxy.interface import (
 )
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import OutstandingView
+from proxyccl.proxy.processes import start_of
 from proxyccl.proxy.service import ProxyService, SharedWords, require_rings
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Trigger
@@ -142,6 +143,7 @@ class DaemonClient:
 
     Attributes:
         daemon: the daemon's process.
+        daemon_started: when that did (`proxyccl.proxy.processes.start_of`).
 
     Raises:
         ArgumentError: numbers of rings and threads that don't go together, or a device that the daemon does not see.
@@ -191,6 +193,7 @@ class DaemonClient:
         self._path = socket_path()
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
         self._connection, self.daemon = connect(self._path, timeout)
+        self.daemon_started = start_of(self.daemon)
         self._reader = threading.Thread(target=self._read, name=f"{name}-daemon", daemon=True)
         self._reader.start()
         try:

@@ -56,7 +56,7 @@ typedef enum ProxycclTraceMark {
 typedef struct ProxycclWorkerStats {
   /* By the worker. */
   uint64_t looks;      /* at its rings and connections */
-  uint64_t idle_ns;    /* that it found nothing to do, in steps of some looks */
+  uint64_t idle_ns;    /* that its thread found nothing to do, for any worker, in steps of some looks */
   uint64_t sleeps;     /* in that time */
   uint64_t slept_ns;   /* of that time */
   uint64_t started_ns; /* by CLOCK_MONOTONIC; 0: it has ended */
