@@ -39,7 +39,7 @@ PROXYCCL_DEVICE void reduce_scatter(ProxycclTeam* team, const T* in, T* out, uin
   Exchange exchange(team);
   const Lane& lane = exchange.lane();
   const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(count, exchange.slotBytes() / sizeof(T), [&](uint64_t offset, uint64_t n) {
+  exchange.forEachPiece(count, sizeof(T), [&](uint64_t offset, uint64_t n) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
       exchange.send(peer, in + peer * count + offset, n * sizeof(T));

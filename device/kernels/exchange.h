@@ -170,13 +170,18 @@ class Exchange {
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const { return lane_.inbox(buffer(round_ - 1), peer); }
 
-  // Calls piece(offset, length) for this lane's share of [0, total), at most `longest` at a time; every lane makes as
-  // many calls.
+  // Calls piece(offset, length) for this lane's share of [0, total) elements of `size` bytes, as few times as slots
+  // allow; every lane makes as many calls, and has as much to do but for the rounding to cache lines.
   template <class Piece>
-  PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t longest, Piece piece) const {
-    for (uint64_t start = 0; start < total; start += longest * lane_.count()) {
-      const uint64_t offset = minimum(start + lane_.number() * longest, total);
-      piece(offset, minimum(longest, total - offset));
+  PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t size, Piece piece) const {
+    if (total == 0) return;
+    const uint64_t lanes = lane_.count(), line = 128 / size;
+    auto parts = [](uint64_t n, uint64_t of) { return (n + of - 1) / of; };
+    const uint64_t rounds = parts(total, lanes * (slotBytes() / size));
+    const uint64_t length = parts(total, rounds * lanes * line) * line;
+    for (uint64_t start = 0; start < total; start += length * lanes) {
+      const uint64_t offset = minimum(start + lane_.number() * length, total);
+      piece(offset, minimum(length, total - offset));
     }
   }
 
@@ -194,7 +199,7 @@ class Exchange {
 // Every rank's `bytes` bytes at out + rank * bytes, on every rank; `in` may be this rank's place there.
 PROXYCCL_DEVICE void gatherBytes(Exchange& exchange, ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
   const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
     for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
     char* own = out + rank * bytes + offset;
     if (own != in + offset) exchange.copy(own, in + offset, size);

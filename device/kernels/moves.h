@@ -1,6 +1,6 @@
 // all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
 //
-// Lanes take pieces of slotBytes() in turn; `bytes` is what one rank contributes for one rank. Every
+// Each lane takes its part, in pieces that fit its slots; `bytes` is what one rank contributes for one rank. Every
 // rank runs the same number of rounds. In-place calls are those of NCCL: all_gather with in = out + rank * bytes,
 // all_to_all and broadcast with in = out.
 #ifndef PROXYCCL_MOVES_H
@@ -20,7 +20,7 @@ PROXYCCL_TEAM_KERNEL all_to_all(ProxycclTeam* team, const char* in, char* out, u
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
     for (uint32_t i = 1; i < ranks; ++i) {
       const uint32_t peer = (rank + i) % ranks;
       exchange.send(peer, in + peer * bytes + offset, size);
@@ -39,7 +39,7 @@ PROXYCCL_TEAM_KERNEL broadcast(ProxycclTeam* team, const char* in, char* out, ui
   using namespace proxyccl;
   Exchange exchange(team);
   const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, exchange.slotBytes(), [&](uint64_t offset, uint64_t size) {
+  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
     if (rank == root) {
       for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
       if (out != in) exchange.copy(out + offset, in + offset, size);
