@@ -10,9 +10,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,6 +302,27 @@ def test_a_service_that_cant_publish_works_and_says_so_once(directory: Path, cap
 
     with caplog.at_level(logging.WARNING):
         run_ranks(2, body)
+    assert len([r for r in caplog.records if "can't be seen" in r.message]) == 1
+
+
+def test_of_ranks_that_cant_publish_at_the_same_time_one_says_so(
+    directory: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write_text("in the way")
+    together = threading.Barrier(4)
+
+    def slowly(_: logging.LogRecord) -> bool:
+        time.sleep(0.1)  # the others come meanwhile
+        return True
+
+    def rank_main() -> None:
+        together.wait(TIMEOUT)
+        assert publications.try_publish(a_publication()) is None
+
+    monkeypatch.setattr(caplog.handler, "filters", [slowly])
+    with caplog.at_level(logging.WARNING), ThreadPoolExecutor(4) as ranks:
+        for rank in [ranks.submit(rank_main) for _ in range(4)]:
+            rank.result(TIMEOUT)
     assert len([r for r in caplog.records if "can't be seen" in r.message]) == 1
 
 

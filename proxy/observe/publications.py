@@ -14,6 +14,7 @@ import logging
 import os
 import stat
 import sys
+import threading
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _numbers = itertools.count()
+_warning = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,8 @@ def try_publish(publication: Publication) -> Path | None:
     try:
         return publish(publication)
     except (OSError, ArgumentError) as error:
-        _warn(str(error))
+        with _warning:  # of two ranks in threads, neither has warned yet
+            _warn(str(error))
         return None
 
 
