@@ -28,7 +28,7 @@ from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import ReportError
-from proxyccl.proxy.ring_view import look
+from proxyccl.proxy.ring_contents import look
 from proxyccl.proxy.trigger import Operation
 
 PROGRAM = Path(__file__).parent / "programs" / "hangs.py"

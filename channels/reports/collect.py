@@ -41,7 +41,7 @@ from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
-from proxyccl.proxy.ring_view import look
+from proxyccl.proxy.ring_contents import look
 from proxyccl.proxy.trigger import Operation
 
 if TYPE_CHECKING:

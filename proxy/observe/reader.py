@@ -18,7 +18,7 @@ from typing import Any
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shared_memory import open_descriptor
-from proxyccl.proxy import _engine, ring_view
+from proxyccl.proxy import _engine, ring_contents
 from proxyccl.proxy.observe.publications import Publication, RingPlace
 from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in
 from proxyccl.proxy.trigger import MAX_CHANNELS, PARITY_SHIFT, full_parity
@@ -300,9 +300,9 @@ class Observer:
             tuple(self._channels()),
         )
 
-    def look_into_rings(self, count: int) -> list[ring_view.RingView]:
+    def look_into_rings(self, count: int) -> list[ring_contents.RingContents]:
         """Its rings now, with the triggers in them, at most `count` of each kind."""
-        return [ring_view.look(ring, count) for ring in self._rings]
+        return [ring_contents.look(ring, count) for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
         connections = []

@@ -1,10 +1,10 @@
-"""A ring in a report: what `ring_view` sees of it, in numbers and words."""
+"""A ring in a report: what `ring_contents` sees of it, in numbers and words."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from proxyccl.proxy.ring_view import RingView
+from proxyccl.proxy.ring_contents import RingContents
 from proxyccl.proxy.trigger import Trigger, operation_name
 
 TRIGGERS = 32
@@ -34,7 +34,7 @@ class RingTrigger:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of triggers; see `RingView`."""
+    """A ring of triggers; see `RingContents`."""
 
     size: int
     taken: int
@@ -43,7 +43,7 @@ class Ring:
     recent: list[RingTrigger]
 
     @classmethod
-    def of(cls, view: RingView) -> Ring:
+    def of(cls, contents: RingContents) -> Ring:
         """A ring as it was seen."""
-        waiting, recent = ([RingTrigger.of(*item) for item in items] for items in (view.waiting, view.recent))
-        return cls(view.size, view.taken, view.full, waiting, recent)
+        waiting, recent = ([RingTrigger.of(*item) for item in items] for items in (contents.waiting, contents.recent))
+        return cls(contents.size, contents.taken, contents.full, waiting, recent)

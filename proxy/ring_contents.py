@@ -24,7 +24,7 @@ class RingWords(Protocol):
 
 
 @dataclass(frozen=True)
-class RingView:
+class RingContents:
     """A ring at one moment.
 
     Attributes:
@@ -42,7 +42,7 @@ class RingView:
     recent: list[tuple[int, Trigger]]
 
 
-def look(ring: RingWords, count: int = 16) -> RingView:
+def look(ring: RingWords, count: int = 16) -> RingContents:
     """A ring as it is now, with at most `count` triggers of each kind. Nobody may close it meanwhile."""
     slots = np.frombuffer(ctypes.string_at(ring.slots_host, 16 * ring.size), np.uint64).reshape(-1, 2)
     # After the slots: what is taken meanwhile is not counted as waiting.
@@ -53,7 +53,7 @@ def look(ring: RingWords, count: int = 16) -> RingView:
     def decoded(tickets: list[int]) -> list[tuple[int, Trigger]]:
         return [(ticket, Trigger.decode(*map(int, slots[ticket % ring.size]))) for ticket in tickets]
 
-    return RingView(ring.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
+    return RingContents(ring.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))
 
 
 def _held(slots: Any, ring: RingWords, tickets: Any) -> list[int]:
