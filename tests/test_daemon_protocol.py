@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from daemons import RunningDaemon, running_daemon
+from observing import wait_for
 from running import TIMEOUT, run_ranks
 
 from proxyccl import (
@@ -316,6 +317,18 @@ def test_descriptors_that_nobody_asked_for_are_closed(daemon: RunningDaemon) -> 
         for _ in range(20):
             client.say({"do": "drain", "timeout": 1}, *[client.ring.descriptor] * 64)
         assert daemon.descriptors() <= before
+
+
+def test_descriptors_that_come_with_no_number_for_the_answer_are_closed(daemon: RunningDaemon) -> None:
+    before = daemon.descriptors()
+    for _ in range(5):
+        with RawClient(daemon) as client:
+            assert client.say(HELLO) is not None
+            refused = client.say(OPEN | {"request": "first"}, client.segment.descriptor, client.ring.descriptor)
+            assert refused is not None
+            assert refused["error"] == "protocol"
+            assert client.ended()
+    wait_for(lambda: daemon.descriptors() <= before, "the daemon keeps none")
 
 
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:

@@ -97,6 +97,8 @@ class Session:
         report: Callable[[str, str], None],
     ) -> None:
         self._connection = connection
+        self._hung_up = select.poll()
+        self._hung_up.register(connection, select.POLLRDHUP)
         self._open_runtime = open_runtime
         self._deal_threads = deal_threads
         self._report = report
@@ -162,7 +164,22 @@ class Session:
         limit_waits(self._connection, _ANSWER_SECONDS, 0)
 
     def _answer(self, fields: Fields, descriptors: list[int]) -> dict[str, Any] | None:
-        """Does what is asked. None where the client waits for no answer."""
+        """Does what is asked, or says why not. None where the client waits for no answer."""
+        try:
+            number = {"request": fields.optional("request")} if "request" in fields else {}
+            answer = self._do(fields, descriptors)
+        except ProtocolError:
+            raise
+        except ProxyCCLError as error:
+            answer = _refusal(error)
+        except OSError as error:  # no descriptor is left, say: the client is not to blame
+            answer = _refusal(ResourceError(f"the node daemon can't do that: {error}"))
+        finally:
+            self.request = None
+            _close_all(descriptors)
+        return None if answer is None else answer | number
+
+    def _do(self, fields: Fields, descriptors: list[int]) -> dict[str, Any] | None:
         requests = {
             "rdma_missing": self._tell_missing,
             "add_memory": self._add_memory,
@@ -178,25 +195,14 @@ class Session:
             "close": self._end_service,
             **(self._rdma.requests if self._rdma is not None else {}),
         }
-        number = {"request": fields.optional("request")} if "request" in fields else {}
-        try:
-            name = fields.text("do")
-            if name == "report":
-                self._pass_on(fields)
-                return None
-            self.request = name, time.monotonic()
-            if name == "open":
-                return self._open(fields, descriptors) | number
-            return requests.get(name, self._refuse)(fields) | number
-        except ProtocolError:
-            raise
-        except ProxyCCLError as error:
-            return _refusal(error) | number
-        except OSError as error:  # no descriptor is left, say: the client is not to blame
-            return _refusal(ResourceError(f"the node daemon can't do that: {error}")) | number
-        finally:
-            self.request = None
-            _close_all(descriptors)
+        name = fields.text("do")
+        if name == "report":
+            self._pass_on(fields)
+            return None
+        self.request = name, time.monotonic()
+        if name == "open":
+            return self._open(fields, descriptors)
+        return requests.get(name, self._refuse)(fields)
 
     # -- requests ---
 
@@ -398,9 +404,7 @@ class Session:
 
     def has_left(self) -> bool:
         """Whether the client has hung up."""
-        gone = select.poll()
-        gone.register(self._connection, select.POLLRDHUP)
-        return bool(gone.poll(0))
+        return bool(self._hung_up.poll(0))
 
     def _drain(self, fields: Fields) -> dict[str, Any]:
         return {"drained": self._proxy.drain(fields.number("timeout", 0, _LONGEST_DRAIN), self.has_left)}
