@@ -31,6 +31,7 @@ from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Tr
 from proxyccl.channels.tools.report import Column, Report, Table, write_json
 from proxyccl.proxy._engine import ffi, lib
 from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.processes import stat_of
 
 _TIMEOUT = 20.0  # seconds, of each wait
 _ROUNDS = 300
@@ -180,7 +181,7 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 def _cpu_of(stat: Path) -> float:
     """Seconds, out of a thread's or a process's line."""
-    fields = stat.read_text().rpartition(")")[2].split()
+    fields = stat_of(stat)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 

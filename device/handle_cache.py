@@ -83,7 +83,7 @@ class HandleCache:
     def close(self) -> None:
         """Unmaps everything."""
         with self._lock:
-            for memory in (*(memory for memory, _ in self._used.values()), *self._idle.values()):
+            for memory, _ in self._used.values():
                 memory.close()
             self._used.clear()
-            self._idle.clear()
+            self._unmap_own_idle()

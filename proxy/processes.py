@@ -6,13 +6,22 @@ import signal
 from pathlib import Path
 
 
+def stat_of(path: Path) -> list[str]:
+    """The fields of a process's or a thread's `stat` file behind its name, from the third of proc(5), the state, on.
+
+    Raises:
+        FileNotFoundError, ProcessLookupError: it is gone.
+    """
+    return path.read_text().rpartition(")")[2].split()
+
+
 def start_of(pid: int) -> int | None:
     """When a process started, in ticks since the system did; None where there is none, or a zombie.
 
     With the number it names one process only: numbers are used again.
     """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_of(Path(f"/proc/{pid}/stat"))
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])

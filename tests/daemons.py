@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.processes import stat_of
 
 _START_SECONDS = 60.0
 _END_SECONDS = 60.0
@@ -80,7 +81,7 @@ class RunningDaemon:
 
     def _thread_states(self) -> list[str]:
         tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
-        return [path.read_text().rpartition(")")[2].split()[0] for path in tasks]
+        return [stat_of(path)[0] for path in tasks]
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Sends it a signal and waits for its end."""

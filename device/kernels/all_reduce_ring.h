@@ -29,10 +29,10 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
   for (uint64_t start = 0; start < count; start += per_round, ++round) {
     // This lane's elements of this round, cut into one share a rank; `left` evens out a short last round.
     const uint64_t left = minimum(per_round, count - start);
-    const uint64_t per_lane = (left + lane.count() - 1) / lane.count();
+    const uint64_t per_lane = divideUp(left, lane.count());
     const uint64_t lane_begin = minimum(start + lane.number() * per_lane, start + left);
     const uint64_t lane_size = minimum(per_lane, start + left - lane_begin);
-    const uint64_t share = (lane_size + ranks - 1) / ranks;
+    const uint64_t share = divideUp(lane_size, ranks);
     auto begin = [&](uint32_t s) { return lane_begin + minimum(s * share, lane_size); };
     auto size = [&](uint32_t s) { return minimum(share, lane_begin + lane_size - begin(s)); };
 

@@ -77,12 +77,11 @@ PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, 
   constexpr uint32_t kData = PROXYCCL_ROUND_BUFFERS, kResult = kData + PROXYCCL_PIPELINE_DEPTH;
   const Lane lane(team, team->world_size);
   const uint32_t rank = team->rank, ranks = team->world_size;
-  auto parts = [](uint64_t n, uint64_t of) { return (n + of - 1) / of; };
-  const uint64_t share = parts(parts(count, ranks), kAligned) * kAligned;
-  const uint64_t even = parts(parts(share, kPieces * lane.count()), kAligned) * kAligned;
+  const uint64_t share = divideUp(divideUp(count, ranks), kAligned) * kAligned;
+  const uint64_t even = divideUp(divideUp(share, kPieces * lane.count()), kAligned) * kAligned;
   const uint64_t shortest = team->shortest_piece / sizeof(T);
   const uint64_t piece = minimum(lane.slotBytes() / sizeof(T), even < shortest ? shortest : even);
-  const uint64_t pieces = parts(share, piece * lane.count());
+  const uint64_t pieces = divideUp(share, piece * lane.count());
 
   // This lane's k-th piece of a rank's share; the last ones may be short or empty.
   auto begin = [&](uint64_t k, uint32_t owner) {

@@ -14,6 +14,7 @@
 namespace proxyccl {
 
 PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
+PROXYCCL_DEVICE uint64_t divideUp(uint64_t n, uint64_t by) { return (n + by - 1) / by; }
 
 // Ends a kernel of the team: the last block to arrive advances the counter of rounds by what the kernel used.
 PROXYCCL_DEVICE void finishKernel(ProxycclTeam* team, uint64_t rounds) {
@@ -176,9 +177,8 @@ class Exchange {
   PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t size, Piece piece) const {
     if (total == 0) return;
     const uint64_t lanes = lane_.count(), line = 128 / size;
-    auto parts = [](uint64_t n, uint64_t of) { return (n + of - 1) / of; };
-    const uint64_t rounds = parts(total, lanes * (slotBytes() / size));
-    const uint64_t length = parts(total, rounds * lanes * line) * line;
+    const uint64_t rounds = divideUp(total, lanes * (slotBytes() / size));
+    const uint64_t length = divideUp(total, rounds * lanes * line) * line;
     for (uint64_t start = 0; start < total; start += length * lanes) {
       const uint64_t offset = minimum(start + lane_.number() * length, total);
       piece(offset, minimum(length, total - offset));

@@ -24,7 +24,7 @@ from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.reader import Observer, ServiceView
-from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.processes import start_of, stat_of
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.reports.document import Member, encode
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
@@ -218,5 +218,5 @@ def _failure_text(failure: ProxyFailure) -> str:
 
 def _thread(thread: ProxyThread) -> EngineThread:
     number = thread.native_id
-    fields = Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()
+    fields = stat_of(Path(f"/proc/self/task/{number}/stat"))
     return EngineThread(thread.name, number, fields[0], int(fields[36]), sorted(os.sched_getaffinity(number)))
