@@ -18,6 +18,7 @@ from proxyccl import Communicator
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.observe.reader import Observer, ServiceView
 
 KERNELS = r"""
@@ -65,6 +66,18 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         if time.monotonic() > deadline:
             pytest.fail(f"in vain: {what}")
         time.sleep(0.002)
+
+
+def wait_until_traced(publication: Publication) -> None:
+    """Waits until a service records all that comes: until it is asked to, and each worker has ended the look at its
+    rings in which that may have come too late.
+    """
+    with Observer(publication) as observer:
+        workers = [observer.worker_stats(number) for number in range(publication.workers)]
+        wait_for(lambda: all(stats.trace_until for stats in workers), "it is traced")
+        before = [stats.looks for stats in workers]
+        for stats, looks in zip(workers, before, strict=True):
+            wait_for(lambda stats=stats, looks=looks: stats.looks > looks, "its workers look")
 
 
 def command(*arguments: str) -> subprocess.Popen[str]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from device_arrays import barrier, on_device, on_host
-from observing import KERNELS, channels_of, command, output_of, wait_for
+from observing import KERNELS, channels_of, command, output_of, wait_until_traced
 from running import TIMEOUT, run_ranks
 
 from proxyccl import Communicator, Operation, ResourceError, Trigger
@@ -41,9 +41,17 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tracer_of(comm: Communicator) -> Tracer:
-    """Of this rank's proxy."""
+    """Of this rank's proxy, which records when this returns."""
     ((path, publication),) = publications.find(comm.job, {comm.rank})
-    return Tracer(path, publication)
+    tracer = Tracer(path, publication)
+    wait_until_traced(publication)
+    return tracer
+
+
+def wait_for_a_tracer(comm: Communicator) -> None:
+    """Waits until another process traces this rank's proxy."""
+    ((_, publication),) = publications.find(comm.job, {comm.rank})
+    wait_until_traced(publication)
 
 
 def trace_words(comm: Communicator) -> list[tuple[int, int]]:
@@ -60,8 +68,9 @@ def is_off(comm: Communicator) -> bool:
 
 def traced(comm: Communicator, *arguments: Any, kernel: str = "mixed") -> ServiceTrace:
     """What a kernel has the proxy do."""
+    compiled = comm.compile(KERNELS, kernel)  # which may take longer than a proxy records for who fetches nothing
     with tracer_of(comm) as tracer:
-        comm.compile(KERNELS, kernel)(1, 1, *arguments)
+        compiled(1, 1, *arguments)
         comm.synchronize()
         comm.drain()
         tracer.fetch()
@@ -321,7 +330,7 @@ def test_the_command_writes_what_chrome_reads(tmp_path: Path) -> None:
         if comm.rank == 0:
             tracer = command("trace", "-o", str(file), "-t", "60", "--job", comm.job)
             start_tracing[0] = tracer
-        wait_for(lambda: not is_off(comm), "it is traced")
+        wait_for_a_tracer(comm)
         comm.compile(KERNELS, "mixed")(1, 1, channels, 30, 20, 10)
         comm.synchronize()
         comm.drain()
@@ -360,7 +369,7 @@ def test_what_comes_after_the_most_is_left_out_and_counted(tmp_path: Path) -> No
         channels = channels_of(comm)
         if comm.rank == 0:
             tracer = command("trace", "-o", str(file), "-t", "60", "--job", comm.job, "--most", "300")
-            wait_for(lambda: not is_off(comm), "it is traced")
+            wait_for_a_tracer(comm)
             comm.compile(KERNELS, "mixed")(1, 1, channels, 2000, 0, 1)
             comm.synchronize()
             comm.drain()
@@ -400,7 +409,7 @@ def test_a_tracer_that_is_killed_leaves_the_proxy_unharmed_and_untraced(tmp_path
         kernel = comm.compile(KERNELS, "mixed")
         if comm.rank == 0:
             tracer = command("trace", "-o", str(tmp_path / "t"), "-t", "60", "--ranks", "0")
-            wait_for(lambda: not is_off(comm), "it is traced")
+            wait_for_a_tracer(comm)
             os.kill(tracer.pid, signal.SIGKILL)
             tracer.communicate()
         deadline = time.monotonic() + TIMEOUT

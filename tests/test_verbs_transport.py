@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from fake_verbs import LKEY, RKEY, SIGNAL_RKEY, FakeDevice, FakePeer, Loop, Producer, until
 from numpy.typing import NDArray
+from observing import wait_until_traced
 from ranks import Gate
 from running import run_ranks
 
@@ -185,6 +186,7 @@ def test_an_observer_sees_what_is_outstanding_and_when_it_completes(
                 (connection,) = observer.look().connections
                 return connection.completed, connection.outstanding
 
+            wait_until_traced(publication)
             peer.device.allow(0)
             for count in (1, 2, 3):
                 loop.push(0, PUT, 8)

@@ -229,7 +229,8 @@ class _Records:
 
 
 class Tracer:
-    """Records what a service does, from its construction to `stop`. One at a time for each service.
+    """Records what a service does, from its construction, and then each worker's next look at its rings, to `stop`. One
+    at a time for each service.
 
     Args:
         path: the file of its publication.
