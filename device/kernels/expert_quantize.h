@@ -43,15 +43,17 @@ PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
   for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
 }
 
-// What one thread has of the elements that share a scale.
+// What one thread has of the elements that share a scale, as wide as an access can be. A group has kBlocks times as many
+// as share one.
 template <class T>
 struct ScaledPart {
-  static constexpr uint32_t kEach = PROXYCCL_SCALED_ELEMENTS / kGroupLanes, kTogether = kEach < 4 ? kEach : 4;
-  // Read and written with as few accesses as can be.
+  static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
+  static constexpr uint32_t kLanes = PROXYCCL_SCALED_ELEMENTS / kEach, kBlocks = kGroupLanes / kLanes;
+  static constexpr uint32_t kTogether = kEach < 16 / sizeof(T) ? kEach : 16 / sizeof(T);
   struct alignas(kTogether * sizeof(T)) Values {
     T at[kEach];
   };
-  struct alignas(kTogether) Elements {
+  struct alignas(4) Elements {  // as rows are, which scales lie between
     uint8_t at[kEach];
   };
   Values given;
@@ -63,8 +65,8 @@ struct ScaledPart {
       for (uint32_t i = 0; i < kEach; ++i) given.at[i] = from[i];
     }
   }
-  // By a group: to `row`, and the scale to `scale`.
-  PROXYCCL_DEVICE void store(const Group& group, char* row, char* scale) const {
+  // By a group. Returns the scale.
+  PROXYCCL_DEVICE float quantize(const Group& group, Elements* elements) const {
     constexpr float kGreatest = 448;
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
@@ -73,43 +75,57 @@ struct ScaledPart {
       greatest = magnitude > greatest ? magnitude : greatest;
     }
 #if !PROXYCCL_ON_HOST
-    for (uint32_t distance = kGroupLanes / 2; distance > 0; distance /= 2) {
+    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
       const float other = shuffle(greatest, group.lane ^ distance);
       greatest = other > greatest ? other : greatest;
     }
 #endif
     const float factor = greatest > 0 ? kGreatest / greatest : 1;
     for (uint32_t i = 0; i < kEach; ++i) values[i] *= factor;
-    Elements elements;
-    floatsToE4M3<kEach>(elements.at, values);
-    *reinterpret_cast<Elements*>(row) = elements;
-    if (group.lane == 0) *reinterpret_cast<float*>(scale) = greatest > 0 ? greatest / kGreatest : 1;
+    floatsToE4M3<kEach>(elements->at, values);
+    return greatest > 0 ? greatest / kGreatest : 1;
   }
 };
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales.
+// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kInFlight accesses of a
+// row at a time.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
-  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS, kInFlight = PROXYCCL_ON_HOST ? 1 : 8;
+  using Part = ScaledPart<T>;
+  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS;
+  constexpr uint32_t kInFlight = PROXYCCL_ON_HOST ? 1 : 64 / sizeof(typename Part::Values);
   const Group group;
-  const uint64_t in_row = call.hidden / kBlock, stride = call.hidden + in_row * sizeof(float);
-  const uint64_t blocks = call.tokens * in_row, groups = gridDim.x * Group::count();
-  const T* rows = reinterpret_cast<const T*>(call.rows) + group.lane * ScaledPart<T>::kEach;
-  const bool aligned = reinterpret_cast<uintptr_t>(call.rows) % alignof(typename ScaledPart<T>::Values) == 0;
-  for (uint64_t first = blockIdx.x * Group::count() + group.number; first < blocks; first += kInFlight * groups) {
-    ScaledPart<T> parts[kInFlight];
+  const uint32_t blocks = static_cast<uint32_t>(call.hidden / kBlock);  // of a row
+  const uint32_t parts = (blocks + kInFlight * Part::kBlocks - 1) / (kInFlight * Part::kBlocks);
+  const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
+  const T* rows = reinterpret_cast<const T*>(call.rows) + lane * Part::kEach;
+  const bool aligned = reinterpret_cast<uintptr_t>(call.rows) % alignof(typename Part::Values) == 0;
+  const uint32_t groups = gridDim.x * Group::count(), first = blockIdx.x * Group::count() + group.number;
+  // Counted on: a division takes as long as a good deal of an access.
+  uint32_t part = first % parts;
+  for (uint32_t token = first / parts; token < call.tokens; token += groups / parts) {
+    const uint32_t begin = part * kInFlight * Part::kBlocks;
+    const T* row = rows + token * call.hidden;
+    char* out = call.output + token * (call.hidden + blocks * sizeof(float));
+    Part held[kInFlight];
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint64_t b = first + i * groups;
-      parts[i].load(rows + (b < blocks ? b : first) * kBlock, aligned);  // beyond the last, anything
+      const uint32_t block = begin + i * Part::kBlocks + own;
+      held[i].load(row + (block < blocks ? block : begin) * kBlock, aligned);  // beyond the last, anything
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint64_t b = first + i * groups;
-      if (b >= blocks) break;
-      char* row = call.output + b / in_row * stride;
-      parts[i].store(group, row + b % in_row * kBlock + group.lane * ScaledPart<T>::kEach,
-                     row + call.hidden + b % in_row * sizeof(float));
+      const uint32_t block = begin + i * Part::kBlocks + own;
+      typename Part::Elements elements;
+      const float scale = held[i].quantize(group, &elements);
+      if (block >= blocks) continue;
+      reinterpret_cast<typename Part::Elements*>(out + block * kBlock)[lane] = elements;
+      if (lane == 0) reinterpret_cast<float*>(out + call.hidden)[block] = scale;
+    }
+    part += groups % parts;
+    if (part >= parts) {
+      part -= parts;
+      ++token;
     }
   }
 }
