@@ -81,7 +81,8 @@ typedef struct { uint64_t dispatches; uint64_t combines; uint64_t routings; ...;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
-  uint32_t segment_tokens; uint32_t blocks; uint32_t local_combine; uint32_t weight_bytes;
+  uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
+  uint32_t local_combine; uint32_t weight_bytes;
   uint32_t id_packets; uint32_t weight_packets;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;

@@ -349,6 +349,7 @@ WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5, 
 WORLDS += [(2, {"local_world_size": 1}), (4, {"local_world_size": 1}), (6, {"local_world_size": 2})]
 WORLDS += [(4, {"local_world_size": 2, "fifos": 2, "proxy_threads": 2, "fifo_size": 4})]
 WORLDS += [(3, {"announced_slots": 0})]  # one node, whose ranks tell each other counts however few they are
+WORLDS += [(4, {"few_tokens": 0})]  # … and some of whose blocks only send
 
 
 def world_name(world: tuple[int, dict[str, int]]) -> str:
@@ -357,11 +358,12 @@ def world_name(world: tuple[int, dict[str, int]]) -> str:
 
 
 class World:
-    """Ranks, and how many of them are a node."""
+    """Ranks, how many of them are a node, and what is otherwise in the module `workspace` for them."""
 
-    def __init__(self, ranks: Ranks, local_world_size: int) -> None:
+    def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
         self.ranks = ranks
         self.local_world_size = local_world_size
+        self.constants = constants
 
     @property
     def world_size(self) -> int:
@@ -373,17 +375,18 @@ class World:
 
     def check(self, case: Case) -> None:
         plan = plan_of(replace(case, local_world_size=self.local_world_size))
-        self.ranks.run(lambda comm: check(comm, plan))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.constants.items():
+                patch.setattr(workspace, name, value)
+            self.ranks.run(lambda comm: check(comm, plan))
 
 
 @pytest.fixture(scope="module", params=[world for world in WORLDS if world[0] <= most_ranks()], ids=world_name)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     size, options = request.param[0], dict(request.param[1])
-    with pytest.MonkeyPatch.context() as patch:
-        if "announced_slots" in options:
-            patch.setattr(workspace, "ANNOUNCED_SLOTS", options.pop("announced_slots"))
-        with Ranks(size, **options) as ranks:
-            yield World(ranks, options.get("local_world_size", size))
+    constants = {name.upper(): options.pop(name) for name in {"announced_slots", "few_tokens"} & options.keys()}
+    with Ranks(size, **options) as ranks:
+        yield World(ranks, options.get("local_world_size", size), constants)
 
 
 @pytest.fixture(scope="module")
@@ -518,9 +521,9 @@ def steps(first: Case, count: int) -> list[Plan]:
     return plans
 
 
-@pytest.mark.parametrize("local_world_size", [4, 2])
-def test_many_calls_in_a_row_with_other_numbers_of_tokens(local_world_size: int) -> None:
-    plans = steps(Case((30, 7, 0, 16), hidden=20, topk=3, local_world_size=local_world_size), 8)
+@pytest.mark.parametrize(("local_world_size", "most"), [(4, 30), (4, 100), (2, 30)])
+def test_many_calls_in_a_row_with_other_numbers_of_tokens(local_world_size: int, most: int) -> None:
+    plans = steps(Case((most, 7, 0, 16), hidden=20, topk=3, local_world_size=local_world_size), 8)
 
     def body(comm: Communicator) -> None:
         with plans[0].case.layer(comm) as layer:
@@ -572,10 +575,10 @@ def test_calls_in_two_halves_with_work_between(local_world_size: int) -> None:
     run_ranks(4, body, local_world_size=local_world_size)
 
 
-@pytest.mark.parametrize("local_world_size", [2, 1])
-def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int) -> None:
+@pytest.mark.parametrize(("local_world_size", "most"), [(2, 14), (2, 120), (1, 14)])
+def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int, most: int) -> None:
     """As when the halves of a batch overlap: the next dispatch is sent before the last combine is received."""
-    plans = steps(Case((11, 14), hidden=16, topk=3, local_world_size=local_world_size), 4)
+    plans = steps(Case((11, most), hidden=16, topk=3, local_world_size=local_world_size), 4)
 
     def body(comm: Communicator) -> None:
         rank = comm.rank
@@ -597,10 +600,10 @@ def test_a_dispatch_and_a_combine_may_be_under_way_at_once(local_world_size: int
     run_ranks(2, body, local_world_size=local_world_size)
 
 
-@pytest.mark.parametrize("local_world_size", [2, 1])
-def test_a_descriptor_serves_any_number_of_calls_after_later_dispatches_too(local_world_size: int) -> None:
+@pytest.mark.parametrize(("local_world_size", "most"), [(2, 12), (2, 120), (1, 12)])
+def test_a_descriptor_serves_any_number_of_calls_after_later_dispatches_too(local_world_size: int, most: int) -> None:
     """As gradients ask for: they come when the whole batch has gone forward, the last call's first."""
-    plans = steps(Case((12, 9), topk=3, local_world_size=local_world_size), 3)
+    plans = steps(Case((most, 9), topk=3, local_world_size=local_world_size), 3)
 
     def body(comm: Communicator) -> None:
         rank = comm.rank

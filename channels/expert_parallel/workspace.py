@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
 """Expert choices of all ranks, at most, that are announced to every block instead of being counted by their source."""
-_ANNOUNCED_SEGMENT_TOKENS = 32  # with more of a block, one half should receive while the other sends
+FEW_TOKENS = 32
+"""Of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
 _LINE = 128
 _PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row on its way back
 
@@ -77,10 +78,16 @@ class ExpertWorkspace:
         e.rank, e.world_size, e.local_rank, e.local_size = rank, ranks, local_rank, local_size
         e.node, e.nodes = self.node, self.nodes
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.blocks, e.segment_tokens = blocks, -(-config.max_tokens // blocks)
         e.local_combine, e.weight_bytes = local_combine, config.weight.itemsize
+        e.blocks = blocks
+        self._cut(config, blocks)
+        self._announce(config)
         # A row may also be a token's weights, when `collect` brings them back.
         row_bytes = _aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
+        e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
+        e.partial_bytes = blocks * e.return_segment_bytes
+        if self.nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS:
+            self._cut(config, blocks - self._senders(config))
 
         slots, routing = e.segment_tokens * config.topk, _Areas()
         routing.take(ffi.sizeof("ProxycclExpertSegment"))
@@ -90,16 +97,13 @@ class ExpertWorkspace:
         e.weights_offset = routing.take(e.weight_bytes * slots)
         e.routing_bytes = routing.end
         e.segment_bytes = e.segment_tokens * row_bytes
-        e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
-        e.slab_bytes = _aligned(blocks * (e.routing_bytes + e.segment_bytes))
-        e.partial_bytes = blocks * e.return_segment_bytes
+        e.slab_bytes = _aligned(e.segments * (e.routing_bytes + e.segment_bytes))
 
-        self._announce(config)
         groups = threads  # at most: a kernel knows how many threads make a group
         areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
-        e.routed = areas.take(8 * ranks * blocks)
+        e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
-        e.read = areas.take(8 * local_size * blocks)
+        e.read = areas.take(8 * local_size * e.segments)
         e.returned = areas.take(8 * local_size * blocks)
         e.taken = areas.take(8 * local_size * blocks)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
@@ -122,7 +126,7 @@ class ExpertWorkspace:
         tables = _Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
         places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        peers_at, bases_at = tables.take(8 * local_size), tables.take(8 * blocks * config.num_experts)
+        peers_at, bases_at = tables.take(8 * local_size), tables.take(8 * e.segments * config.num_experts)
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
@@ -153,6 +157,21 @@ class ExpertWorkspace:
         e.report = ffi.cast("ProxycclExpertReport *", self._report.ptr)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
 
+    def _cut(self, config: EPConfig, segments: int) -> None:
+        self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
+
+    def _senders(self, config: EPConfig) -> int:
+        """How many blocks of a dispatch only send.
+
+        A multiprocessor's stores go out in turn, those to its own memory behind those that wait for a link, so it does
+        one of the two. The blocks are shared out by the bytes that each side loads and stores of a token, if experts
+        are chosen evenly; what is stored in a peer's memory counts a third more, as measured on 4 H200.
+        """
+        ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # at how many ranks a token has an expert
+        sent, received = 1 + arriving * (1 - 1 / ranks) * 4 / 3, arriving + config.topk
+        return max(1, round(blocks * sent / (sent + received)))
+
     def _announce(self, config: EPConfig) -> None:
         """Decides whether expert ids are announced, which all ranks must do alike, and in how many packets."""
         e = self.experts
@@ -164,7 +183,7 @@ class ExpertWorkspace:
             and config.world_size * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
             and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
             and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
-            and e.segment_tokens <= _ANNOUNCED_SEGMENT_TOKENS
+            and e.segment_tokens <= FEW_TOKENS
         ):
             e.id_packets = ids
             e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)

@@ -42,15 +42,15 @@ PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
 // By a group: words [begin, end) of the sum of kCount rows, each times its weight. The number is known to the compiler,
 // or loads would stand behind branches and wait for one another.
 template <class T, uint32_t kCount>
-PROXYCCL_DEVICE void sumWords(char* out, const GroupSpace& space, uint32_t begin, uint32_t end) {
+PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
   using A = typename Element<T>::Accumulator;
   constexpr uint32_t kWords = kCount == 1 ? 8 : 12 / kCount;  // with more loads under way, registers run out
   const Bytes16* from[kCount];
   A weight[kCount];
 #pragma unroll
   for (uint32_t k = 0; k < kCount; ++k) {
-    from[k] = inGlobal(reinterpret_cast<const Bytes16*>(space.at[k]));
-    weight[k] = static_cast<A>(space.weight[k]);
+    from[k] = inGlobal(reinterpret_cast<const Bytes16*>(rows[k]));
+    weight[k] = static_cast<A>(weights[k]);
   }
   Bytes16* to = inGlobal(reinterpret_cast<Bytes16*>(out));
 #pragma unroll 1
@@ -72,26 +72,26 @@ PROXYCCL_DEVICE void sumWords(char* out, const GroupSpace& space, uint32_t begin
   }
 }
 template <class T>
-PROXYCCL_DEVICE void sumManyWords(char* out, const GroupSpace& space, uint32_t begin, uint32_t end) {
+PROXYCCL_DEVICE void sumManyWords(char* out, char* const* rows, const float* weights, uint32_t count, uint32_t begin,
+                                  uint32_t end) {
   using A = typename Element<T>::Accumulator;
-  const uint32_t count = space.count;
 #pragma unroll 1
   for (uint32_t word = begin + threadIdx.x % kGroupLanes; word < end; word += kGroupLanes) {
     A sum[Word<T>::kEach] = {};
 #pragma unroll 4
     for (uint32_t k = 0; k < count; ++k)
-      addWord<T>(sum, reinterpret_cast<const Bytes16*>(space.at[k])[word], static_cast<A>(space.weight[k]));
+      addWord<T>(sum, reinterpret_cast<const Bytes16*>(rows[k])[word], static_cast<A>(weights[k]));
     reinterpret_cast<Bytes16*>(out)[word] = narrowWord<T>(sum);
   }
 }
 #endif
 
-// By a group: bytes [begin, end) of the sum of the rows that it has listed, each times its weight.
+// By a group: a piece of the sum of `count` rows, each times its weight.
 template <class T>
-PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& piece, uint32_t lane) {
+PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights, uint32_t count, const Piece& piece,
+                             uint32_t lane) {
   using A = typename Element<T>::Accumulator;
-  const uint32_t count = space.count;
-  auto scaled = [&](uint32_t k, T value) { return static_cast<A>(space.weight[k]) * Element<T>::widen(value); };
+  auto scaled = [&](uint32_t k, T value) { return static_cast<A>(weights[k]) * Element<T>::widen(value); };
   uint64_t begin = piece.begin / sizeof(T);
   const uint64_t end = piece.end / sizeof(T);
 #if PROXYCCL_ON_HOST
@@ -99,24 +99,24 @@ PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& pi
   for (; begin + kTile <= end; begin += kTile) {
     A sum[kTile] = {};
     for (uint32_t k = 0; k < count; ++k)
-      for (uint32_t i = 0; i < kTile; ++i) sum[i] += scaled(k, reinterpret_cast<const T*>(space.at[k])[begin + i]);
+      for (uint32_t i = 0; i < kTile; ++i) sum[i] += scaled(k, reinterpret_cast<const T*>(rows[k])[begin + i]);
     for (uint32_t i = 0; i < kTile; ++i) reinterpret_cast<T*>(out)[begin + i] = Element<T>::narrow(sum[i]);
   }
 #else
   uint64_t misaligned = reinterpret_cast<uintptr_t>(out) | piece.begin;
-  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(space.at[k]);
+  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(rows[k]);
   if (misaligned % 16 == 0) {
     const uint32_t first = static_cast<uint32_t>(piece.begin / 16), words = static_cast<uint32_t>(piece.end / 16);
     switch (count) {
-      case 1: sumWords<T, 1>(out, space, first, words); break;
-      case 2: sumWords<T, 2>(out, space, first, words); break;
-      case 3: sumWords<T, 3>(out, space, first, words); break;
-      case 4: sumWords<T, 4>(out, space, first, words); break;
-      case 5: sumWords<T, 5>(out, space, first, words); break;
-      case 6: sumWords<T, 6>(out, space, first, words); break;
-      case 7: sumWords<T, 7>(out, space, first, words); break;
-      case 8: sumWords<T, 8>(out, space, first, words); break;
-      default: sumManyWords<T>(out, space, first, words);
+      case 1: sumWords<T, 1>(out, rows, weights, first, words); break;
+      case 2: sumWords<T, 2>(out, rows, weights, first, words); break;
+      case 3: sumWords<T, 3>(out, rows, weights, first, words); break;
+      case 4: sumWords<T, 4>(out, rows, weights, first, words); break;
+      case 5: sumWords<T, 5>(out, rows, weights, first, words); break;
+      case 6: sumWords<T, 6>(out, rows, weights, first, words); break;
+      case 7: sumWords<T, 7>(out, rows, weights, first, words); break;
+      case 8: sumWords<T, 8>(out, rows, weights, first, words); break;
+      default: sumManyWords<T>(out, rows, weights, count, first, words);
     }
     begin = static_cast<uint64_t>(words) * Word<T>::kEach;
   }
@@ -125,7 +125,7 @@ PROXYCCL_DEVICE void sumRows(char* out, const GroupSpace& space, const Piece& pi
   for (uint64_t i = begin + lane; i < end; i += kGroupLanes) {
     A sum = 0;
 #pragma unroll 1
-    for (uint32_t k = 0; k < count; ++k) sum += scaled(k, reinterpret_cast<const T*>(space.at[k])[i]);
+    for (uint32_t k = 0; k < count; ++k) sum += scaled(k, reinterpret_cast<const T*>(rows[k])[i]);
     reinterpret_cast<T*>(out)[i] = Element<T>::narrow(sum);
   }
 }
@@ -180,15 +180,27 @@ class Combine {
       }
       const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
-      char* to;
-      if (stage == CombineStage::send) {
-        to = sendItem(group, item, source);
+      const GroupSpace& space = group.space();
+      // Rows that go each by itself are sums of one: copied with as many loads under way, by code that is there.
+      const bool alone = stage == CombineStage::send && !team_->local_combine;
+      char* to = nullptr;
+      if (alone) {
+        listSlots(group, item, source);
+      } else if (stage == CombineStage::send) {
+        to = sendSum(group, item, source);
       } else if (stage == CombineStage::take) {
         to = takeItem(group, item, source);
       } else {
         to = takeNodes(group, item);
       }
-      if (to != nullptr) sumRows<T>(to, group.space(), Piece(row_bytes_, segment, item), group.lane);
+      const Piece piece(row_bytes_, segment, item);
+      const uint32_t sums = alone ? space.count : to != nullptr;
+#pragma unroll 1
+      for (uint32_t n = 0; n < sums; ++n) {
+        if (alone) to = slotOf(source, segment.tokenOf(item), static_cast<uint32_t>(space.number[n]));
+        const uint32_t count = alone ? space.at[n] != nullptr : space.count;
+        sumRows<T>(to, space.at + n, space.weight + n, count, piece, group.lane);
+      }
       group.sync();
     }
   }
@@ -264,38 +276,36 @@ class Combine {
                       segment.tokens);
   }
 
-  // By a group: returns what this rank has of an item of a source. Where the rows that the group has listed must be
-  // summed for it, the result is where to, else null; so it is in the next two.
-  PROXYCCL_DEVICE char* sendItem(const Group& group, uint32_t item, uint32_t source) const {
+  // By a group: lists the rows here of an item of a source, and returns where their sum goes; null where there is
+  // nothing to sum. takeItem() and takeNodes() do the same.
+  PROXYCCL_DEVICE char* sendSum(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
-    const uint32_t to = team_.localOf(source), i = segment.tokenOf(item);
-    if (to == team_->local_rank && !team_->local_combine) return nullptr;  // read where it is
-    const Piece piece(row_bytes_, segment, item);
+    const uint32_t i = segment.tokenOf(item);
     const int32_t* rows = rowsOf(source, segment.begin + i);
-    if (team_->local_combine) {
-      // Also where no row of the token fitted in the output a sum is awaited; it is zero.
-      if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
-      group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
-      return team_.peer(to) + sumRow(team_->local_rank, i);
-    }
-    GroupSpace& space = group.space();
+    // Also where no row of the token fitted in the output a sum is awaited; it is zero.
+    if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
+    return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
+  }
+
+  // By a group: lists the rows here of an item of a source, and tells their weights. A null one did not fit in the
+  // output, and counts as zero.
+  PROXYCCL_DEVICE void listSlots(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
+    const uint32_t i = segment.tokenOf(item);
+    const int32_t* rows = rowsOf(source, segment.begin + i);
+    const bool own = team_.localOf(source) == team_->local_rank;  // read where they are
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
-      *entry = {team_.peer(to) + slotRow(source, i, k), rows[k], 0};
-      return entry->number != PROXYCCL_NO_ROW;
+      const int64_t row = rows[k];
+      if (own || row == PROXYCCL_NO_ROW) return false;
+      *entry = {row < 0 ? nullptr : const_cast<char*>(call_.rows) + row * row_bytes_, static_cast<int32_t>(k), 1};
+      if (call_.weights != nullptr)
+        weightOf(slotOf(source, i, k), segment.pieceOf(item)) = row < 0 ? 0 : call_.weights[row];
+      return true;
     });
-    for (uint32_t slot = 0; slot < space.count; ++slot) {
-      char* target = space.at[slot];
-      const int64_t row = space.number[slot];
-      if (row >= 0) {
-        copyToEach(&space.at[slot], 1, piece.begin, call_.rows + row * row_bytes_ + piece.begin,
-                   piece.end - piece.begin, group.lane);
-      } else {  // it did not fit in the output, and counts as zero
-        for (uint64_t at = piece.begin + group.lane; at < piece.end; at += kGroupLanes) target[at] = 0;
-      }
-      if (call_.weights != nullptr && group.lane == 0)
-        weightOf(target, segment.pieceOf(item)) = row >= 0 ? call_.weights[row] : 0;
-    }
-    return nullptr;
+  }
+  PROXYCCL_DEVICE char* slotOf(uint32_t source, uint32_t i, uint32_t k) const {
+    return team_.peer(team_.localOf(source)) + slotRow(source, i, k);
   }
 
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {

@@ -61,9 +61,9 @@ class Dispatch {
         number_(experts.counters->dispatches + 1),
         announced_(experts, experts.counters->routings + 1),
         inbox_(static_cast<uint32_t>(experts.counters->routings + (call.again ? 0 : 1)) % 2),
-        block_(blockIdx.x),
+        block_(blockIdx.x % experts.segments),
         topk_(experts.topk),
-        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {}
+        own_(Segment::of(call.tokens, block_, experts.segments)) {}
 
   // By the block, before anything else. What others wait for goes first, and different threads see to each part.
   PROXYCCL_DEVICE void enter() const {
@@ -88,7 +88,7 @@ class Dispatch {
       awaitReaders();
       __syncthreads();
     }
-    if (!routes) return;
+    if (!routes || onlySends()) return;
     int32_t* kept = idsOf(team_->node, own_.begin);
     const int32_t* ids = ownIds(0);
     const uint32_t experts = team_.experts();
@@ -175,7 +175,7 @@ class Dispatch {
       const uint32_t i = (expert - own) * ranks + source;
       atomicAdd(&first[i], 1u);
       // Its segment's beginning is not everybody's yet.
-      if (slot < announced_.tokens(source) * block_ / team_->blocks * topk_) atomicAdd(&before[i], 1u);
+      if (slot < announced_.tokens(source) * block_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
     });
     if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
     __syncthreads();
@@ -194,7 +194,7 @@ class Dispatch {
   PROXYCCL_DEVICE bool findRows(const Group& group, Found* found) const {
     __shared__ uint32_t bad;
     __shared__ bool lost;
-    const uint32_t ranks = team_->world_size, blocks = team_->blocks, per_rank = team_->experts_per_rank;
+    const uint32_t ranks = team_->world_size, blocks = team_->segments, per_rank = team_->experts_per_rank;
     const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
     uint32_t *first = bases(), *before = first + n;
 #pragma unroll 1
@@ -256,7 +256,7 @@ class Dispatch {
       const char* slab = team_.slabOf(number_, i / experts);
       uint32_t slots = 0;
 #pragma unroll 8
-      for (uint32_t b = 0; b < team_->blocks; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
+      for (uint32_t b = 0; b < team_->segments; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
       call_.layout.counts[i] = static_cast<int32_t>(slots);
       if (slots != 0) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
     }
@@ -266,13 +266,22 @@ class Dispatch {
     if (threadIdx.x == 0) keepRows(rows, most);
   }
 
-  // By `senders` groups, from the first on.
-  PROXYCCL_DEVICE void send(const Group& group, uint32_t senders, uint32_t* finished) const {
+  // Whether the block has no segment of its own.
+  PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
+
+  // By block `block` of those `blocks` that send: its share of everything, of all segments in turns, as receivers want
+  // them. Where each block sends, and has a segment, that is its share.
+  PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const {
+    const uint32_t parts = team_.parts(), segments = team_->segments;
+    const uint32_t all = ((call_.tokens + segments - 1) / segments << own_.pieces_log2) * segments;
 #pragma unroll 1
-    for (uint32_t item = group.number; item < own_.items(); item += senders) sendItem(group, item);
+    for (uint32_t round = 0; round * parts < all; ++round)
+#pragma unroll 1
+      for (uint32_t part = group.number * blocks + block; part < parts; part += blocks * Group::count())
+        sendItem(group, part, round);
     if (!crossesNodes() || group.lane != 0) return;
     // The last group to come has all the others' rows, and the proxy reads them behind its release.
-    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != senders) return;
+    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
       const uint64_t first = rowAt(0), rows = rowsPlaced(sentPlaces(node), own_.tokens);
@@ -289,13 +298,13 @@ class Dispatch {
     if (threadIdx.x == 0) range = {0, rows};
     syncThreadsSystem();  // as in hear()
     if (call_.scatter == nullptr || call_.again) return;
-    const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->blocks;
+    const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->segments;
     uint32_t own = 0;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < n * before; i += blockDim.x) {
       const uint32_t segment = i / before;
-      own += countsOf(team_.slabOf(number_, segment / team_->blocks) +
-                      team_.routingAt(segment % team_->blocks))[i % before];
+      own += countsOf(team_.slabOf(number_, segment / team_->segments) +
+                      team_.routingAt(segment % team_->segments))[i % before];
     }
     if (own != 0) atomicAdd(&range.first, own);
     __syncthreads();
@@ -307,7 +316,7 @@ class Dispatch {
   PROXYCCL_DEVICE void tellSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-      team_.raise(l, team_.sent(team_->rank, block_, 0), flagValue(number_, kAllItems));
+      team_.raise(l, team_.sent(team_->rank, block_), flagValue(number_, kAllItems));
   }
 
   // By every group, when it has nothing else to do; each takes the next item that none has taken.
@@ -342,7 +351,6 @@ class Dispatch {
     raiseRead(threadIdx.x, number_);
   }
 
-  PROXYCCL_DEVICE uint32_t itemsToSend() const { return own_.items(); }
   PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
 
  private:
@@ -358,8 +366,8 @@ class Dispatch {
   // Waits until the node has read the dispatch before: its slabs can be written again. Routing is read by every block,
   // rows by that of the same number alone.
   PROXYCCL_DEVICE void awaitReaders() const {
-    const bool rows_alone = kAnnounced || call_.again;
-    const uint32_t first = rows_alone ? block_ : 0, blocks = rows_alone ? 1 : team_->blocks;
+    const bool rows_alone = kAnnounced || (call_.again && team_->segments == team_->blocks);
+    const uint32_t first = rows_alone ? block_ : 0, blocks = rows_alone ? 1 : team_->segments;
 #pragma unroll 1
     for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * blocks; i += blockDim.x)
       team_.await(team_.read(i / blocks, first + i % blocks), number_ - 1, team_.member(team_->node, i / blocks));
@@ -383,7 +391,7 @@ class Dispatch {
                               : kAnnounced ? announced_.tokens(s)
                                            : segmentOf(s, 0).tokens;
       tokensOf()[s] = tokens;
-      team_.segmentOf(s) = Segment::of(tokens, block_, team_->blocks);
+      team_.segmentOf(s) = Segment::of(tokens, block_, team_->segments);
     }
   }
 
@@ -442,7 +450,7 @@ class Dispatch {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
       team_.await(team_.read(l, block_), number_ - 1, team_.nearRank(l));
-    const uint32_t experts = team_.experts(), ranks = team_->world_size, blocks = team_->blocks;
+    const uint32_t experts = team_.experts(), ranks = team_->world_size, blocks = team_->segments;
     uint32_t* counts = bases() + experts;  // what hear() needs no more
     auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
@@ -593,12 +601,16 @@ class Dispatch {
     return team_.rowAt(block_, place, rowStride(call_.row_bytes));
   }
 
-  // By a group: pushes an item of this rank to everyone that needs it, and says so.
-  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t item) const {
+  // By a group: pushes an item of a part, if there is one, to everyone that needs it, and says so.
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const {
+    const uint32_t number = round * team_.parts() + part, item = number / team_->segments;
+    const uint32_t at = kAnnounced ? block_ : number % team_->segments;
+    const Segment segment = kAnnounced ? own_ : Segment::of(call_.tokens, at, team_->segments);
+    if (item >= segment.items()) return;
     GroupSpace& space = group.space();
-    const uint32_t i = own_.tokenOf(item);
-    const uint64_t token = own_.begin + i;
-    const int32_t* ids = ownIds(i);
+    const uint32_t i = segment.tokenOf(item);
+    const uint64_t token = segment.begin + i;
+    const int32_t* ids = at == block_ ? ownIds(i) : call_.expert_ids + token * topk_;
     // Where each slot's row goes: to a rank of the node by its number, to another node by that and kFar.
     constexpr int32_t kFar = 1 << 16;
 #pragma unroll 1
@@ -626,10 +638,11 @@ class Dispatch {
       entry->number = goal;
       entry->at = goal & kFar
                       ? team_->workspace + team_.outbox(number_, node) + rowAt(sentPlaces(node)[i])
-                      : inbox(static_cast<uint32_t>(goal), team_->local_rank) + rowAt(i);
+                      : inbox(static_cast<uint32_t>(goal), team_->local_rank) +
+                            team_.rowAt(at, i, rowStride(call_.row_bytes));
       return true;
     });
-    const Piece piece(call_.row_bytes, own_, item);
+    const Piece piece(call_.row_bytes, segment, item);
     copyToEach(space.at, space.count, piece.begin, call_.input + token * call_.row_bytes + piece.begin,
                piece.end - piece.begin, group.lane);
     group.sync();
@@ -638,8 +651,7 @@ class Dispatch {
       for (uint32_t target = group.lane; target < space.count; target += kGroupLanes)
         if (!(space.number[target] & kFar))
           team_.raise(static_cast<uint32_t>(space.number[target]),
-                      team_.sent(team_->rank, block_, item % Group::count()),
-                      flagValue(number_, item / Group::count() + 1));
+                      team_.sent(team_->rank, part), flagValue(number_, round + 1));
       group.sync();
     }
   }
@@ -653,7 +665,8 @@ class Dispatch {
       group.sync();
       const uint32_t source = team_.member(node, team_->local_rank);
       for (uint32_t i = group.lane; i < team_->local_size * groups; i += kGroupLanes)
-        team_.raise(i / groups, team_.sent(source, block_, i % groups), flagValue(number_, kAllItems));
+        team_.raise(i / groups, team_.sent(source, i % groups * team_->segments + block_),
+                    flagValue(number_, kAllItems));
     }
   }
 
@@ -692,21 +705,21 @@ class Dispatch {
   // be, so that a group that has waited need not look again.
   PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const {
     if (!kAnnounced) {
-      const uint32_t groups = Group::count();
-      team_.await(group, team_.sent(source, block_, item % groups), flagValue(number_, item / groups + 1), source);
+      const uint32_t number = item * team_->segments + block_, parts = team_.parts();
+      team_.await(group, team_.sent(source, number % parts), flagValue(number_, number / parts + 1), source);
       return;
     }
     if (source < 64 && *arrived >> source & 1) return;
     const uint64_t all = flagValue(number_, kAllItems);
 #if !PROXYCCL_ON_HOST
     // One look at several takes no longer than at one.
-    const char* flag = team_->workspace + team_.sent(group.lane, block_, 0);
+    const char* flag = team_->workspace + team_.sent(group.lane, block_);
     const bool looks = group.lane < team_->world_size;
     *arrived |= ballotWarp(looks && loadAcquireSystem(reinterpret_cast<const uint64_t*>(flag)) >= all);
     group.sync();
     if (source < 64 && *arrived >> source & 1) return;
 #endif
-    team_.await(group, team_.sent(source, block_, 0), all, source);
+    team_.await(group, team_.sent(source, block_), all, source);
     if (source < 64) *arrived |= 1ull << source;
   }
 
@@ -837,19 +850,17 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   const bool last_thread = threadIdx.x == blockDim.x - 1;  // its group is the last that has something to send
   if (last_thread && receives && advance(experts, &experts.counters->dispatches) && !call.again)
     storeRelaxedDevice<uint64_t>(&experts.counters->routings, experts.counters->routings + 1);
-  // Little is sent by all, before the counts are awaited; what is much by half of the block, while the others receive.
-  const bool share = sends && receives && !kAnnounced && dispatch.itemsToSend() > 2 * Group::count();
-  const uint32_t senders = share ? Group::count() / 2 : Group::count();
+  // Blocks that have no segment send while the others receive; where there is nothing else to do, all send.
+  const bool apart = receives && experts.segments < experts.blocks;
+  const uint32_t first = apart ? experts.segments : 0;
+  if (sends && blockIdx.x >= first) dispatch.send(group, blockIdx.x - first, experts.blocks - first, &finished);
+  if (dispatch.onlySends()) return;
   bool sound = true;
   typename Dispatch<kAnnounced>::Found found = {0, ~0u, ~0u};
-  for (bool counted = false;; counted = true) {  // send() is written once, as it is long
-    if (sends && counted == share && group.number < senders) dispatch.send(group, senders, &finished);
-    if (counted) break;
-    if (gathers && !kAnnounced) dispatch.forwardRouting();
-    if (!call.again && (receives || (gathers && blockIdx.x == 0)))
-      sound = kAnnounced ? dispatch.hear(&found) : dispatch.findRows(group, &found);
-    if (receives && sound) dispatch.learnSources(found.rows);
-  }
+  if (gathers && !kAnnounced) dispatch.forwardRouting();
+  if (!call.again && (receives || (gathers && blockIdx.x == 0)))
+    sound = kAnnounced ? dispatch.hear(&found) : dispatch.findRows(group, &found);
+  if (receives && sound) dispatch.learnSources(found.rows);
   if (kAnnounced && sends) {
     if (!receives) syncThreadsSystem();
     if (group.number == Group::count() - 1) dispatch.tellSent(group);

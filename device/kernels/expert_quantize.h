@@ -43,8 +43,18 @@ PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
   for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
 }
 
-// What one thread has of the elements that share a scale, as wide as an access can be. A group has kBlocks times as many
-// as share one.
+// The greater of a magnitude and that of a value; a NaN is none.
+PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
+#if PROXYCCL_ON_HOST
+  const float magnitude = value < 0 ? -value : value;
+  return magnitude > greatest ? magnitude : greatest;
+#else
+  return fmaxf(greatest, fabsf(value));  // one instruction, which compilers don't make of the above
+#endif
+}
+
+// What one thread has of the elements that share a scale, as wide as an access can be. A group has kBlocks times as
+// many as share one.
 template <class T>
 struct ScaledPart {
   static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
@@ -71,14 +81,11 @@ struct ScaledPart {
     float values[kEach], greatest = 0;
     for (uint32_t i = 0; i < kEach; ++i) {
       values[i] = static_cast<float>(Element<T>::widen(given.at[i]));
-      const float magnitude = values[i] < 0 ? -values[i] : values[i];
-      greatest = magnitude > greatest ? magnitude : greatest;
+      greatest = greaterMagnitude(greatest, values[i]);
     }
 #if !PROXYCCL_ON_HOST
-    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2) {
-      const float other = shuffle(greatest, group.lane ^ distance);
-      greatest = other > greatest ? other : greatest;
-    }
+    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2)
+      greatest = greaterMagnitude(greatest, shuffle(greatest, group.lane ^ distance));
 #endif
     const float factor = greatest > 0 ? kGreatest / greatest : 1;
     for (uint32_t i = 0; i < kEach; ++i) values[i] *= factor;
@@ -87,8 +94,8 @@ struct ScaledPart {
   }
 };
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kInFlight accesses of a
-// row at a time.
+// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kInFlight accesses of
+// a row at a time.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   using Part = ScaledPart<T>;

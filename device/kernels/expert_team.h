@@ -1,8 +1,9 @@
 // Geometry of the expert-parallel kernels (experts.h): segments, groups of threads, items of work, flags.
 //
 // A group is the threads that move one piece of a row together: a warp, or on a CPU one fiber, which copies faster
-// than many do bits of it. Block b handles segment b of every source, on every rank alike, so flags are for blocks. Where
-// a dispatch sends while it receives, group v sends items v, v + groups, …, and has a flag that says how many are there.
+// than many do bits of it. Block b handles segment b of every source, on every rank alike, so flags are for blocks. But
+// what a dispatch sends is cut into parts, one for each group that sends where some blocks only do that, and each part
+// has a flag that says how much of it is there.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -107,13 +108,13 @@ struct Group {
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // Segment `block` of `blocks`.
-  static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t block, uint32_t blocks) {
-    const uint32_t begin = source_tokens * block / blocks;
-    Segment segment = {begin, source_tokens * (block + 1) / blocks - begin, 0};
+  // Segment `number` of `segments`.
+  static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
+    const uint32_t begin = source_tokens * number / segments;
+    Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
     // By the source's own number of tokens: all ranks know it, and all must agree.
-    const uint32_t longest = (source_tokens + blocks - 1) / blocks;
+    const uint32_t longest = (source_tokens + segments - 1) / segments;
     while (segment.pieces() < kMaxPieces && longest * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
     return segment;
@@ -201,23 +202,28 @@ class ExpertTeam {
     const uint32_t local = localOf(source), node = nodeOf(source);
     return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
   }
-  PROXYCCL_DEVICE uint64_t routingAt(uint32_t block) const { return block * e_.routing_bytes; }
-  PROXYCCL_DEVICE uint64_t rowAt(uint32_t block, uint32_t place, uint64_t stride) const {
-    return e_.blocks * e_.routing_bytes + block * e_.segment_bytes + place * stride;
+  PROXYCCL_DEVICE uint64_t routingAt(uint32_t segment) const { return segment * e_.routing_bytes; }
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t segment, uint32_t place, uint64_t stride) const {
+    return e_.segments * e_.routing_bytes + segment * e_.segment_bytes + place * stride;
+  }
+
+  // Item i of segment s is number i * segments + s of a dispatch, and item number / parts() of part number % parts().
+  PROXYCCL_DEVICE uint32_t parts() const {
+    return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
   // -- flags, as offsets in a workspace ---
   // Raised when block `block` of `source` has told its counts.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
-    return e_.routed + 8ull * (source * e_.blocks + block);
+    return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // How many rows of dispatch each of its groups has sent.
-  PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t block, uint32_t group) const {
-    return e_.sent + 8ull * ((static_cast<uint64_t>(source) * e_.blocks + block) * Group::count() + group);
+  // How much of a part of what a source dispatches is there.
+  PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
+    return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
   // Raised when the block of a rank of the node has read what dispatch brought.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
-    return e_.read + 8ull * (local * e_.blocks + block);
+    return e_.read + 8ull * (local * e_.segments + block);
   }
   // Raised when the block of a rank of the node has returned its rows of combine.
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {

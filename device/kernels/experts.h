@@ -1,8 +1,9 @@
 /* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
  *
- * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into `blocks` segments of consecutive
- * tokens; block b of every rank handles segment b of every source, so blocks meet no others but for the counts. What
- * few tokens choose is announced to all instead (expert_announcement.h), and every block counts for itself.
+ * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
+ * block b of every rank handles segment b of every source, so blocks meet no others but for the counts. Where a
+ * dispatch has much to move it has fewer segments than blocks, and the others do nothing but send. What few tokens
+ * choose is announced to all instead (expert_announcement.h), and every block counts for itself.
  *
  * Every rank has a workspace, the same on all, which the ranks of its node map. It holds flags (8-byte words that
  * peers store and this rank polls), and slabs. A slab is what one source sends to one place: for each segment its
@@ -87,7 +88,9 @@ typedef struct ProxycclExperts {
   uint32_t local_rank, local_size, node, nodes;
   const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
   const uint32_t* members; /* [nodes][local_size]: ranks */
-  uint32_t experts_per_rank, topk, max_tokens, segment_tokens, blocks;
+  uint32_t experts_per_rank, topk, max_tokens;
+  uint32_t blocks;                   /* of a kernel; and segments of a combine */
+  uint32_t segments, segment_tokens; /* of a dispatch, and the most tokens of one; the blocks beyond only send */
   uint32_t local_combine, weight_bytes;
   uint32_t id_packets, weight_packets; /* that a rank announces its slots in; 0: it tells counts instead */
   uint64_t segment_bytes;        /* of the rows of a segment, at the longest that they can be */
@@ -100,9 +103,9 @@ typedef struct ProxycclExperts {
   ProxycclControl* control;
   char* workspace;
   char* const* peers;                        /* [local_size]: the workspaces of the node */
-  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch */
+  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch, which has a segment for each then */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
-  uint32_t* bases;                           /* [blocks][2][experts] */
+  uint32_t* bases;                           /* [segments][2][experts] */
   ProxycclExpertReport* report;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;

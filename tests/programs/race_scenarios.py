@@ -87,13 +87,15 @@ def dispatch_combine() -> None:
 
 
 def expert_parallel() -> None:
-    """Two layers on one communicator, tokens that change between the calls, calls in halves, and a way back of rows."""
+    """Two layers on one communicator, one of them with blocks that only send, tokens that change between the calls,
+    calls in halves, and a way back of rows.
+    """
 
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
         layers = [
-            EPAll2AllLayer(comm, 40, hidden, 3, comm.rank, experts, *node, dtype="float32", num_sm=3)
-            for hidden in (33, 8)
+            EPAll2AllLayer(comm, most, hidden, 3, comm.rank, experts, *node, dtype="float32", num_sm=3)
+            for most, hidden in ((40, 33), (100, 8))
         ]
         for tokens in (40, 7 * comm.rank, 40):
             for layer, hidden in zip(layers, (33, 8), strict=True):
