@@ -177,7 +177,11 @@ class RegisteredMemory:
         """Maps a peer's range, once."""
         self._require_open()
         if peer not in self._opened:
-            self._opened[peer] = self._communicator.mappings.acquire(self._handle(peer))
+            try:
+                self._opened[peer] = self._communicator.mappings.acquire(self._handle(peer))
+            except ArgumentError:
+                self._communicator.check()  # a rank that failed may have freed it, and that is the cause
+                raise
         return self._opened[peer]
 
     def _handle(self, rank: int) -> bytes:

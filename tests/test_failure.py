@@ -92,7 +92,7 @@ def command_line(pid: int) -> str:
 
 def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
     """What each rank that lived to the end printed."""
-    assert all(process.returncode in (0, -9) for process in ended), [process.stderr for process in ended]
+    assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
     lines = "".join(process.stdout for process in ended).splitlines()
     assert not any("late=True" in line for line in lines), lines
     return {

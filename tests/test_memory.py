@@ -18,9 +18,9 @@ from devices import rank_runtime
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Gate, Ranks
-from running import run_ranks
+from running import TIMEOUT, run_ranks
 
-from proxyccl import ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
+from proxyccl import AbortedError, ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.collectives.team import Team
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.runtime import Memory
@@ -172,6 +172,26 @@ def test_a_closed_communicator_frees_what_its_collectives_worked_in() -> None:
 
     for teams in run_ranks(2, body):
         assert all(team._scratch.memory.closed for team in teams)
+
+
+def test_memory_that_a_failed_rank_freed_is_not_to_blame_for_its_failure() -> None:
+    freed = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        array = comm.empty(1000, "uint8")
+        memory = comm.register(array)
+        if comm.rank == 1:
+            comm.abort("on purpose")
+            memory.close()
+            array.free()
+            comm.close()
+            freed.set()
+        else:
+            assert freed.wait(TIMEOUT)
+            with pytest.raises(AbortedError, match="rank 1 ended the communicator"):
+                memory.peer_ptr(1)
+
+    run_ranks(2, body)
 
 
 def test_a_memory_longer_than_4_gib_takes_consecutive_ids(ranks: Ranks) -> None:
