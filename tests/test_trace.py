@@ -373,7 +373,7 @@ def test_what_comes_after_the_most_is_left_out_and_counted(tmp_path: Path) -> No
             comm.compile(KERNELS, "mixed")(1, 1, channels, 2000, 0, 1)
             comm.synchronize()
             comm.drain()
-            tracer.send_signal(signal.SIGINT)
+            tracer.send_signal(signal.SIGTERM)
             out, error = tracer.communicate(timeout=TIMEOUT)
             assert tracer.returncode == 0, error
             kept = int(re.findall(r"(\d+) triggers of 2 proxies", out)[0])

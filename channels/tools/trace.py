@@ -10,11 +10,13 @@ import contextlib
 import heapq
 import itertools
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 
 from proxyccl.channels.tools.options import show_size
 from proxyccl.channels.tools.report import versions
@@ -177,6 +179,26 @@ def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
         file.write(f'\n],\n"displayTimeUnit": "ns",\n"otherData": {json.dumps(other)}}}\n')
 
 
+class _Ended:
+    """Whether the user has ended the recording, by Ctrl-C or SIGTERM. To be made by the main thread."""
+
+    def __init__(self) -> None:
+        self.by_signal = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.by_signal = True
+
+    def __enter__(self) -> _Ended:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
 def record(
     seconds: float,
     job: str | None = None,
@@ -184,7 +206,7 @@ def record(
     process: int | None = None,
     most: int = MOST_TRIGGERS,
 ) -> list[ServiceTrace]:
-    """Records what the chosen services do for some seconds, or until Ctrl-C.
+    """Records what the chosen services do for some seconds, or until Ctrl-C or SIGTERM. By the main thread.
 
     Args:
         seconds: for how long.
@@ -198,6 +220,7 @@ def record(
     """
     allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
+        ended = opened.enter_context(_Ended())
         tracers = []
         for path, publication in find(job, ranks, process):
             with contextlib.suppress(ArgumentError):  # it was closed meanwhile
@@ -205,11 +228,10 @@ def record(
         if not tracers:
             raise ResourceError(none_found(job, ranks, process))
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(KeyboardInterrupt):
-            while (left := deadline - time.monotonic()) > 0:
-                time.sleep(min(_FETCH_EVERY, left))
-                for tracer in tracers:
-                    tracer.fetch()
+        while not ended.by_signal and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_FETCH_EVERY, left))
+            for tracer in tracers:
+                tracer.fetch()
         return [tracer.stop() for tracer in tracers]
 
 
