@@ -61,9 +61,9 @@ class Dispatch {
         number_(experts.counters->dispatches + 1),
         announced_(experts, experts.counters->routings + 1),
         inbox_(static_cast<uint32_t>(experts.counters->routings + (call.again ? 0 : 1)) % 2),
-        block_(blockIdx.x % experts.segments),
+        segment_(blockIdx.x % experts.segments),
         topk_(experts.topk),
-        own_(Segment::of(call.tokens, block_, experts.segments)) {}
+        own_(Segment::of(call.tokens, segment_, experts.segments)) {}
 
   // By the block, before anything else. What others wait for goes first, and different threads see to each part.
   PROXYCCL_DEVICE void enter() const {
@@ -99,7 +99,7 @@ class Dispatch {
   }
 
   PROXYCCL_DEVICE void route() const {
-    char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(block_);
+    char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
     ProxycclExpertSlot* slots = slotsOf(own);
     uint32_t* counts = countsOf(own);
     const int32_t* ids = ownIds(0);
@@ -131,20 +131,20 @@ class Dispatch {
       copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
     };
     for (uint32_t l = 0; l < team_->local_size; ++l)
-      if (l != team_->local_rank) copy(team_.inbox(l, team_->local_rank) + team_.routingAt(block_));
+      if (l != team_->local_rank) copy(team_.inbox(l, team_->local_rank) + team_.routingAt(segment_));
     for (uint32_t node = 0; node < team_->nodes; ++node) {
       if (node == team_->node) continue;
-      char* to = team_->workspace + team_.outbox(number_, node) + team_.routingAt(block_);
+      char* to = team_->workspace + team_.outbox(number_, node) + team_.routingAt(segment_);
       copy(to);
       const int32_t* places = sentPlaces(node);
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) placesOf(to)[i] = places[i];
     }
     syncThreadsSystem();
-    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.routed(team_->rank, block_), number_);
+    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.routed(team_->rank, segment_), number_);
     if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
-      team_.post(team_->out_channels, threadIdx.x, team_.rail(number_, team_->node) + team_.routingAt(block_),
-                 team_.outbox(number_, threadIdx.x) + team_.routingAt(block_), team_->routing_bytes);
+      team_.post(team_->out_channels, threadIdx.x, team_.rail(number_, team_->node) + team_.routingAt(segment_),
+                 team_.outbox(number_, threadIdx.x) + team_.routingAt(segment_), team_->routing_bytes);
   }
 
   // Passes on within the node what the counterparts on other nodes told.
@@ -153,7 +153,7 @@ class Dispatch {
     if (node >= team_->nodes || node == team_->node) return;
     team_.awaitPost(team_->out_channels, node);
     for (uint32_t l = 0; l < team_->local_size; ++l)
-      team_.raise(l, team_.routed(team_.member(node, team_->local_rank), block_), number_);
+      team_.raise(l, team_.routed(team_.member(node, team_->local_rank), segment_), number_);
   }
 
   // Hears what everyone announced, and works out the same as findRows(), the position of each of this block's own
@@ -175,7 +175,7 @@ class Dispatch {
       const uint32_t i = (expert - own) * ranks + source;
       atomicAdd(&first[i], 1u);
       // Its segment's beginning is not everybody's yet.
-      if (slot < announced_.tokens(source) * block_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
+      if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
     });
     if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
     __syncthreads();
@@ -194,18 +194,18 @@ class Dispatch {
   PROXYCCL_DEVICE bool findRows(const Group& group, Found* found) const {
     __shared__ uint32_t bad;
     __shared__ bool lost;
-    const uint32_t ranks = team_->world_size, blocks = team_->segments, per_rank = team_->experts_per_rank;
+    const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
     const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
     uint32_t *first = bases(), *before = first + n;
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
     if (threadIdx.x == 0) bad = ~0u;
-    for (uint32_t segment = threadIdx.x; segment < ranks * blocks; segment += blockDim.x)
-      team_.await(team_.routed(segment / blocks, segment % blocks), number_, segment / blocks);
+    for (uint32_t i = threadIdx.x; i < ranks * segments; i += blockDim.x)
+      team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
     __syncthreads();
-    for (uint32_t segment = group.number; segment < ranks * blocks; segment += Group::count()) {
-      const uint32_t source = segment / blocks, block = segment % blocks;
-      const char* routing = team_.slabOf(number_, source) + team_.routingAt(block);
+    for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
+      const uint32_t source = i / segments, segment = i % segments;
+      const char* routing = team_.slabOf(number_, source) + team_.routingAt(segment);
       if (group.lane == 0 && reinterpret_cast<const ProxycclExpertSegment*>(routing)->bad_slot != ~0u)
         atomicMin(&bad, source);
 #pragma unroll 1
@@ -213,15 +213,15 @@ class Dispatch {
         const uint32_t slots = countsOf(routing)[own + e];
         if (slots == 0) continue;
         atomicAdd(&first[e * ranks + source], slots);
-        if (block < block_) atomicAdd(&before[e * ranks + source], slots);
+        if (segment < segment_) atomicAdd(&before[e * ranks + source], slots);
       }
     }
     if (threadIdx.x == 0) lost = false;
     __syncthreads();
     if (threadIdx.x == 0) lost = aborted(team_->control);
     *found = {exclusiveScan(first, before, n), bad, ~0u};
-    for (uint32_t b = 0; bad != ~0u && b < blocks; ++b) {
-      const uint32_t slot = segmentOf(bad, b).bad_slot;
+    for (uint32_t segment = 0; bad != ~0u && segment < segments; ++segment) {
+      const uint32_t slot = segmentOf(bad, segment).bad_slot;
       found->bad_slot = slot < found->bad_slot ? slot : found->bad_slot;
     }
     return !lost;
@@ -316,7 +316,7 @@ class Dispatch {
   PROXYCCL_DEVICE void tellSent(const Group& group) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-      team_.raise(l, team_.sent(team_->rank, block_), flagValue(number_, kAllItems));
+      team_.raise(l, team_.sent(team_->rank, segment_), flagValue(number_, kAllItems));
   }
 
   // By every group, when it has nothing else to do; each takes the next item that none has taken.
@@ -361,16 +361,16 @@ class Dispatch {
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
     for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
-      team_.raise(l, team_.read(team_->local_rank, block_), number);
+      team_.raise(l, team_.read(team_->local_rank, segment_), number);
   }
   // Waits until the node has read the dispatch before: its slabs can be written again. Routing is read by every block,
-  // rows by that of the same number alone.
+  // rows by that which has the segment; a block that only sends writes to all segments.
   PROXYCCL_DEVICE void awaitReaders() const {
     const bool rows_alone = kAnnounced || (call_.again && team_->segments == team_->blocks);
-    const uint32_t first = rows_alone ? block_ : 0, blocks = rows_alone ? 1 : team_->segments;
+    const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
 #pragma unroll 1
-    for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * blocks; i += blockDim.x)
-      team_.await(team_.read(i / blocks, first + i % blocks), number_ - 1, team_.member(team_->node, i / blocks));
+    for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
+      team_.await(team_.read(i / count, first + i % count), number_ - 1, team_.member(team_->node, i / count));
   }
 
   // The expert ids of this block's tokens, from token i of its segment on.
@@ -391,7 +391,7 @@ class Dispatch {
                               : kAnnounced ? announced_.tokens(s)
                                            : segmentOf(s, 0).tokens;
       tokensOf()[s] = tokens;
-      team_.segmentOf(s) = Segment::of(tokens, block_, team_->segments);
+      team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
     }
   }
 
@@ -449,8 +449,8 @@ class Dispatch {
   PROXYCCL_DEVICE void keepHeard(const Group& group, uint32_t rows) const {
 #pragma unroll 1
     for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
-      team_.await(team_.read(l, block_), number_ - 1, team_.nearRank(l));
-    const uint32_t experts = team_.experts(), ranks = team_->world_size, blocks = team_->segments;
+      team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
+    const uint32_t experts = team_.experts(), ranks = team_->world_size, segments = team_->segments;
     uint32_t* counts = bases() + experts;  // what hear() needs no more
     auto count = [&](uint32_t first, uint32_t sources) {
 #pragma unroll 1
@@ -462,7 +462,7 @@ class Dispatch {
       group.sync();
     };
 #pragma unroll 1
-    for (uint32_t s = block_; s < ranks; s += blocks) {
+    for (uint32_t s = segment_; s < ranks; s += segments) {
       count(s, 1);
 #pragma unroll 1
       for (uint32_t e = group.lane; e < experts; e += kGroupLanes)
@@ -470,7 +470,7 @@ class Dispatch {
       if (group.lane == 0) call_.layout.tokens[s] = static_cast<int32_t>(tokensOf()[s]);
       group.sync();
     }
-    if (block_ != blocks - 1) return;
+    if (segment_ != segments - 1) return;
     count(0, ranks);
     uint32_t& most = group.space().count;
     if (group.lane == 0) most = 0;
@@ -505,7 +505,7 @@ class Dispatch {
   }
   // Of this block's segment of a source.
   PROXYCCL_DEVICE const char* routingOf(uint32_t source) const {
-    return team_.slabOf(number_, source) + team_.routingAt(block_);
+    return team_.slabOf(number_, source) + team_.routingAt(segment_);
   }
   PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
     return *reinterpret_cast<const ProxycclExpertSegment*>(team_.slabOf(number_, source) + team_.routingAt(block));
@@ -530,7 +530,7 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* bases() const {
     const uint32_t n = 2 * team_.experts();
-    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(block_) * n;
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
   static constexpr uint32_t kScratch = 2048;
   static PROXYCCL_DEVICE uint32_t* scratch() {
@@ -598,19 +598,19 @@ class Dispatch {
   }
   // Where in a slab this block's rows lie.
   PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
-    return team_.rowAt(block_, place, rowStride(call_.row_bytes));
+    return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
   }
 
   // By a group: pushes an item of a part, if there is one, to everyone that needs it, and says so.
   PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const {
     const uint32_t number = round * team_.parts() + part, item = number / team_->segments;
-    const uint32_t at = kAnnounced ? block_ : number % team_->segments;
+    const uint32_t at = kAnnounced ? segment_ : number % team_->segments;
     const Segment segment = kAnnounced ? own_ : Segment::of(call_.tokens, at, team_->segments);
     if (item >= segment.items()) return;
     GroupSpace& space = group.space();
     const uint32_t i = segment.tokenOf(item);
     const uint64_t token = segment.begin + i;
-    const int32_t* ids = at == block_ ? ownIds(i) : call_.expert_ids + token * topk_;
+    const int32_t* ids = at == segment_ ? ownIds(i) : call_.expert_ids + token * topk_;
     // Where each slot's row goes: to a rank of the node by its number, to another node by that and kFar.
     constexpr int32_t kFar = 1 << 16;
 #pragma unroll 1
@@ -665,7 +665,7 @@ class Dispatch {
       group.sync();
       const uint32_t source = team_.member(node, team_->local_rank);
       for (uint32_t i = group.lane; i < team_->local_size * groups; i += kGroupLanes)
-        team_.raise(i / groups, team_.sent(source, i % groups * team_->segments + block_),
+        team_.raise(i / groups, team_.sent(source, i % groups * team_->segments + segment_),
                     flagValue(number_, kAllItems));
     }
   }
@@ -705,7 +705,7 @@ class Dispatch {
   // be, so that a group that has waited need not look again.
   PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const {
     if (!kAnnounced) {
-      const uint32_t number = item * team_->segments + block_, parts = team_.parts();
+      const uint32_t number = item * team_->segments + segment_, parts = team_.parts();
       team_.await(group, team_.sent(source, number % parts), flagValue(number_, number / parts + 1), source);
       return;
     }
@@ -713,13 +713,13 @@ class Dispatch {
     const uint64_t all = flagValue(number_, kAllItems);
 #if !PROXYCCL_ON_HOST
     // One look at several takes no longer than at one.
-    const char* flag = team_->workspace + team_.sent(group.lane, block_);
+    const char* flag = team_->workspace + team_.sent(group.lane, segment_);
     const bool looks = group.lane < team_->world_size;
     *arrived |= ballotWarp(looks && loadAcquireSystem(reinterpret_cast<const uint64_t*>(flag)) >= all);
     group.sync();
     if (source < 64 && *arrived >> source & 1) return;
 #endif
-    team_.await(group, team_.sent(source, block_), all, source);
+    team_.await(group, team_.sent(source, segment_), all, source);
     if (source < 64) *arrived |= 1ull << source;
   }
 
@@ -834,7 +834,7 @@ class Dispatch {
   const uint64_t number_;
   const Announcement announced_;
   const uint32_t inbox_;  // which of the two, where ids are announced
-  const uint32_t block_, topk_;
+  const uint32_t segment_, topk_;
   const Segment own_;
 };
 
