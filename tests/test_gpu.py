@@ -518,6 +518,7 @@ def test_what_waits_for_the_device_is_called_when_what_was_launched_is_done(
 
     def body(comm: Communicator) -> None:
         stream, driver = comm.runtime.create_stream(), comm.runtime.driver
+        behind = comm.runtime.create_event()
         x = on_device(comm, np.ones(50_000, np.float32))
         exchange = comm.compile(KERNELS, "exchange")
         channels = comm.proxy_channels(comm.empty(16))
@@ -533,7 +534,7 @@ def test_what_waits_for_the_device_is_called_when_what_was_launched_is_done(
 
             def noted(argument: Any) -> Any:
                 begun.set()
-                done.append(stream.query())
+                done.append(behind.query())
                 return waits(argument)
 
             monkeypatch.setattr(driver, "event_synchronize", begin)
@@ -545,6 +546,7 @@ def test_what_waits_for_the_device_is_called_when_what_was_launched_is_done(
             comm.all_reduce(x, algorithm="proxy", stream=stream)
         else:
             exchange(1, 1, channels, stream=stream)
+        behind.record(stream)
         if comm.rank == 0:
             if call == "free":
                 unneeded.free()
