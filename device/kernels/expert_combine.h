@@ -296,11 +296,11 @@ class Combine {
     const int32_t* rows = rowsOf(source, segment.begin + i);
     const bool own = team_.localOf(source) == team_->local_rank;  // read where they are
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
-      const int64_t row = rows[k];
-      if (own || row == PROXYCCL_NO_ROW) return false;
-      *entry = {row < 0 ? nullptr : const_cast<char*>(call_.rows) + row * row_bytes_, static_cast<int32_t>(k), 1};
-      if (call_.weights != nullptr)
-        weightOf(slotOf(source, i, k), segment.pieceOf(item)) = row < 0 ? 0 : call_.weights[row];
+      if (own || rows[k] == PROXYCCL_NO_ROW) return false;
+      ownRow(rows[k], entry);  // one that did not fit stays null, and its weight zero
+      if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
+      entry->number = static_cast<int32_t>(k);
+      entry->weight = 1;
       return true;
     });
   }

@@ -273,7 +273,7 @@ class Dispatch {
   // them. Where each block sends, and has a segment, that is its share.
   PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const {
     const uint32_t parts = team_.parts(), segments = team_->segments;
-    const uint32_t all = ((call_.tokens + segments - 1) / segments << own_.pieces_log2) * segments;
+    const uint32_t all = (Segment::longest(call_.tokens, segments) << own_.pieces_log2) * segments;
 #pragma unroll 1
     for (uint32_t round = 0; round * parts < all; ++round)
 #pragma unroll 1

@@ -108,14 +108,18 @@ struct Group {
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
+  // The most tokens that one of `segments` has.
+  static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
+    return (source_tokens + segments - 1) / segments;
+  }
   // Segment `number` of `segments`.
   static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
     // By the source's own number of tokens: all ranks know it, and all must agree.
-    const uint32_t longest = (source_tokens + segments - 1) / segments;
-    while (segment.pieces() < kMaxPieces && longest * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
+    const uint32_t most = longest(source_tokens, segments);
+    while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
     return segment;
   }
