@@ -3,67 +3,111 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RANKS ?= 4
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check
 PYTEST ?= $(BIN)/pytest
+# Tests wait as much as they compute, so there are more workers than cores.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
+WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
+C_SOURCES = $(shell find device proxy tests -name '*.c' -o -name '*.cpp' -o -name '*.h')
 SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
 
-# Libraries that forward HIP's calls to something that is here (tests/hip), in a directory for ROCM_PATH.
+# Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.
 ROCM_ON_HOST := build/rocm-on-host
+ON_HIP := ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip
 ROCM_ON_CUDA := build/rocm-on-cuda
 FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
-  -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
-HIP_TESTS := test_smoke.py test_channels.py test_ring.py test_engine.py test_topology.py test_memory.py test_failure.py test_staged_transport.py \
-  test_collectives.py::test_ranks_as_processes test_collectives.py::test_moves_bytes_of_any_type \
-  test_dispatch_combine.py::test_sizes \
-  test_gpu.py::test_what_waits_for_the_device_is_called_when_what_was_launched_is_done \
-  test_gpu.py::test_a_handle_that_leaves_the_memory_that_it_names_is_refused
+  -Idevice -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
-# What is run with the proxies in the node daemon as a matter of course; all of it: make test-daemon DAEMON_TESTS=tests
-DAEMON_TESTS ?= $(addprefix tests/,test_channels.py test_ring.py test_engine.py test_memory.py test_failure.py \
-  test_collectives.py::test_ranks_as_processes test_dispatch_combine.py::test_sizes)
-SOFT_ROCE := tests/soft_roce
+SOFT_ROCE := tests/support/soft_roce
+RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-daemon test-hip test-rdma test-hip-on-cuda rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page lint clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
 
-demo: $(VENV)/.installed
+demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
 
+# Everything that needs no GPU. The machine with Soft-RoCE is work for one core. The other tests run beside it, and behind
+# it where both want the core: everything takes 15 times as long in there.
 test: $(VENV)/.installed lint
-	$(BIN)/pytest tests
-	$(MAKE) test-daemon
-	$(MAKE) test-hip
-	$(MAKE) test-rdma
+	$(MAKE) --no-print-directory --jobs 2 test-beside-rdma test-rdma-beside
 
-# The behaviour tests with the proxies of all ranks in one node daemon.
+# And what that leaves out: the whole suite through the daemon, more ranks on the HIP runtime, two cores for the proxies over RDMA.
+test-all: test
+	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST)
+	$(MAKE) test-hip HIP_PROXY=process
+	$(ON_HIP) $(WORKERS_PYTEST) tests/collectives -k ranks_as_processes
+	$(MAKE) test-rdma RDMA_CORES=2
+
+.PHONY: test-beside-rdma test-rdma-beside
+test-beside-rdma:
+	nice -n 5 $(MAKE) --no-print-directory test-host
+	nice -n 5 $(MAKE) --no-print-directory test-daemon
+	nice -n 5 $(MAKE) --no-print-directory test-hip
+test-rdma-beside: # its output in one piece, when it has ended
+	@mkdir -p build
+	@$(MAKE) --no-print-directory test-rdma > build/test-rdma.log 2>&1; status=$$?; cat build/test-rdma.log; exit $$status
+
+test-host: $(VENV)/.installed
+	$(WORKERS_PYTEST)
+
+# Once more with the proxies in one node daemon: of each worker's ranks.
 test-daemon: $(VENV)/.installed
-	PROXYCCL_PROXY=daemon $(BIN)/pytest $(DAEMON_TESTS)
+	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) -m daemon
 
-# The HIP runtime through hip-python, on the host runtime.
+# Once more on the HIP runtime through hip-python, whose calls go to the host runtime. HIP_PROXY: where its proxies run; by
+# default in a process of the job's own, which test-all tests.
+HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
-	ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip $(BIN)/pytest $(HIP_TESTS:%=tests/%)
+	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) -m hip
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
-	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python tests/rdma/kernels.py && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/two_machines.py; \
+	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python $(SOFT_ROCE)/kernels.py && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
 	else \
 	  echo "test-rdma can't run: $$reason"; exit 1; \
 	fi
 
+# torch's own tests of torch.distributed and ours, by this backend: with a torch in which Python can be a Backend, and with
+# an older one. Each has an environment of its own, of gigabytes, that shares all but torch with .venv.
+TORCH_VENVS := .venv-torch .venv-torch-older
+TORCH_RANKS ?= 4 8
+test-torch: $(TORCH_VENVS:%=%/.installed)
+	@set -e; for venv in $(TORCH_VENVS); do \
+	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend; \
+	  for ranks in $(TORCH_RANKS); do \
+	    log=build/test-torch$${venv#.venv-torch}-$$ranks.log; echo "torch's own tests on $$ranks ranks: $$log"; \
+	    BACKEND=proxyccl WORLD_SIZE=$$ranks $$venv/bin/python tests/torch_backend/distributed_tests.py > $$log 2>&1 || \
+	      { grep -a -A 40 '^ERROR: test\|^FAIL: test' $$log; exit 1; }; \
+	    grep -a '^Ran\|^skipped [0-9]' $$log; \
+	  done; \
+	done
+
+.venv-torch/.installed: requirements-torch.lock
+.venv-torch-older/.installed: requirements-torch-older.lock
+SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
+$(TORCH_VENVS:%=%/.installed): | $(VENV)/.installed
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	echo "import site; site.addsitedir('$(CURDIR)/$$(cd $(VENV) && bin/python -c '$(SITE_PACKAGES)' | sed 's|.*/$(VENV)/|$(VENV)/|')')" \
+	  > $$($(@D)/bin/python -c '$(SITE_PACKAGES)')/proxyccl.pth
+	touch $@
+
 coverage: $(VENV)/.installed
-	$(BIN)/pytest tests --ignore tests/test_sanitizer.py --cov --cov-report=term
+	$(WORKERS_PYTEST) --ignore tests/runtime/test_sanitizer.py --cov --cov-report=term
 
 # On a machine with GPUs. Where its own Python has the packages: make test-gpu PYTEST="python3 -m pytest"
 test-gpu: $(if $(filter $(BIN)/%,$(PYTEST)),$(VENV)/.installed)
 	PROXYCCL_RUNTIME=$(GPU_RUNTIME) $(PYTEST) tests
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.built
 	$(BIN)/proxyccl bench ring
 	$(RUN) $(BIN)/proxyccl bench all_reduce
 
@@ -74,22 +118,25 @@ GPU_PYTHON ?= $(BIN)/python
 RESULTS := benchmarks/results
 bench-gpu:
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_reduce.py --json $(RESULTS)/all_reduce_$(RANKS).json
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_gather.py --json $(RESULTS)/all_gather_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/all_to_all.py --json $(RESULTS)/all_to_all_$(RANKS).json
+	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/overlap.py --json $(RESULTS)/overlap_$(RANKS).json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/expert_parallel.py --json $(RESULTS)/expert_parallel_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/put_signal.py --json $(RESULTS)/put_signal_2.json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/daemon.py --json $(RESULTS)/daemon_$(GPU_RUNTIME)_$(RANKS).json
+	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/proxy_place.py --json $(RESULTS)/proxy_place_$(GPU_RUNTIME)_2.json
 	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing_$(GPU_RUNTIME).json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
-	$(GPU_PYTHON) benchmarks/report.py
+	$(GPU_PYTHON) benchmarks/results_page.py
 
 # All that a machine with RANKS GPUs shows: behaviour, the examples among it, with proxies in the ranks and in the daemon; then the
 # figures. Arguments as above, and PYTEST="python3 -m pytest" where test-gpu needs it.
 gpu-report: test-gpu
-	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) $(DAEMON_TESTS)
+	PROXYCCL_RUNTIME=$(GPU_RUNTIME) PROXYCCL_PROXY=daemon $(PYTEST) -m daemon
 	$(MAKE) bench-gpu
 
-# RDMA in the machine with Soft-RoCE, which keeps no files: the report comes out behind the tables.
+# RDMA in the machine with Soft-RoCE, which keeps no files: the results come out behind the tables.
 bench-rdma: $(VENV)/.installed
 	$(BIN)/python $(SOFT_ROCE)/machine.py --timeout 600 -- sh -c "$(BIN)/python benchmarks/rdma_writes.py \
 	  --json /tmp/rdma_writes.json && cat /tmp/rdma_writes.json" > build/rdma_writes.txt
@@ -97,11 +144,29 @@ bench-rdma: $(VENV)/.installed
 	sed -n '/^{$$/,/^}$$/p' build/rdma_writes.txt > $(RESULTS)/rdma_writes.json
 
 bench-page: $(VENV)/.installed
-	$(BIN)/python benchmarks/report.py
+	$(BIN)/python benchmarks/results_page.py
+
+# The type stubs of the C extensions, after a change of what their build scripts declare.
+stubs: $(VENV)/.locked
+	$(BIN)/python device/build_stubs.py device/build_native.py $(wildcard proxy/build_*.py)
+
+# A wheel for other machines too (manylinux, by auditwheel), and the sdist that it is built from. So no earlier build gets
+# in. LDSHARED: Python's own may name directories of this machine. auditwheel looks for patchelf in PATH.
+WHEEL := build/wheel
+wheel: $(VENV)/.wheel-tools
+	rm -rf $(WHEEL)
+	CPPFLAGS="-I$(CURDIR)/build/rdma-headers/usr/include -DPROXYCCL_LINK_OLD_SYMBOLS" LDSHARED="$(CC) -shared" \
+	  $(BIN)/python -m build --quiet --no-isolation --outdir $(WHEEL)/built .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir $(WHEEL) $(WHEEL)/built/*.whl
+	mv $(WHEEL)/built/*.tar.gz $(WHEEL) && rm -r $(WHEEL)/built
+	$(BIN)/python tests/wheel/check_distributions.py $(WHEEL)
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(C_SOURCES)
 	$(BIN)/mypy -p proxyccl
+	$(BIN)/lint-imports --no-logo --no-cache
 
 # The same on an NVIDIA GPU. Where its own Python has the packages: make test-hip-on-cuda PYTEST="python3 -m pytest"
 test-hip-on-cuda: rocm-on-cuda
@@ -111,31 +176,45 @@ test-hip-on-cuda: rocm-on-cuda
 rocm-on-host: $(ROCM_ON_HOST)/lib/libamdhip64.so $(ROCM_ON_HOST)/lib/libhiprtc.so
 rocm-on-cuda: $(ROCM_ON_CUDA)/lib/libamdhip64.so $(ROCM_ON_CUDA)/lib/libhiprtc.so
 
-$(ROCM_ON_HOST)/lib/libamdhip64.so: tests/hip/amdhip64_on_host.cpp tests/hip/hip_api.h $(wildcard device/host/*.cpp device/host/*.h)
+$(ROCM_ON_HOST)/lib/libamdhip64.so: tests/support/hip/amdhip64_on_host.cpp tests/support/hip/hip_api.h $(wildcard device/host/*.cpp device/host/*.h)
 	$(FORWARD)
-$(ROCM_ON_HOST)/lib/libhiprtc.so: tests/hip/hiprtc_on_host.cpp tests/hip/hip_api.h
+$(ROCM_ON_HOST)/lib/libhiprtc.so: tests/support/hip/hiprtc_on_host.cpp tests/support/hip/hip_api.h
 	$(FORWARD)
-$(ROCM_ON_CUDA)/lib/libamdhip64.so: tests/hip/amdhip64_on_cuda.cpp tests/hip/hip_api.h
+$(ROCM_ON_CUDA)/lib/libamdhip64.so: tests/support/hip/amdhip64_on_cuda.cpp tests/support/hip/hip_api.h
 	$(FORWARD)
-$(ROCM_ON_CUDA)/lib/libhiprtc.so: tests/hip/hiprtc_on_cuda.cpp tests/hip/hip_api.h
+$(ROCM_ON_CUDA)/lib/libhiprtc.so: tests/support/hip/hiprtc_on_cuda.cpp tests/support/hip/hip_api.h
 	$(FORWARD)
 
-# The device that the tests of the verbs transport post to (tests/verbs).
+# The device that the tests of the verbs transport post to (tests/support/verbs).
 FAKE_VERBS := build/fake-verbs
 fake-verbs: $(FAKE_VERBS)/libfake_device.so
-$(FAKE_VERBS)/libfake_device.so: tests/verbs/fake_device.c tests/verbs/fake_device.h
+$(FAKE_VERBS)/libfake_device.so: tests/support/verbs/fake_device.c tests/support/verbs/fake_device.h
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/rdma-headers/usr/include $(filter %.c,$^) -o $@
 
-$(VENV)/.locked: requirements.lock
+# What the library, the examples and the build need; for GPUs only where there is one.
+GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)
+$(VENV)/.locked: requirements.lock $(GPU_LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(PIP_INSTALL) $(addprefix -r ,$^)
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.locked $(SOURCES)
+$(VENV)/.built: $(VENV)/.locked $(SOURCES)
 	@reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_headers.py build/rdma-headers) || \
 	  { [ $$? = 2 ] && echo "The engine is built without RDMA: $$reason"; }
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
+	$(PIP_INSTALL) --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
+	touch $@
+
+# What tests and lint need besides. After the build, so that two pips never work at once.
+$(VENV)/.tools: requirements-test.lock requirements-gpu.lock requirements.lock | $(VENV)/.built
+	$(PIP_INSTALL) -r requirements-test.lock
+	touch $@
+
+$(VENV)/.wheel-tools: requirements-wheel.lock requirements.lock | $(VENV)/.built
+	$(PIP_INSTALL) -r requirements-wheel.lock
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.built $(VENV)/.tools
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(TORCH_VENVS) build *.egg-info

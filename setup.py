@@ -1,11 +1,46 @@
 """Builds the C extension modules and the host-compiled shipped kernels (metadata: pyproject.toml)."""
 
+import os
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import Extension, setup
 
 INCLUDE_DIRS = ["device/include", "device/kernels"]
+JOBS = len(os.sched_getaffinity(0))
+GENERATED = Path("build/host_kernels")
+
+
+def kernel_libraries() -> dict[str, str]:
+    """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
+    types = runpy.run_path("device/element_types.py")["ELEMENT_TYPES"]
+    experts = [f'#include "{name}.h"\n' for name in ("expert_combine", "expert_dispatch", "expert_quantize")]
+    for each in types:
+        if each.tokens:
+            experts += [each.c_check()] + [
+                f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n"
+                for kernel in ("expert_combine", "expert_scale", "expert_quantize")
+            ]
+    return {
+        "moves": '#include "moves.h"\n#include "send_receive.h"\n',
+        "experts": "".join(experts),
+        **{
+            each.name: f'#include "host_library.h"\n{each.c_check()}FOR_EACH_OPERATION({each.c_name}, {each.name})\n'
+            + (f"FOR_EACH_BITWISE_OPERATION({each.c_name}, {each.name})\n" if each.bitwise else "")
+            for each in types
+            if each.c_name
+        },
+    }
+
+
+def written(name: str, text: str) -> Path:
+    """A generated source; what is unchanged is not written again, nor built again."""
+    path = GENERATED / f"kernels_{name}.cpp"
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
 
 
 def headers_of(source: Path, found: set[Path]) -> set[Path]:
@@ -26,15 +61,20 @@ shipped_kernels = [
         sources=[str(source)],
         depends=sorted(str(header) for header in headers_of(source, set())),
         include_dirs=INCLUDE_DIRS,
-        extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden"],
+        # -g0: Python's own flags may ask for debug information, which would make the build a third longer.
+        extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"],
         language="c++",
         py_limited_api=True,
     )
-    for source in sorted(Path("device/kernels/host").glob("kernels_*.cpp"))
+    for source in [written(name, text) for name, text in kernel_libraries().items()]
 ]
 
 setup(
-    cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi"],
+    cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "proxy/build_bare_loops.py:ffi"],
     ext_modules=shipped_kernels,
-    options={"bdist_wheel": {"py_limited_api": "cp311"}, "build": {"parallel": 2}, "build_ext": {"parallel": 2}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"},
+        "build": {"parallel": JOBS},
+        "build_ext": {"parallel": JOBS},
+    },
 )

@@ -1,7 +1,7 @@
-"""What the peers reach, what the machine allows and what is aimed at on H200 GPUs joined by NVLink.
+"""What peers reach, what the machine allows and what we aim at, on H200 GPUs joined by NVLink.
 
-Measured once on 4 GPUs without multicast, before this library was; the programs measure the peers that they can again,
-in the same run. A ratio to those counts, these numbers are for orientation.
+These numbers were measured once, on 4 GPUs without multicast, before this library existed. They are for orientation:
+the programs measure the peers again in the same run where they can, and the ratio to those counts.
 """
 
 from __future__ import annotations
@@ -16,61 +16,89 @@ _ALL_REDUCE_US = {
     4: (3.56, 3.71, 4.34, 5.28, 6.98, 12.44, 27.99, 90.66, 321.6, 1184.0),
 }
 ALL_REDUCE_RATIO = 1.15
-"""Aimed at: the best peer's time over ours, in the geometric mean over sizes; and no size below 1."""
+"""Aim: the geometric mean over sizes of the best peer's time over ours, with at least 1 at each size."""
+REGISTERED_ALL_REDUCE_RATIO = 1.55
+"""The same for registered arrays on 2 GPUs."""
 PROXIED_ALL_REDUCE_US = 25.0
-"""Aimed at for 1 KiB on 4 GPUs by algorithm "proxy"."""
+"""Aim for the time of 1 KiB on 4 GPUs with algorithm "proxy", in µs."""
 PROXIED_ALL_REDUCE_GBS = 350.0
-"""Aimed at for 256 MiB on 4 GPUs by algorithm "proxy": bus bandwidth."""
+"""Aim for the bus bandwidth of 256 MiB on 4 GPUs with algorithm "proxy", in GB/s."""
+
+PROXIED_PAIR_US = 16.0
+"""Aim for the time of an all_reduce of 1 KiB on 2 GPUs with algorithm "proxy" and registered arrays, in µs."""
+MOVED_BY_KERNELS_RATIO = 1.25
+"""Aim: the geometric mean over sizes of NCCL's time of an all_to_all over ours by kernels with registered arrays, with
+at least 1 at each size.
+"""
+COPY_ENGINES_RATIO = 1.0
+"""Aim, at least: the time of NCCL's copy engines over ours by proxy with registered arrays, from COPY_ENGINES_BYTES
+on.
+"""
+COPY_ENGINES_BYTES = 64 * KIB
+BESIDE_RATIO = 1.1
+"""Aim, at most: the time of a collective by proxy beside a matrix product, over its time alone."""
+PRODUCT_RATIO = 1.0
+"""Aim, at most: the time of a product beside a collective by proxy, over that beside NCCL's copy engines."""
+
+HOST_ALL_REDUCE_RATIO = 1.0
+"""Aim, at least: MPI's time over that of the host runtime with registered arrays, from HOST_ALL_REDUCE_BYTES on."""
+HOST_ALL_REDUCE_BYTES = 64 * KIB
 
 RING_ROUND_TRIP_US = 3.05
-"""The limit: GPU to CPU thread to host word to GPU."""
+"""The limit of a round trip, in µs: GPU to CPU thread to host word to GPU."""
 RING_ROUND_TRIP_RATIO = 1.1
-"""Aimed at: push and sync over the limit that the same run measures."""
+"""Aim: push and sync over the limit that the same run measures."""
 RING_FULL_BLOCKS_M = 100.0
-"""Aimed at, in millions of triggers a second: one or more full blocks."""
+"""Aim for one or more full blocks, in millions of triggers a second."""
 RING_ANY_LAYOUT_M = 20.0
-"""Aimed at from any layout of many producers, such as 512 blocks of one thread."""
+"""Aim for any layout of many producers, such as 512 blocks of one thread, in millions of triggers a second."""
 
 SIGNAL_US = {"limit": 2.7, "aim": 3.5}
-"""A proxied signal alone, one way: the limit is a CPU's store to a pinned word."""
+"""A proxied signal alone, one way, in µs. The limit is a CPU's store to a pinned word."""
 PUT_SIGNAL_US = {1 * KIB: (9.1, 9.5), 64 * KIB: (9.6, None), 1 * MIB: (12.0, None)}
-"""A proxied put with signal, one way, by bytes: limit (peer copy and stream write value in one stream) and aim."""
+"""A proxied put with its signal, one way, by bytes: limit and aim, in µs. The limit is a peer copy and a
+`cuStreamWriteValue64` in one stream.
+"""
 COPY_ENGINE_GBS = {"one way": 395.0, "both ways": 390.0}
-"""The limit of proxied puts to one peer, a direction."""
+"""The limit of proxied puts to one peer, in each direction."""
 SM_PUT_GBS = {8: 298.0, 32: 352.0, 132: 368.0}
 """The limit of stores to one peer, by blocks."""
 SM_SIGNAL_US = 2.46 / 2
-"""The limit of a signal from GPU to GPU, one way: half a flag's round trip."""
+"""The limit of a signal from GPU to GPU, one way, in µs: half of a flag's round trip."""
 
 RDMA_RATE_RATIO = 0.9
-"""Aimed at: proxied writes of 8 bytes, over a bare loop of ibv_post_send with one request a call."""
+"""Aim: the rate of proxied writes of 8 bytes, over that of a bare loop of ibv_post_send with one request a call."""
 RDMA_BANDWIDTH_RATIO = 0.95
-"""Aimed at: bandwidth of proxied writes of 64 KiB, over ib_write_bw's."""
+"""Aim: the bandwidth of proxied writes of 64 KiB, over that of ib_write_bw."""
 
 DAEMON_LATENCY_RATIO = 1.15
-"""Aimed at, at most: a latency with the proxies in the node daemon, over the same with proxies in the ranks."""
+"""Aim, at most: a latency with the proxies in the node daemon, over the same with the proxies in the ranks."""
 DAEMON_RATE_RATIO = 0.9
-"""Aimed at, at least: the same of a ring's rate."""
+"""Aim, at least: a ring's rate with the proxies in the node daemon, over the same with the proxies in the ranks."""
 TRACED_RATE = 0.9
-"""Aimed at, at least: triggers a second of a proxy that is traced, over the same while nobody looks."""
+"""Aim, at least: triggers a second of a traced proxy, over the same without an observer."""
 
 ISSUE_US = 5.0
-"""Aimed at: CPU time to issue a prepared collective, where a torch elementwise add takes 4.9."""
+"""Aim: CPU time to issue a prepared collective, in µs, on a machine where torch's elementwise add takes 4.9."""
 
 
 _EXPERT_PARALLEL_US = {
     128: {"dispatch": 27.2, "combine": 26.8, "both": 42.4},
     4096: {"dispatch": 483.0, "combine": 494.0},
 }
-"""FlashInfer's one-sided calls on 4 GPUs, which take the whole GPU and leave rows by rank: aimed at with 24 SMs."""
+"""Aim with 24 SMs, in µs: the time of FlashInfer's one-sided calls on 4 GPUs, which use the whole GPU and leave rows
+ordered by rank.
+"""
 
 
 def expert_parallel_us(ranks: int, tokens: int, call: str) -> float | None:
-    """The best peer's time of "dispatch", "combine" or "both", whatever else the name says; None if not measured."""
+    """The best peer's time in µs of the call that the name begins with: "dispatch", "combine" or "both"; None if it was
+    not measured.
+    """
     return _EXPERT_PARALLEL_US.get(tokens, {}).get(call.split(",", maxsplit=1)[0]) if ranks == 4 else None
 
 
 def all_reduce_us(ranks: int, nbytes: int) -> float | None:
-    """The best peer's time, MSCCL++ included, or None where it was not measured."""
+    """The best peer's time in µs, MSCCL++ included; None if it was not measured."""
     times = _ALL_REDUCE_US.get(ranks)
     return times[ALL_REDUCE_SIZES.index(nbytes)] if times and nbytes in ALL_REDUCE_SIZES else None

@@ -1,7 +1,10 @@
 """All-reduce by algorithm, beside NCCL's and torch symmetric memory's: mpiexec -n 4 python -m mpi4py all_reduce.py
 
-Sums in place. torch's one-shot can't be in place; it writes to a tensor that is made once. Symmetric memory's buffers
-are allocated and registered before, ours and NCCL's are any tensor. How it is measured: side_by_side.py.
+All sums are in place, except torch's one-shot, which can't be: it writes to a tensor that is made once. The buffers of
+torch symmetric memory are allocated and registered beforehand; so are those of `NCCL, symmetric`, and ours in
+`registered`, the library's choice for symmetric memory, and `registered_proxy`. Otherwise ours and NCCL's are any
+tensor. `bare copies` is no peer, but the link's limit: copies of as many bytes as an all-reduce must send, both ways at
+once. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -9,66 +12,73 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import aims
-import torch
-import torch.distributed as dist
+from jobs import open_job
 from side_by_side import (
+    BARE_COPIES,
     COLUMNS,
-    DTYPES,
+    PROXIED,
     Case,
     Contender,
     Job,
+    Peer,
     Timing,
+    absent,
     arguments,
+    bare_copies,
     differing,
     fresh_seed,
     geometric_mean,
-    poison,
     random_inputs,
     resolve,
     show,
-    symmetric_memory,
 )
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS
 from proxyccl.channels.tools.bench_collectives import bus_factor
 from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.report import Column, Report, Table
+from proxyccl.channels.tools.results import Fields
+from proxyccl.channels.tools.tables import Column, Table
 
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB)
-_LARGEST_BY_PACKETS = 4 * aims.MIB  # beyond, everybody's one-shot algorithms are far from the best
+_LARGEST_BY_PACKETS = 4 * aims.MIB  # for larger messages, all one-shot algorithms are far from the best
 _AUTO = "auto"
+REGISTERED = "registered"
+_ALGORITHMS: dict[str, str | None] = {_AUTO: None, REGISTERED: None, PROXIED: "proxy"}
+"""What our names ask for that are no algorithms."""
 
 
 class Buffers:
-    """One size's tensors: every rank's input, their sum, and where the calls work.
+    """The arrays of one size: this rank's input, the expected sum, and what the calls work on.
 
     Args:
         job: the ranks.
         count: elements.
-        dtype: their type by name.
-        symmetric: a tensor of symmetric memory of at least that size, or None.
+        dtype: name of their type.
+        own: registered memory of at least `count` elements.
+        peers: see `Job.peers`.
     """
 
-    def __init__(self, job: Job, count: int, dtype: str, symmetric: torch.Tensor | None) -> None:
+    def __init__(self, job: Job, count: int, dtype: str, own: Any, peers: list[Peer]) -> None:
         self.job = job
         self.count = count
-        self.x = torch.empty(count, dtype=DTYPES[dtype], device=job.device)
-        self.out = torch.empty_like(self.x)
-        self.symmetric = symmetric[:count] if symmetric is not None else None
-        total = torch.zeros(count, dtype=torch.float32, device=job.device)
-        for rank, given in enumerate(random_inputs(job, count, DTYPES[dtype], fresh_seed(job))):
-            total += given
+        self.x, self.out = job.empty(count, dtype), job.empty(count, dtype)
+        self.own = own[:count]
+        self._peers = peers
+        total: Any = 0
+        for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
+            total = total + given  # every element type holds these sums exactly
             if rank == job.rank:
                 self.source = given
-        self.expected = total.to(DTYPES[dtype])
+        self.expected = total
 
-    def wrong_after(self, x: torch.Tensor, calls: int) -> int:
-        """Wrong elements of a tensor that was reduced in place so many times.
+    def wrong_after(self, x: Any, calls: int) -> int:
+        """Wrong elements of an array that was reduced in place `calls` times.
 
-        Each call after the first multiplies by the number of ranks, exactly if that is a power of two. Else only the
-        first can be told.
+        Each call after the first multiplies by the number of ranks, which is exact only if that is a power of two.
+        Otherwise only the first call can be checked.
         """
         if calls > 1 and self.job.ranks & (self.job.ranks - 1):
             return 0
@@ -77,71 +87,72 @@ class Buffers:
     def in_place(
         self,
         name: str,
-        x: torch.Tensor,
+        x: Any,
         call: Callable[[], object],
         *,
         ours: bool = False,
         also_wrong: Callable[[], int] = lambda: 0,
     ) -> Contender:
         """A contender that overwrites `x`."""
-        return Contender(
-            name, ours, call, lambda: x.copy_(self.source), lambda calls: self.wrong_after(x, calls), also_wrong
-        )
+
+        def refill() -> None:
+            x[:] = self.source
+
+        return Contender(name, ours, call, refill, lambda calls: self.wrong_after(x, calls), also_wrong)
 
     def ours(self, name: str) -> Contender:
-        """One of our algorithms; its check covers a call out of place into poison too."""
-        comm, stream = self.job.comm, self.job.stream.cuda_stream
-        algorithm = None if name == _AUTO else name
+        """One of our algorithms. Its check also makes a call out of place, into poison."""
+        comm, stream = self.job.comm, self.job.handle
+        algorithm = _ALGORITHMS.get(name, name)
+        symmetric = name in (REGISTERED, PROXIED)
+        x = self.own if symmetric else self.x
 
         def out_of_place() -> int:
-            poison(self.out)
+            self.job.poison(self.out)
             comm.all_reduce(self.source, out=self.out, algorithm=algorithm, stream=stream)
+            self.job.synchronize()
             return differing(self.out, self.expected)
 
         return self.in_place(
             name,
-            self.x,
-            lambda: comm.all_reduce(self.x, algorithm=algorithm, stream=stream),
+            x,
+            lambda: comm.all_reduce(x, algorithm=algorithm, symmetric=symmetric, stream=stream),
             ours=True,
             also_wrong=out_of_place,
         )
 
     def peers(self) -> list[Contender]:
-        """NCCL, and symmetric memory's algorithms where it is there."""
-        found = [self.in_place("NCCL", self.x, lambda: dist.all_reduce(self.x))]
-        given = self.symmetric
-        if given is None:
-            return found
-        group = self.job.group_name
-        if given.nbytes <= _LARGEST_BY_PACKETS:
+        """The peers, without those that are far from the best at this size."""
+        return [
+            self._peer(peer)
+            for peer in self._peers
+            if peer.name != "torch one-shot" or self.x.nbytes <= _LARGEST_BY_PACKETS
+        ]
 
-            def refill() -> None:
-                given.copy_(self.source)
-                poison(self.out)
+    def _peer(self, peer: Peer) -> Contender:
+        call = peer.call
+        if call is None:
+            return absent(peer.name, peer.missing)
+        source, out = peer.arrays(self.count) if peer.arrays else (self.x, self.x)
+        if peer.in_place:
+            return self.in_place(peer.name, out, lambda: call(out, out))
 
-            found.append(
-                Contender(
-                    "torch one-shot",
-                    False,
-                    lambda: torch.ops.symm_mem.one_shot_all_reduce_out(given, "sum", group, self.out),
-                    refill,
-                    lambda _: differing(self.out, self.expected),
-                )
-            )
-        found.append(
-            self.in_place("torch two-shot", given, lambda: torch.ops.symm_mem.two_shot_all_reduce_(given, "sum", group))
-        )
-        return found
+        def refill() -> None:
+            source[:] = self.source
+            self.job.poison(out)
+
+        return Contender(peer.name, False, lambda: call(out, source), refill, lambda _: differing(out, self.expected))
 
 
-def compare(case: Case, timings: list[Timing], ranks: int) -> Report | None:
-    """Ours beside the best peer at one size; None if either is missing."""
+def compare(case: Case, timings: list[Timing], ranks: int) -> Fields | None:
+    """Our best time beside the best peer's at one size; None if either is missing."""
     mine = [t for t in timings if t.ours and t.time_us]
-    peers = [t for t in timings if not t.ours and t.time_us]
+    peers = [t for t in timings if not t.ours and t.time_us and t.name != BARE_COPIES]
     if not mine or not peers:
         return None
     best, peer = (min(group, key=lambda t: t.time_us or math.inf) for group in (mine, peers))
-    auto = next((t.time_us for t in mine if t.name == _AUTO), None)
+    times = {t.name: t.time_us for t in timings}
+    auto, own, proxied, limit = (times.get(name) for name in (_AUTO, REGISTERED, PROXIED, BARE_COPIES))
     assert best.time_us is not None
     assert peer.time_us is not None
     return {
@@ -154,6 +165,11 @@ def compare(case: Case, timings: list[Timing], ranks: int) -> Report | None:
         "peer": peer.name,
         "peer_over_auto": peer.time_us / auto if auto else None,
         "peer_over_ours": peer.time_us / best.time_us,
+        "registered_us": own,
+        "peer_over_registered": peer.time_us / own if own else None,
+        "limit_over_registered": limit / own if own and limit else None,
+        "registered_proxy_us": proxied,
+        "peer_over_registered_proxy": peer.time_us / proxied if proxied else None,
         "aim_us": aims.all_reduce_us(ranks, case.nbytes),
     }
 
@@ -168,12 +184,17 @@ _SUMMARY = (
     Column("by", "", 14, left=True),
     Column("peer/auto", "", 9, ".2f"),
     Column("peer/ours", "", 9, ".2f"),
+    Column("registered", "(µs)", 10, ".2f"),
+    Column("peer/reg.", "", 9, ".2f"),
+    Column("limit/reg.", "", 10, ".2f"),
+    Column("by proxy", "(µs)", 9, ".2f"),
+    Column("peer/proxy", "", 10, ".2f"),
     Column("aim", "(µs)", 8, ".2f"),
 )
 
 
-def summarise(comparisons: list[Report]) -> dict[str, dict[str, float]]:
-    """Prints ours beside the best peers. Returns geometric means of the ratios by element type."""
+def summarise(comparisons: list[Fields]) -> dict[str, dict[str, float]]:
+    """Prints our times beside the best peers'. Returns the geometric means of the ratios by element type."""
     print("#\n# ours beside the best peer of this run; aim: the best peer's time when the aims were set")
     table = Table(_SUMMARY)
     table.header()
@@ -183,11 +204,12 @@ def summarise(comparisons: list[Report]) -> dict[str, dict[str, float]]:
     for dtype in dict.fromkeys(row["type"] for row in comparisons):
         means[dtype] = {
             ratio: geometric_mean([row[ratio] for row in comparisons if row["type"] == dtype and row[ratio]])
-            for ratio in ("peer_over_auto", "peer_over_ours")
+            for ratio in ("peer_over_auto", "peer_over_ours", "peer_over_registered")
         }
         print(
             f"# {dtype}: geometric mean of peer/auto {means[dtype]['peer_over_auto']:.2f}, "
-            f"peer/ours {means[dtype]['peer_over_ours']:.2f} (aim {aims.ALL_REDUCE_RATIO})"
+            f"peer/ours {means[dtype]['peer_over_ours']:.2f} (aim {aims.ALL_REDUCE_RATIO}), "
+            f"peer/registered {means[dtype]['peer_over_registered']:.2f} (aim {aims.REGISTERED_ALL_REDUCE_RATIO})"
         )
     return means
 
@@ -196,45 +218,44 @@ def main() -> int:
     parser = arguments(__doc__.splitlines()[0], aims.ALL_REDUCE_SIZES, _QUICK_SIZES)
     parsed = resolve(parser.parse_args())
     for name in parsed.algorithms or ():
-        if name != _AUTO and name not in ALGORITHMS:
-            parser.error(f"--algorithms: {name!r} is none of {', '.join((_AUTO, *ALGORITHMS))}")
-    rows: list[Report] = []
-    comparisons: list[Report] = []
-    with Job(parsed.seconds) as job:
-        job.heading(
-            "all_reduce",
-            f"CUDA-graph replays, time a call; median of {parsed.repeats}, maximum over ranks; in place",
-        )
+        known = (*_ALGORITHMS, *ALGORITHMS)
+        if name not in known:
+            parser.error(f"--algorithms: unknown algorithm {name!r}; expected one of {', '.join(known)}")
+    rows: list[Fields] = []
+    comparisons: list[Fields] = []
+    with open_job(parsed.seconds) as job:
+        method = f"{job.timing}, in place; median of {parsed.repeats}, maximum over ranks"
+        job.heading("all_reduce", method)
         factor = bus_factor("all_reduce", job.ranks)
-        wanted = parsed.algorithms or [_AUTO, *job.comm.collectives.algorithms()]
+        wanted = parsed.algorithms or [_AUTO, REGISTERED, PROXIED, *job.comm.collectives.algorithms()]
         table = Table(COLUMNS)
         if job.first:
             table.header()
         skipped = []
-        for dtype in parsed.dtypes:
-            itemsize = DTYPES[dtype].itemsize
-            symmetric, reason = symmetric_memory(job, max(parsed.sizes) // itemsize, DTYPES[dtype])
-            if reason and job.first:
-                print(f"# torch symmetric memory: {reason}")
+        for dtype in job.element_types(parsed.dtypes):
+            itemsize = job.empty(0, dtype).itemsize
+            largest = max(1, max(parsed.sizes) // itemsize)
+            own, peers = job.registered(largest, dtype), job.peers("all_reduce", largest, dtype)
             for size in parsed.sizes:
                 if not job.in_time():
                     skipped.append(f"{show_size(size)} {dtype}")
                     continue
-                buffers = Buffers(job, max(1, size // itemsize), dtype, symmetric)
+                buffers = Buffers(job, max(1, size // itemsize), dtype, own, peers)
                 names = [n for n in wanted if n not in PACKET_ALGORITHMS or size <= _LARGEST_BY_PACKETS]
-                timings = job.measure([*map(buffers.ours, names), *buffers.peers()], parsed.repeats)
+                limit = bare_copies(job, buffers.x.nbytes)
+                timings = job.measure([*map(buffers.ours, names), *buffers.peers(), limit], parsed.repeats)
                 case = Case(buffers.count * itemsize, buffers.count, dtype, "sum", factor)
                 compared = compare(case, timings, job.ranks)
                 if compared is not None:
                     comparisons.append(compared)
                 rows += show(job, table, case, timings)
-        report: Report = {
+        results: Fields = {
             "benchmark": "all_reduce",
-            "method": f"CUDA-graph replay, in place, median of {parsed.repeats}, maximum over ranks",
+            "method": method,
             "comparison": comparisons,
             "geometric_means": summarise(comparisons) if job.first else {},
         }
-        return job.finish(parsed, rows, skipped, report)
+        return job.finish(parsed, rows, skipped, results)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The node daemon beside proxies in the ranks: mpiexec -n 4 python -m mpi4py daemon.py
 
-One run starts a daemon and opens communicators of both kinds in turn, several times over.
+A run starts a daemon and opens communicators of both kinds in turn, several times.
 
-Latency is half of a ping-pong's round trip between the first two ranks, in a kernel of one thread that times each
-round. On the host runtime that takes a core for each kernel and each proxy; a push by a thread of the CPU, which then
-looks for it at the peer's semaphore, takes two in all. Rates are those of one ring that leads to a peer: pushed by a
-kernel of a warp, and by a thread of the CPU, from the first push until the last was taken. CPU time is that of the
-threads that run proxies, or of the whole daemon: with nothing to do, and while each rank pushes puts of 8 bytes with
-their signals, some each millisecond.
+- Latency is half of a ping-pong's round trip between the first two ranks. Each rank runs a kernel of one thread, which
+  times each round. On the host runtime this needs a core for each kernel and each proxy. So there is also a latency
+  that needs only two cores: a CPU thread pushes a put with its signal and polls the peer's semaphore word.
+- Rates are those of one ring that leads to a peer, pushed by a kernel of one warp and by a CPU thread, from the first
+  push until the last trigger was taken.
+- CPU time is that of the threads that run proxies, or of the whole daemon: while idle, and while each rank pushes some
+  puts of 8 bytes with their signals each millisecond.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Trigger
-from proxyccl.channels.tools.report import Column, Report, Table, write_json
-from proxyccl.proxy._engine import ffi, lib
+from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.proxy import bare_loops
+from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.processes import stat_of
 
@@ -39,7 +42,7 @@ _KERNEL_PUSHES = 200_000
 _CPU_PUSHES = 1_000_000
 _CPU_ROUNDS = 2000
 _CPU_LATENCY = "put + signal of the CPU"
-_BURST = 16  # pushes of a rank each millisecond
+_BURST = 16  # pushes of each rank in a millisecond
 _WHERE = ("thread", "daemon")
 
 _SOURCE = r"""
@@ -73,44 +76,37 @@ extern "C" __global__ void push(DeviceHandle<ProxyChannel> channel, int count, u
 
 
 def quiet_barrier() -> None:
-    """All ranks come here; none of them spins for it."""
+    """A barrier of all ranks in which no rank spins."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.002)
 
 
 class Pusher:
-    """Pushes onto a channel's ring from this thread. No kernel may push there before or after.
+    """Pushes onto a channel's ring from this thread. No kernel may push there meanwhile or later.
 
     Args:
-        comm: whose proxy.
-        channel: whose ring.
-        memory: that it puts from and to.
+        comm: its proxy drains the ring.
+        channel: the channel whose ring is used.
+        memory: source and destination of the puts.
     """
 
     def __init__(self, comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory) -> None:
         self._fifo = comm.proxy.fifo_for(channel.id)
         self._channel = channel.id
         self._memories = memory.source_id(channel.peer), memory.peer_id(channel.peer)
-        self._pushed = comm.proxy.counters(channel.id).triggers  # a kernel's, which are done
+        self._pushed = comm.proxy.counters(channel.id).triggers  # by a kernel, and all of them taken
 
     def push(self, operation: Operation, nbytes: int, count: int) -> None:
-        """So many triggers; waits for room."""
+        """Pushes `count` triggers of `nbytes` bytes. Waits for room in the ring."""
         src, dst = self._memories
         trigger = Trigger(operation, self._channel, nbytes, src, 0, dst, 0)
-        words = ffi.new("ProxycclTrigger *", trigger.encode())
-        slots, tail = self._pointers()
-        limit = int(_TIMEOUT * 1e9)
-        pushed = lib.proxyccl_bare_produce(slots, tail, self._fifo.size_log2, self._pushed, count, words[0], limit)
-        if pushed != count:
-            raise SystemExit("daemon.py: the proxy takes no triggers")
+        if bare_loops.produce(self._fifo, self._pushed, trigger.encode(), count, _TIMEOUT) != count:
+            raise SystemExit(f"daemon.py: the proxy did not take the triggers within {_TIMEOUT:g} s")
         self._pushed += count
 
-    def _pointers(self) -> tuple[Any, Any]:
-        return ffi.cast("ProxycclTrigger *", self._fifo.slots_host), ffi.cast("uint64_t *", self._fifo.tail_host)
-
     def arrival(self, semaphore: int) -> float:
-        """Microseconds from a push of a put of 8 bytes and its signal until the peer's word has counted it."""
+        """Microseconds from the push of a put of 8 bytes with its signal until the peer's word counts the signal."""
         word = ffi.cast("uint64_t *", semaphore)
         before, start = word[0], time.perf_counter_ns()
         self.push(Operation.DATA | Operation.SIGNAL, 8, 1)
@@ -119,14 +115,14 @@ class Pusher:
         return (time.perf_counter_ns() - start) / 1e3
 
     def wait(self) -> None:
-        """Until all were taken."""
-        _, tail = self._pointers()
+        """Waits until the proxy has taken all triggers."""
+        tail = self._fifo.tail
         while tail[0] < self._pushed:
             pass
 
 
 def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[str, list[float]]:
-    """Microseconds one way, of each round but the first ones."""
+    """One-way times in microseconds of each round, without the warm-up rounds, by what is sent."""
     found = {}
     ns = comm.empty(_ROUNDS, "int64")
     for name, nbytes in (("signal", 0), ("put of 8 bytes + signal", 8), ("put of 1 KiB + signal", 1024)):
@@ -139,8 +135,10 @@ def latencies(comm: Communicator, channel: ProxyChannel, kernels: Any) -> dict[s
 def rates(
     comm: Communicator, channel: ProxyChannel, memory: RegisteredMemory, kernels: Any
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Triggers a second, and latencies of pushes by the CPU, on the first rank; the other has nothing to do. The CPU's
-    come last: its pushes are unknown to the kernels."""
+    """Triggers a second, and latencies of pushes by the CPU, as the first rank measures them; empty on the other rank.
+
+    The CPU's pushes come last, because they take places in the ring that kernels do not know of.
+    """
     if comm.rank:
         return {}, {}
     ns = comm.empty(1, "int64")
@@ -150,7 +148,7 @@ def rates(
         comm.synchronize()
         kernel.append(_KERNEL_PUSHES / float(ns.numpy()[0]) * 1e9)
     pusher = Pusher(comm, channel, memory)
-    arrivals = [pusher.arrival(comm.peer_semaphore(channel.peer, channel.id)) for _ in range(_CPU_ROUNDS)]
+    arrivals = [pusher.arrival(comm.group.links.semaphore(channel.peer, channel.id)) for _ in range(_CPU_ROUNDS)]
     cpu = []
     for _ in range(3):
         start = time.perf_counter()
@@ -161,7 +159,7 @@ def rates(
 
 
 def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Latencies and rates between the first two ranks; the others wait."""
+    """Latencies and rates between the first two ranks; the other ranks wait."""
     pair = MPI.COMM_WORLD.Split(int(MPI.COMM_WORLD.rank >= 2))
     found: Any = ({}, {})
     if MPI.COMM_WORLD.rank < 2:
@@ -180,20 +178,20 @@ def of_two(where: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
 
 
 def _cpu_of(stat: Path) -> float:
-    """Seconds, out of a thread's or a process's line."""
+    """CPU seconds from the stat file of a thread or a process."""
     fields = stat_of(stat)
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def proxy_seconds(daemon: int) -> float:
-    """CPU time of this process's proxy threads; on the first rank also that of the daemon."""
+    """CPU seconds of this process's proxy threads; on the first rank plus those of the daemon."""
     own = [thread.native_id for thread in threading.enumerate() if "-proxy-" in thread.name]
     seconds = sum(_cpu_of(Path(f"/proc/self/task/{number}/stat")) for number in own)
     return seconds + (_cpu_of(Path(f"/proc/{daemon}/stat")) if MPI.COMM_WORLD.rank == 0 else 0.0)
 
 
 def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
-    """Cores that the proxies of all ranks take, idle and busy."""
+    """Cores that the proxies of all ranks use, idle and busy."""
     with Communicator.from_mpi(timeout=_TIMEOUT, proxy=where) as comm:
         memory = comm.register(comm.empty(1 << 16, "uint8"))
         channel = comm.proxy_channels(memory).to((comm.rank + 1) % comm.world_size)
@@ -222,7 +220,7 @@ def of_node(where: str, daemon: int, seconds: float) -> dict[str, float]:
 
 
 def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
-    """Starts one and waits until it listens."""
+    """Starts a daemon and waits until it listens."""
     process = subprocess.Popen(
         [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path), "--threads", str(threads)],
         stderr=subprocess.DEVNULL,
@@ -230,13 +228,13 @@ def start_daemon(path: Path, threads: int) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + 60
     while missing_in_daemon(_TIMEOUT)[0]:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise SystemExit("daemon.py: the daemon does not start")
+            raise SystemExit("daemon.py: the daemon ended or did not answer within 60 s")
         time.sleep(0.05)
     return process
 
 
-def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Report]:
-    """Medians of both kinds, and the daemon's over the other's."""
+def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool) -> list[Fields]:
+    """The medians of both kinds, and the daemon's median over that in the ranks."""
     found = []
     for name, values in rows.items():
         thread, daemon = (statistics.median(values[where]) for where in _WHERE)
@@ -245,7 +243,7 @@ def compared(rows: dict[str, dict[str, list[float]]], *, higher_is_better: bool)
     return found
 
 
-def show(title: str, unit: str, rows: list[Report], scale: float, digits: str) -> None:
+def show(title: str, unit: str, rows: list[Fields], scale: float, digits: str) -> None:
     """Prints one table."""
     print(f"\n{title}")
     table = Table(
@@ -263,7 +261,7 @@ def show(title: str, unit: str, rows: list[Report], scale: float, digits: str) -
 
 def main() -> int:
     parser = common_arguments(__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=1, help="of the daemon (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the daemon (default 1)")
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
     world = MPI.COMM_WORLD
@@ -288,7 +286,7 @@ def main() -> int:
                 for name, value in of_node(where, daemon, 0.5 if parsed.quick else 2.0).items():
                     node.setdefault(name, {}).setdefault(where, []).append(value)
         if world.rank == 0:
-            report = {
+            results = {
                 "benchmark": "daemon",
                 **facts,
                 "threads": parsed.threads,
@@ -298,16 +296,16 @@ def main() -> int:
                     name: {where: statistics.median(values[where]) for where in _WHERE} for name, values in node.items()
                 },
             }
-            show("Latency, one way", "(µs)", report["latency_us"], 1, ".2f")
-            show("Rate of one ring", "(M/s)", report["triggers_per_s"], 1e-6, ".2f")
-            cores = report["cores"]
-            print(f"\nCores that the proxies of {world.size} ranks take: in the ranks, in the daemon")
+            show("Latency, one way", "(µs)", results["latency_us"], 1, ".2f")
+            show("Rate of one ring", "(M/s)", results["triggers_per_s"], 1e-6, ".2f")
+            cores = results["cores"]
+            print(f"\nCores that the proxies of {world.size} ranks use: in the ranks, in the daemon")
             for name in ("idle", "busy"):
                 print(f"{name}: {cores[name]['thread']:.3f}, {cores[name]['daemon']:.3f}")
             moved = cores["triggers_per_s"]
             print(f"(busy: {moved['thread']:.0f} and {moved['daemon']:.0f} puts with signals a second)")
             if parsed.json is not None:
-                write_json(parsed.json, report)
+                write_json(parsed.json, results)
     finally:
         if process is not None:
             process.terminate()

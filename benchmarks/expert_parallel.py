@@ -1,9 +1,9 @@
 """MoE dispatch and combine beside NCCL's all_to_all_single: mpiexec -n 4 python -m mpi4py expert_parallel.py
 
-Every token chooses `--topk` different experts at random. A size is what one rank sends to others, each token once to
-each rank that has one of its experts: NCCL moves as many bytes, packed for it beforehand and not unpacked. Ours has the
-counting in it, and a compact output ordered by expert. The output has room for as many rows as the fullest rank gets,
-so nothing waits for the CPU. How it is measured: side_by_side.py.
+Every token chooses `--topk` different experts at random. A size is the number of bytes that one rank sends to others:
+each token once to each rank that has one of its experts. NCCL moves as many bytes, which are packed for it beforehand
+and not unpacked. Our times include the counting and a compact output ordered by expert. The output has room for as many
+rows as the fullest rank gets, so nothing waits for the CPU. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
@@ -14,24 +14,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_job import GpuJob, poison
 from program import common_arguments
-from side_by_side import COLUMNS, DTYPES, Case, Contender, Job, differing, fresh_seed, poison, random_inputs, show
+from side_by_side import COLUMNS, DTYPES, Case, Contender, differing, fresh_seed, random_inputs, show
 
 from proxyccl import EPAll2AllLayer
 from proxyccl.channels.tools import options
-from proxyccl.channels.tools.report import Report, Table
+from proxyccl.channels.tools.results import Fields
+from proxyccl.channels.tools.tables import Table
 
 
 @dataclass(frozen=True)
 class Routing:
-    """One rank's tokens, and what must come of them.
+    """One rank's tokens and the expected result of a dispatch.
 
     Attributes:
-        tokens, expert_ids: of this rank.
-        rows: [R, hidden] that this rank gets.
-        most_rows: of any rank.
-        crossing: for each rank the tokens that this rank sends there; to itself none.
-        arriving: for each rank the tokens that come from there.
+        tokens: of this rank, [count, hidden].
+        expert_ids: of this rank, [count, topk].
+        rows: the rows that this rank gets, [R, hidden].
+        most_rows: the largest number of rows that any rank gets.
+        crossing: for each rank, the number of tokens that this rank sends there; 0 for itself.
+        arriving: for each rank, the number of tokens that come from there.
     """
 
     tokens: torch.Tensor
@@ -42,8 +45,8 @@ class Routing:
     arriving: list[int]
 
     @classmethod
-    def random(cls, job: Job, count: int, hidden: int, topk: int, experts: int, dtype: torch.dtype) -> Routing:
-        """A new one, which all ranks know."""
+    def random(cls, job: GpuJob, count: int, hidden: int, topk: int, experts: int, dtype: str) -> Routing:
+        """A new random routing, the same on all ranks."""
         seed, per_rank = fresh_seed(job), experts // job.ranks
         tokens = [x.view(count, hidden) for x in random_inputs(job, count * hidden, dtype, seed)]
         ids = []
@@ -64,11 +67,11 @@ class Routing:
         return cls(tokens[mine], ids[mine], rows, most, goes[mine], [goes[s][mine] for s in range(job.ranks)])
 
 
-def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer]) -> list[Contender]:
-    """Ours, with each layer a dispatch, a combine and both; then NCCL's way there and back."""
+def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer]) -> list[Contender]:
+    """Ours: for each layer a dispatch, a combine and both. Then NCCL: the bytes there, and back."""
     stream, topk = job.stream.cuda_stream, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
-    summed = routing.tokens * topk  # each expert gives back what it got
+    summed = routing.tokens * topk  # each expert returns its rows unchanged
     found: list[Contender] = []
 
     def ours(name: str, layer: EPAll2AllLayer) -> list[Contender]:
@@ -147,28 +150,32 @@ def contenders(job: Job, routing: Routing, layers: dict[str, EPAll2AllLayer]) ->
 
 def main() -> int:
     parser = common_arguments(__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=options.count, nargs="+", default=[128, 4096], help="of a rank")
-    parser.add_argument("--hidden", type=options.count, default=7168)
-    parser.add_argument("--topk", type=options.count, default=8)
-    parser.add_argument("--experts", type=options.count, default=256, help="of all ranks")
-    parser.add_argument("-d", "--dtype", choices=list(DTYPES), default="bfloat16")
-    parser.add_argument("--num-sm", type=options.count, nargs="+", default=[24])
-    parser.add_argument("-r", "--repeats", type=options.count, default=15)
+    parser.add_argument(
+        "--tokens", type=options.count, nargs="+", default=[128, 4096], help="tokens per rank (default 128 4096)"
+    )
+    parser.add_argument("--hidden", type=options.count, default=7168, help="elements of a token (default %(default)s)")
+    parser.add_argument("--topk", type=options.count, default=8, help="experts of each token (default %(default)s)")
+    parser.add_argument("--experts", type=options.count, default=256, help="of all ranks (default %(default)s)")
+    parser.add_argument("-d", "--dtype", choices=DTYPES, default="bfloat16", help="of tokens (default %(default)s)")
+    parser.add_argument(
+        "--num-sm", type=options.count, nargs="+", default=[24], help="most blocks of a kernel (default 24)"
+    )
+    parser.add_argument("-r", "--repeats", type=options.count, default=15, help="replays (default %(default)s)")
     parsed = parser.parse_args()
-    rows: list[Report] = []
+    rows: list[Fields] = []
     skipped: list[str] = []
-    with Job(parsed.seconds) as job:
+    with GpuJob(parsed.seconds) as job:
         job.heading(
             "dispatch and combine",
-            f"hidden {parsed.hidden}, top {parsed.topk} of {parsed.experts} experts; CUDA-graph replays, time a call; "
-            f"median of {parsed.repeats}, maximum over ranks; algbw is what crosses the link",
+            f"hidden {parsed.hidden}, top {parsed.topk} of {parsed.experts} experts; CUDA-graph replays, time of one "
+            f"call; median of {parsed.repeats}, maximum over ranks; algbw counts what crosses the link",
         )
         table = Table(COLUMNS)
         if job.first:
             table.header()
-        dtype = DTYPES[parsed.dtype]
+        dtype = getattr(torch, parsed.dtype)
         for count in parsed.tokens:
-            routing = Routing.random(job, count, parsed.hidden, parsed.topk, parsed.experts, dtype)
+            routing = Routing.random(job, count, parsed.hidden, parsed.topk, parsed.experts, parsed.dtype)
             for blocks in parsed.num_sm:
                 if not job.in_time():
                     skipped.append(f"{count} tokens, {blocks} SMs")
@@ -197,7 +204,7 @@ def main() -> int:
                 }
                 timings = job.measure(contenders(job, routing, layers), parsed.repeats)
                 nbytes = job.world.allreduce(sum(routing.crossing)) // job.ranks * parsed.hidden * dtype.itemsize
-                # In float8 an element has one byte, and 128 have a scale of four.
+                # In float8 an element takes one byte, and 128 elements share a scale of four bytes.
                 scaled = nbytes // dtype.itemsize * (128 + 4) // 128
                 for size, quantized in ((nbytes, False), (scaled, True)):
                     shown = [timing for timing in timings if timing.name.endswith("float8") is quantized]
@@ -205,14 +212,14 @@ def main() -> int:
                     rows += show(job, table, Case(size, count, kind, None, 1.0), shown)
                 for layer in layers.values():
                     layer.finalize()
-        report: Report = {
+        results: Fields = {
             "benchmark": "expert_parallel",
             "hidden": parsed.hidden,
             "topk": parsed.topk,
             "experts": parsed.experts,
             "method": f"CUDA-graph replay, fixed maximum, median of {parsed.repeats}, maximum over ranks",
         }
-        return job.finish(parsed, rows, skipped, report)
+        return job.finish(parsed, rows, skipped, results)
 
 
 if __name__ == "__main__":

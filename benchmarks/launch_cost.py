@@ -1,10 +1,10 @@
 """CPU time to issue a prepared collective: mpiexec -n 2 python -m mpi4py launch_cost.py
 
-Beside it an elementwise add of torch, NCCL's all_reduce through torch, and torch symmetric memory's one-shot.
+The peers are torch's elementwise add, NCCL's all_reduce through torch, and the one-shot of torch symmetric memory.
 
-Calls are issued in bursts that a stream's queue holds, so no call waits for the GPU; the stream is empty before each
-burst. A figure is the median over bursts of the wall-clock time of the issuing thread, divided by the calls of a
-burst, of the slowest rank. Contenders alternate.
+Calls are issued in bursts that fit a stream's queue, so no call waits for the GPU. The stream is empty before each
+burst. A time is the wall-clock time of the issuing thread for one burst, divided by the calls of the burst, on the
+slowest rank. Tables show the median over bursts. Contenders alternate.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import aims
 import numpy as np
 import torch
 import torch.distributed as dist
+from gpu_job import GpuJob, symmetric_memory
 from mpi4py import MPI
-from side_by_side import Job, common_arguments, symmetric_memory
+from program import common_arguments
 
-from proxyccl.channels.tools.report import Column, Report, Table
+from proxyccl.channels.tools.results import Fields
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device.arrays import current_stream, fingerprint
 
-_COUNT = 256  # elements: the kernels are as short as can be
+_COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100
 _BURSTS = 60
 
@@ -37,8 +39,8 @@ _COLUMNS = (
 )
 
 
-def calls(job: Job) -> dict[str, Callable[[], object]]:
-    """What is issued, by name: ours, the peers, then pieces of ours."""
+def calls(job: GpuJob) -> dict[str, Callable[[], object]]:
+    """The calls to issue, by name: ours, the peers, then parts of ours."""
     x, y, out = (torch.zeros(_COUNT, device=job.device) for _ in range(3))
     array = job.comm.empty(_COUNT, "float32").fill(0)
     comm, handle, group = job.comm, job.stream.cuda_stream, job.group_name
@@ -62,8 +64,8 @@ def calls(job: Job) -> dict[str, Callable[[], object]]:
     return found
 
 
-def measure(job: Job, what: dict[str, Callable[[], object]], bursts: int) -> list[Report]:
-    """A row for each call; the same on all ranks."""
+def measure(job: GpuJob, what: dict[str, Callable[[], object]], bursts: int) -> list[Fields]:
+    """A row for each call, the same on all ranks."""
     times = np.zeros((len(what), bursts))
     with torch.cuda.stream(job.stream):
         for burst in range(-2, bursts):  # the first two warm up
@@ -86,7 +88,7 @@ def measure(job: Job, what: dict[str, Callable[[], object]], bursts: int) -> lis
 
 def main() -> int:
     parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
-    with Job(parsed.seconds) as job:
+    with GpuJob(parsed.seconds) as job:
         job.heading("launch cost", f"float32 sum of {_COUNT} elements in place, bursts of {_BURST}; slowest rank")
         rows = measure(job, calls(job), 10 if parsed.quick else _BURSTS)
         if job.first:

@@ -1,12 +1,12 @@
-"""What it costs a proxy to be observed: python benchmarks/observing.py
+"""What being observed costs a proxy: python benchmarks/observing.py
 
-A proxy whose channel leads back to its own memory is measured while nobody looks, while another process looks at all of
-its counters every 10 ms, a hundred times as often as `proxyccl top`, and while that process traces it. The three take
-turns. Two things are measured:
+The channel of the measured proxy leads back to its own memory. The proxy is measured in three modes, in turns: without
+an observer ("nobody looks"); while another process reads all of its counters every 10 ms, a hundred times as often as
+`proxyccl top` ("looked at"); and while that process traces it ("traced"). Two things are measured:
 
-- The engine alone, by the CPU time of its thread: a ring that lies full is drained by the thread that filled it. No
-  other core takes part, so nothing hides what an instruction more costs, and what else the machine does counts little.
-- The rate at which a kernel of the runtime pushes, with the proxy's thread draining.
+- The engine alone, by the CPU time of its thread. The thread fills a ring and then drains it. No other core takes part,
+  so nothing hides the cost of an additional instruction, and the machine's other load matters little.
+- The rate at which a kernel of the runtime pushes while the proxy's thread drains.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from types import TracebackType
 
 from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.channels.tools import options
-from proxyccl.channels.tools.bench_ring import Loopback
-from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.channels.tools.bench_ring import Loopback, as_parameter
+from proxyccl.channels.tools.results import Fields, machine, versions, write_json
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device import open_runtime
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy import _engine
+from proxyccl.proxy import _engine, bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication, RingPlace
 from proxyccl.proxy.observe.reader import Observer
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.observe.tracing import Tracer
-from proxyccl.proxy.service import SharedWords
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.transports.engine_connection import EngineRuntime
+from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.trigger import Operation, Trigger
 
 ffi, lib = _engine.ffi, _engine.lib
 
 NOBODY, LOOKED_AT, TRACED = MODES = ("nobody looks", "looked at", "traced")
-JOB = f"observing-{os.getpid()}"  # that of no other run
+JOB = f"observing-{os.getpid()}"  # no other run has it
 _TIMEOUT = 30.0  # seconds, of each wait
 _SLOTS = 1 << 14  # a ring that fits a core's cache, filled once for each timed run
 _KINDS = {
@@ -61,7 +64,7 @@ extern "C" __global__ void push(Fifo ring, ProxycclTrigger trigger, ProxycclCont
 
 
 def observe(job: str) -> None:
-    """The other process, which looks at a job's only proxy. Each line of its input says what to do until the next."""
+    """The observing process: observes the only proxy of a job. Each line of its input names the mode until the next."""
     while mode := sys.stdin.readline().strip():
         if mode == NOBODY:
             print(mode, flush=True)
@@ -71,13 +74,13 @@ def observe(job: str) -> None:
             print(mode, flush=True)
             while not select.select([sys.stdin], [], [], 0.01)[0]:
                 if isinstance(observer, Observer):
-                    observer.look()
+                    observer.snapshot()
                 else:
                     observer.fetch()
 
 
 class Other:
-    """The process that observes."""
+    """Starts and controls the observing process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -93,7 +96,7 @@ class Other:
         self._process.communicate()
 
     def does(self, mode: str) -> None:
-        """Returns when it does so."""
+        """Sets the process's mode, and returns when it is in that mode."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{mode}\n")
@@ -103,7 +106,7 @@ class Other:
 
 
 class Alone:
-    """An engine without a thread: whoever calls `seconds` runs it."""
+    """An engine without a thread of its own: the caller of `nanoseconds` runs it."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._segment = create_segment(runtime, 0, _TIMEOUT)
@@ -115,25 +118,17 @@ class Alone:
         self._worker = lib.proxyccl_worker_create(self._service, self._observed.worker(0))
         self._thread = lib.proxyccl_thread_create(ffi.new("ProxycclIdlePolicy *"))
         self._ring = Fifo(runtime, _SLOTS)
-        self._slots = ffi.cast("ProxycclTrigger *", self._ring.slots_host)
-        self._tail = ffi.cast("uint64_t *", self._ring.tail_host)
-        lib.proxyccl_worker_add_ring(self._worker, self._slots, self._tail, self._ring.size_log2)
-        self._kept = runtime.create_stream(for_proxy=True), runtime.create_event(), runtime.allocate(16)
-        stream, event, buffer = self._kept
-        table = ffi.new("ProxycclRuntimeTable *")
-        functions = runtime.engine_functions()
-        lib.proxyccl_runtime_table_fill(
-            table, functions.copy, functions.write64, functions.event_record, functions.event_query
-        )
-        self._connection = lib.proxyccl_copy_connection(
-            table, ffi.cast("void *", stream.handle), ffi.cast("void *", event.handle)
-        )
+        lib.proxyccl_worker_add_ring(self._worker, self._ring.slots, self._ring.tail, self._ring.size_log2)
+        buffer = runtime.allocate(16)
+        made = find_transport("copy").connect(EngineRuntime(runtime), None)
+        self._kept = *made.owned, buffer
+        self._connection = made.pointer
         self._observed.add_connection(0, 0, 0, "copy")
         lib.proxyccl_worker_add_connection(self._worker, self._connection)
         semaphore = ffi.cast("uint64_t *", self._segment.semaphore_host(0))
         lib.proxyccl_service_set_channel(self._service, 0, self._connection, semaphore, words.flushed_host(0))
         self._observed.place_channel(0, 0, 0, 0)
-        lib.proxyccl_service_set_memory(self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, 0, 0)
+        lib.proxyccl_service_set_memory(self._service, 0, ffi.cast("char *", buffer.ptr), buffer.nbytes, 0, 0, ffi.NULL)
         self._info = ffi.new("ProxycclExitInfo *")
         self._published = publications.publish(
             Publication.of_this_process(
@@ -161,24 +156,22 @@ class Alone:
             resource.close()
 
     def nanoseconds(self, operation: Operation, size: int) -> float:
-        """CPU time of one trigger, of a ring full of them."""
-        first = int(self._tail[0])
-        trigger = ffi.new("ProxycclTrigger *", Trigger(operation, 0, size, 0, 0, 0, 8).encode())
-        pushed = lib.proxyccl_bare_produce(
-            self._slots, self._tail, self._ring.size_log2, first, _SLOTS, trigger[0], int(_TIMEOUT * 1e9)
-        )
+        """CPU time of one trigger in ns, averaged over a full ring."""
+        first = self._ring.taken
+        words = Trigger(operation, 0, size, 0, 0, 0, 8).encode()
+        pushed = bare_loops.produce(self._ring, first, words, _SLOTS, _TIMEOUT)
         lib.proxyccl_worker_stop(self._worker)  # returns when the ring is empty
         lib.proxyccl_thread_add_worker(self._thread, self._worker)
         start = time.thread_time_ns()
         reason = lib.proxyccl_thread_run(self._thread, self._info)
         spent = time.thread_time_ns() - start
-        if pushed < _SLOTS or reason != lib.PROXYCCL_EXIT_STOPPED or self._tail[0] < first + _SLOTS:
+        if pushed < _SLOTS or reason != lib.PROXYCCL_EXIT_STOPPED or self._ring.taken < first + _SLOTS:
             raise SystemExit("the engine did not drain its ring")
         return spent / _SLOTS
 
 
-def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Report:
-    """By who looks: the median, which counts for rates; the best, which counts for CPU time, as all else only adds."""
+def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Fields:
+    """A summary for each mode. Rates compare by the median, CPU times by the best, because disturbances only add."""
     counts = {mode: statistics.median(values) if rates else min(values) for mode, values in of_mode.items()}
     base = counts[NOBODY]
     return {
@@ -191,8 +184,8 @@ def _summary(of_mode: dict[str, list[float]], *, rates: bool) -> Report:
     }
 
 
-def engine_alone(runtime: Runtime, repeats: int) -> list[Report]:
-    """Nanoseconds of CPU time for one trigger, by kind and by who looks."""
+def engine_alone(runtime: Runtime, repeats: int) -> list[Fields]:
+    """Nanoseconds of CPU time of one trigger, by kind and mode."""
     times: dict[str, dict[str, list[float]]] = {kind: {mode: [] for mode in MODES} for kind in _KINDS}
     with Alone(runtime) as engine, Other() as other:
         for _ in range(repeats):
@@ -204,13 +197,13 @@ def engine_alone(runtime: Runtime, repeats: int) -> list[Report]:
     return [{"trigger": kind, **_summary(of_mode, rates=False)} for kind, of_mode in times.items()]
 
 
-def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Report]:
-    """Triggers a second that kernels push, by layout of their threads and by who looks."""
+def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Fields]:
+    """Triggers a second that kernels push, by kind, layout of the kernel's threads, and mode."""
     kernel = runtime.compile(_SOURCE)["push"]
     what = {"put of 0 bytes": _KINDS["put of 0 bytes"], "put of 8 bytes + signal": _KINDS["put of 8 bytes + signal"]}
     rates: dict[tuple[str, str], dict[str, list[float]]] = {}
     with Loopback(runtime, 1024, description=Description.of_this_program(0, 1, JOB)) as proxy, Other() as other:
-        tail = ffi.cast("uint64_t *", proxy.fifo.tail_host)
+        tail = proxy.fifo.tail
 
         def rate(shape: tuple[int, int], trigger: bytes, each: int) -> float:
             pushed = each * shape[0] * shape[1]
@@ -228,7 +221,7 @@ def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Report]
         cases = [(kind, layout) for kind in what for layout in _LAYOUTS]
         counts = {}
         for kind, layout in cases:
-            shape, trigger = _LAYOUTS[layout], bytes(ffi.buffer(proxy.trigger(*what[kind])))
+            shape, trigger = _LAYOUTS[layout], as_parameter(proxy.trigger(*what[kind]))
             rate(shape, trigger, 10)
             a_run = seconds / (len(cases) * len(MODES) * repeats)
             counts[kind, layout] = max(10, int(rate(shape, trigger, 100) * a_run) // (shape[0] * shape[1]))
@@ -236,7 +229,7 @@ def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Report]
             for mode in MODES:
                 other.does(mode)
                 for kind, layout in cases:
-                    trigger = bytes(ffi.buffer(proxy.trigger(*what[kind])))
+                    trigger = as_parameter(proxy.trigger(*what[kind]))
                     of_mode = rates.setdefault((kind, layout), {name: [] for name in MODES})
                     of_mode[mode].append(rate(_LAYOUTS[layout], trigger, counts[kind, layout]))
         other.does(NOBODY)
@@ -246,7 +239,7 @@ def kernel_rates(runtime: Runtime, repeats: int, seconds: float) -> list[Report]
     ]
 
 
-def _show(title: str, rows: list[Report], *names: str, value: str, scale: float = 1.0) -> None:
+def _show(title: str, rows: list[Fields], *names: str, value: str, scale: float = 1.0) -> None:
     print(f"\n{title}")
     table = Table(
         (
@@ -265,9 +258,9 @@ def _show(title: str, rows: list[Report], *names: str, value: str, scale: float 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-t", "--seconds", type=options.count, default=30, help="to spend, about (default %(default)s)")
+    parser.add_argument("-t", "--seconds", type=options.count, default=30, help="time to spend (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="measure less")
-    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
     parser.add_argument("--observe", metavar="JOB", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.observe:
@@ -276,18 +269,18 @@ def main() -> int:
     runtime = open_runtime()
     facts = machine()
     repeats = 3 if parsed.quick else 15
-    print(f"# ProxyCCL {versions().get('proxyccl', '')} being observed, {runtime.name} runtime")
+    print(f"# ProxyCCL {versions().get('proxyccl', '')} cost of being observed, {runtime.name} runtime")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
-    print("# a rate is that of the same triggers while nobody looks: 100 %")
+    print("# rate: triggers a second, over those of the same triggers while nobody looks")
     alone = engine_alone(runtime, repeats) if runtime.name == "host" else []
     if alone:
-        _show("The engine alone: least ns of CPU time for a trigger", alone, "trigger", value="best")
+        _show("The engine alone: least CPU time of a trigger, ns", alone, "trigger", value="best")
     pushed = kernel_rates(runtime, repeats, 5 if parsed.quick else parsed.seconds)
     title = "Kernels that push: millions of triggers a second, medians"
     _show(title, pushed, "trigger", "producers", value="median", scale=1e-6)
     if parsed.json is not None:
-        report = {"benchmark": "observing", "runtime": runtime.name, "device": runtime.describe(), "repeats": repeats}
-        write_json(parsed.json, {**report, "engine_alone": alone, "kernels": pushed})
+        results = {"benchmark": "observing", "runtime": runtime.name, "device": runtime.describe(), "repeats": repeats}
+        write_json(parsed.json, {**results, "engine_alone": alone, "kernels": pushed})
     return 0
 
 

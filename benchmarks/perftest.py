@@ -1,4 +1,4 @@
-"""Runs ib_write_bw of perftest between two RDMA devices of this machine, and reads what it says."""
+"""Runs perftest's ib_write_bw between two RDMA devices of this machine, and parses its output."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from proxyccl.device.errors import ProxyCCLError
 
 _TIMEOUT = 60.0  # seconds, of each wait
-_PORT = 18515  # of the server
+_PORT = 18515  # TCP port of the server
 
 
 def bandwidth_of(output: str) -> float:
-    """Bytes a second that ib_write_bw says it had on average.
+    """The average bandwidth in bytes a second, from the output of ib_write_bw.
 
     Raises:
-        ValueError: this is not the output of a run with one size of message.
+        ValueError: the output is not that of a run with one message size.
     """
     lines = [line.split() for line in output.splitlines()]
     titles = next((i for i, words in enumerate(lines) if words[:1] == ["#bytes"]), len(lines))
@@ -28,10 +28,13 @@ def bandwidth_of(output: str) -> float:
 
 
 class Perftest:
-    """ib_write_bw between the two devices: two processes, of which the one on the first device writes.
+    """ib_write_bw between two devices, as two processes. The one on the first device writes.
 
     Args:
-        depth: work requests outstanding, at most.
+        program: path of ib_write_bw.
+        names: the two devices.
+        gid_index: index of the GID to use, on both devices.
+        depth: the most outstanding work requests.
     """
 
     def __init__(self, program: str, names: tuple[str, str], gid_index: int, depth: int) -> None:
@@ -39,7 +42,7 @@ class Perftest:
         self._command = [program, "-F", "-q", "1", "-t", str(depth), "-x", str(gid_index), "-p", str(_PORT)]
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that so many writes take."""
+        """Seconds that `count` writes of `nbytes` bytes take."""
         near, far = ([*self._command, "-s", str(nbytes), "-n", str(count), "-d", name] for name in self._names)
         with subprocess.Popen(far, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
             try:
@@ -55,7 +58,7 @@ class Perftest:
         return nbytes * count / bandwidth_of(done.stdout)
 
     def _wait_for(self, server: subprocess.Popen[str]) -> None:
-        """Returns when the server listens."""
+        """Waits until the server listens. Raises ProxyCCLError if it ends or does not within the time-out."""
         deadline = time.monotonic() + _TIMEOUT
         listening = f":{_PORT:04X} 00000000:0000 0A"
         while listening not in Path("/proc/net/tcp").read_text():
@@ -64,7 +67,7 @@ class Perftest:
             time.sleep(0.05)
 
     def version(self) -> str:
-        """What the program says of itself."""
+        """The version that the program prints."""
         command = [self._command[0], "--version"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
         return done.stdout.replace("Version:", "").strip()

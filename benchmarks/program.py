@@ -1,4 +1,4 @@
-"""What all benchmark programs share: options, a bound on their time, what they ran on. It needs no torch."""
+"""What all benchmark programs share: options, a bound on their time, a description of the machine. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from mpi4py import MPI
 
 from proxyccl import Communicator
 from proxyccl.channels.tools import options
-from proxyccl.channels.tools.report import Report, machine, versions
+from proxyccl.channels.tools.results import Fields, machine, versions
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:
     """The options that all programs have."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="to spend (default %(default)s)")
+    parser.add_argument("-t", "--seconds", type=options.count, default=150, help="time to spend (default %(default)s)")
     parser.add_argument("--quick", action="store_true", help="measure less")
-    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+    parser.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
     return parser
 
 
 def end_if_it_hangs(seconds: float) -> None:
-    """Ends the process, with a trace of all threads, if it still runs long after so many seconds."""
+    """Ends the process, with a traceback of all threads, if it still runs long after that many seconds."""
     faulthandler.dump_traceback_later(2 * seconds + 60, exit=True)
 
 
@@ -35,8 +35,8 @@ def nvidia_driver() -> str:
     return found[1] if found else "unknown"
 
 
-def describe(comm: Communicator) -> Report:
-    """What a report says of the ranks and their devices."""
+def describe(comm: Communicator) -> Fields:
+    """The fields of results that describe the ranks and their devices."""
     return {
         "device": comm.runtime.describe(),
         "nvidia_driver": nvidia_driver(),
@@ -47,7 +47,7 @@ def describe(comm: Communicator) -> Report:
 
 
 def heading(comm: Communicator, title: str, *notes: str) -> None:
-    """Prints, on the first rank, what is measured and on what."""
+    """Prints on the first rank what is measured, and on what machine."""
     if comm.rank:
         return
     facts = machine()

@@ -1,10 +1,11 @@
 """Puts and signals between two GPUs, by proxy and by the kernel itself: mpiexec -n 2 python -m mpi4py put_signal.py
 
-Latency is half of a ping-pong's round trip in one kernel on each rank, of one thread, timed in the kernel for each
-round: the median over rounds of rank 0, warm-up rounds left out. A round of a put writes nothing; that data lies in
-place when its signal arrives is checked by a run of the same kernel that does write and compare, which is not timed.
-Bandwidth of puts is that of many, from the first push to the return of the flush behind the last. Bandwidth of an
-SmChannel is that of a kernel of so many blocks, between two events.
+- Latency is half of a ping-pong's round trip between two kernels of one thread, one on each rank. The kernel of rank 0
+  times each round; the result is the median over rounds, without the warm-up rounds. Timed rounds put data that nobody
+  writes. A separate run of the same kernel, which is not timed, writes and compares data, to check that it has arrived
+  before its signal.
+- The bandwidth of puts is that of many puts, from the first push to the return of the flush behind the last one.
+- The bandwidth of an SmChannel is that of a kernel with a given number of blocks, between two events.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator
 from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.report import Column, Report, Table, write_json
+from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.tables import Column, Table
 
 _TIMEOUT = 20.0  # seconds, of each wait
 
@@ -31,8 +33,8 @@ _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
 
-// One round is there and back. With `wrong` the first and the last word that is sent tell the round, and the receiver
-// counts those that do not.
+// One round is there and back. If `wrong` is given, the sender writes the round's number to the first and to the last
+// word, and the receiver counts the words that differ.
 template <class Send, class Wait>
 PROXYCCL_DEVICE void pingPong(int first, int rounds, uint64_t* ns, Send send, Wait wait) {
   for (int round = 0; round < rounds; ++round) {
@@ -84,13 +86,13 @@ extern "C" __global__ void sm_copy(DeviceHandle<SmChannel> channel, uint64_t dst
   const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
   for (int i = 0; i < times; ++i) {
     if (get)
-      channel.get(0, dst, bytes, thread, threads);
+      channel.get(dst, 0, bytes, thread, threads);
     else
       channel.put(dst, 0, bytes, thread, threads);
   }
 }
 
-// The smallest step of the clock that times the kernels above.
+// Measures the smallest step of the clock that times the kernels above.
 extern "C" __global__ void clock_step(uint64_t* ns) {
   uint64_t least = ~0ull, before = nanoseconds();
   for (int i = 0; i < 1 << 16; ++i) {
@@ -106,13 +108,13 @@ extern "C" __global__ void clock_step(uint64_t* ns) {
 class Bench:
     """Both ranks' memory, channels and kernels.
 
-    The first half of the memory is what a rank sends, the second is where the peer's arrives.
+    A rank sends from the first half of the memory. The peer's data arrives in the second half.
 
     Args:
-        comm: of two ranks.
-        largest: bytes of a half.
-        rounds: of a ping-pong.
-        threads: in a block of an SmChannel's copies.
+        comm: a communicator of two ranks.
+        largest: bytes of one half.
+        rounds: rounds of a ping-pong.
+        threads: threads in a block of the kernel that copies over an SmChannel.
     """
 
     def __init__(self, comm: Communicator, largest: int, rounds: int, threads: int) -> None:
@@ -130,7 +132,7 @@ class Bench:
         self.rng = np.random.default_rng(int.from_bytes(os.urandom(8), "little"))
 
     def launch(self, name: str, blocks: int, threads: int, *args: Any, alone: bool = False) -> float:
-        """Runs a kernel on both ranks, or on the first alone, from a barrier on. Returns its milliseconds."""
+        """Runs a kernel after a barrier, on both ranks or on the first alone. Returns its time in milliseconds."""
         start, end = self.comm.runtime.create_event(), self.comm.runtime.create_event()
         self.comm.barrier(stream=self.stream)
         start.record(self.stream)
@@ -141,12 +143,12 @@ class Bench:
         return end.elapsed(start)
 
     def clock_step(self) -> int:
-        """Nanoseconds."""
+        """The step of the kernels' clock in nanoseconds."""
         self.launch("clock_step", 1, 1, self.ns)
         return int(self.ns.numpy()[0])
 
-    def one_way(self, name: str, *args: Any, after: tuple[Any, ...] = ()) -> Report:
-        """Microseconds one way of a ping-pong kernel, of rank 0; other ranks get the same."""
+    def one_way(self, name: str, *args: Any, after: tuple[Any, ...] = ()) -> Fields:
+        """One-way times of a ping-pong kernel in microseconds, as rank 0 measured them; the same on both ranks."""
         times: list[float] = []
         for _ in range(5):
             self.launch(name, 1, 1, *args, int(self.first), self.rounds, self.ns, *after)
@@ -165,24 +167,24 @@ class Bench:
         content = np.full(2 * self.largest, 0xFF, np.uint8)
         content[:nbytes] = own
         self.memory.upload(content)
-        self.comm.all_gather_bytes(b"")  # nobody writes to a half that is not yet poisoned
+        self.comm.all_gather_bytes(b"")  # the second half is poisoned before the peer writes to it
         return own, theirs
 
     def count_wrong(self, nbytes: int, expected: np.ndarray) -> None:
-        """Adds the bytes of the second half that are not as they should be."""
-        self.comm.all_gather_bytes(b"")  # what the peer sends has arrived
+        """Adds the number of bytes in the second half that differ from the expected ones."""
+        self.comm.all_gather_bytes(b"")  # the peer's data has arrived
         arrived = self.memory.numpy()[self.largest : self.largest + nbytes]
         self.wrong += int(np.count_nonzero(arrived != expected))
 
-    def latency(self, nbytes: int) -> Report:
-        """A put of so many bytes with its signal; 0 for the signal alone."""
+    def latency(self, nbytes: int) -> Fields:
+        """Latency of a put of `nbytes` bytes with its signal; with 0, of the signal alone."""
         args = (self.proxied, self.memory, self.largest, nbytes)
         if nbytes:
             wrong = self.comm.empty(1, "int32").fill(0)
             own, theirs = self.fresh(nbytes)
             self.launch("proxy_ping_pong", 1, 1, *args, int(self.first), self.rounds, self.ns, wrong)
             self.wrong += int(wrong.numpy()[0])
-            for each in (own, theirs):  # as the kernel left them: the round in the first and the last word
+            for each in (own, theirs):  # the kernel left the last round's number in the first and the last word
                 each[:4] = each[-4:] = np.frombuffer(np.int32(self.rounds - 1).tobytes(), np.uint8)
             self.count_wrong(nbytes, theirs)
         limit, aim = aims.PUT_SIGNAL_US.get(nbytes, (None, None))
@@ -191,13 +193,13 @@ class Bench:
         timing = self.one_way("proxy_ping_pong", *args, after=(None,))
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
 
-    def sm_latency(self, *, relaxed: bool) -> Report:
-        """A signal of an SmChannel."""
+    def sm_latency(self, *, relaxed: bool) -> Fields:
+        """Latency of an SmChannel's signal."""
         timing = self.one_way("sm_ping_pong", self.mapped, int(relaxed))
         return {"signal": "relaxedSignal" if relaxed else "signal", **timing, "limit_us": aims.SM_SIGNAL_US}
 
-    def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Report:
-        """Puts that move about `total` bytes, one way or both ways at once."""
+    def put_bandwidth(self, nbytes: int, total: int, *, both: bool) -> Fields:
+        """Bandwidth of puts of `nbytes` bytes that move about `total` bytes, one way or both ways at once."""
         puts = max(4, min(400, total // nbytes))
         _, theirs = self.fresh(nbytes)
         times = []
@@ -220,12 +222,12 @@ class Bench:
         }
 
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
-        """The slower rank's times, or the first's where it worked alone; the same on both."""
+        """The slower rank's times, or the first rank's if it worked alone; the same on both ranks."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
         return (np.maximum(*everyone) if both else everyone[0]).tolist()
 
-    def sm_bandwidth(self, blocks: int, *, get: bool) -> Report:
-        """Copies of the whole half by so many blocks of rank 0."""
+    def sm_bandwidth(self, blocks: int, *, get: bool) -> Fields:
+        """Bandwidth of copies of a whole half by `blocks` blocks of rank 0."""
         own, theirs = self.fresh(self.largest)
         args = (self.mapped, self.largest, self.largest, int(get))
 
@@ -293,8 +295,8 @@ def main() -> int:
         heading(comm, "put and signal", f"kernels' clock steps by {step} ns; medians; limits and aims: aims.py")
         skipped: list[str] = []
 
-        def collect(name: str, columns: tuple[Column, ...], makers: list[Callable[[], Report]]) -> list[Report]:
-            """Measures and prints one table, as long as there is time."""
+        def collect(name: str, columns: tuple[Column, ...], makers: list[Callable[[], Fields]]) -> list[Fields]:
+            """Measures and prints the rows of one table until the time is up."""
             table = Table(columns)
             if first:
                 print(f"\n{name}")
@@ -306,7 +308,7 @@ def main() -> int:
                     skipped.append(name)
                     break
                 row = make()
-                if not gpu:  # the limits and aims are a GPU's
+                if not gpu:  # limits and aims are for GPUs
                     row = {key: None if key.startswith(("limit", "aim")) else value for key, value in row.items()}
                 rows.append(row)
                 if first:
@@ -321,7 +323,7 @@ def main() -> int:
         latency_sizes = [0, *(nbytes for nbytes in sizes if nbytes <= 4 * aims.MIB)]
         total = 512 * aims.MIB if gpu else aims.MIB
         blocks = (1, 2, 4, 8, 16, 32, 64, 132) if gpu else (1, 4)
-        report = {
+        results = {
             "benchmark": "put_signal",
             "clock_step_ns": step,
             "latency": collect(
@@ -349,10 +351,10 @@ def main() -> int:
         wrong = sum(int(data) for data in comm.all_gather_bytes(str(bench.wrong).encode()))
         if first:
             if skipped:
-                print(f"# cut short, as the {parsed.seconds} s were over: {', '.join(skipped)}")
+                print(f"# cut short, because the {parsed.seconds} s were up: {', '.join(skipped)}")
             print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
             if parsed.json is not None:
-                write_json(parsed.json, {**describe(comm), **report, "wrong": wrong})
+                write_json(parsed.json, {**describe(comm), **results, "wrong": wrong})
     return 1 if wrong else 0
 
 

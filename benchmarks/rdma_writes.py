@@ -1,11 +1,12 @@
-"""RDMA writes of the proxy between two devices of this machine, beside what the verbs allow: make bench-rdma
+"""Proxied RDMA writes between two devices of this machine, beside bare verbs and perftest: make bench-rdma
 
-Short writes are counted, beside a loop in C that does nothing but ibv_post_send and ibv_poll_cq; long ones give the
-bandwidth, beside perftest's ib_write_bw. One thread pushes triggers into a ring, a ProxyService drains it onto a queue
-pair, and the time runs from the first push until the flush word behind the last write is stored, or rather until it is
-seen, which may be 20 ms later: that is in our times and in nobody else's. Bare loop and engine
-have queue pairs with the same options on the same devices; ib_write_bw is given the same depth and number of messages.
-All alternate in one process, and the ratio is the median of the rounds' own.
+Writes of 8 bytes give a rate, beside a C loop of nothing but ibv_post_send and ibv_poll_cq. Writes of 64 KiB give a
+bandwidth, beside perftest's ib_write_bw.
+
+One thread pushes triggers into a ring, and a ProxyService drains it onto a queue pair. Our time runs from the first
+push until this thread sees the flush word behind the last write. It may see the word up to 20 ms late; only our times
+include that delay. The bare loop and the engine have queue pairs with the same options on the same devices. ib_write_bw
+gets the same depth and number of messages. All alternate in one run. A ratio is the median of the ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ from proxyccl import RdmaOptions, open_runtime, rdma_devices
 from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.channels.tools import options
 from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.channels.tools.results import Fields, machine, versions, write_json
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device.errors import ProxyCCLError, TransportError, WaitTimeoutError
 from proxyccl.device.runtime import Memory, Runtime
-from proxyccl.proxy import _engine
+from proxyccl.proxy import _engine, bare_loops
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.transport_status import status_text
+from proxyccl.proxy.transports.verbs import TRANSPORT
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import choose_device
@@ -46,24 +48,23 @@ from proxyccl.proxy.verbs.registrations import Registration, Registrations
 ffi, lib = _engine.ffi, _engine.lib
 
 _TIMEOUT = 60.0  # seconds, of each wait
-_LOOK = (
-    0.02  # seconds between two looks at the flush word. Where the CPU does the device's work, more of them disturb it.
-)
+_LOOK = 0.02  # seconds between two reads of the flush word; more reads would disturb a CPU that does the device's work
 _FIFO_SIZE = 8192
 _SHORT, _LONG = 8, 64 << 10
-_SMALL_FIFO_SIZE = 256  # its producer waits for room, and spins meanwhile
+_SMALL_FIFO_SIZE = 256  # so small that the producer spins while it waits for room
 _CALIBRATION = 200  # writes
 _MOST_WRITES = 1_000_000  # in a run
 _LETTERS = "abcdefgh"
-_SOFT_ROCE = "Soft-RoCE, where the CPU does a device's work, here an emulated one: ratios mean something, rates nothing"
+_SOFT_ROCE = "Soft-RoCE on an emulated CPU, which also does the device's work: ratios are meaningful, rates are not"
 
 
 class Pair:
-    """Two devices, and memory on each: what is in the first's is written into the second's.
+    """Two devices with memory on each. The first device writes its memory's content into the second's.
 
     Args:
-        names: of the devices.
-        gid_index: of both.
+        runtime: allocates the memory.
+        names: names of the devices.
+        gid_index: index of the GID, on both devices; None for ProxyCCL's choice.
         depth: work requests that a send queue takes.
     """
 
@@ -81,34 +82,34 @@ class Pair:
             self.regions.append(registrations.register(self.memories[-1].ptr, _LONG))
 
     def describe(self) -> list[str]:
-        """A line on each device."""
+        """A line of text for each device."""
         return [device.describe() for device in self._devices]
 
     @property
     def gid_index(self) -> int:
-        """Of the first device."""
+        """Index of the first device's GID."""
         return self._devices[0].choice.gid_index
 
     def connect(self) -> Endpoint:
-        """A connected queue pair of the first device."""
+        """Returns a new queue pair of the first device, connected to one of the second."""
         near, far = (device.endpoint() for device in self._devices)
         near.connect(far.address)
         far.connect(near.address)
         return near
 
     def refill(self, nbytes: int) -> None:
-        """Fresh bytes to write, and others where they go."""
+        """Writes fresh bytes to the source, and their complements to the destination."""
         sent = secrets.token_bytes(nbytes)
         for memory, data in zip(self.memories, (sent, bytes(byte ^ 0xFF for byte in sent)), strict=True):
             ffi.memmove(ffi.cast("char *", memory.ptr), data, nbytes)
 
     def wrong(self, nbytes: int) -> int:
-        """Bytes that differ behind a write."""
+        """The number of bytes that differ after a write."""
         sent, received = (bytes(ffi.buffer(ffi.cast("char *", memory.ptr), nbytes)) for memory in self.memories)
         return sum(a != b for a, b in zip(sent, received, strict=True)) if sent != received else 0
 
     def close(self) -> None:
-        """Closes devices and memory; what uses them is closed."""
+        """Closes devices and memory. Everything that uses them must be closed before."""
         for device in self._devices:
             device.close()
         for memory in self.memories:
@@ -116,11 +117,13 @@ class Pair:
 
 
 class Bare:
-    """The loop in C, on a queue pair of its own.
+    """The bare loop in C, on a queue pair of its own.
 
     Args:
+        pair: the devices and their memory.
+        depth: the most outstanding writes.
         chain: writes posted with one call.
-        signal_every: of so many writes one is signalled.
+        signal_every: one of this many writes is signalled.
     """
 
     def __init__(self, pair: Pair, depth: int, chain: int, signal_every: int) -> None:
@@ -128,35 +131,36 @@ class Bare:
         qp = near.engine_options(0).qp
         found = ffi.new("ProxycclVerbsQp *")
         if lib.proxyccl_verbs_check_qp(qp, EndpointAddress.decode(near.address).qp_number, found):
-            raise ProxyCCLError("the queue pair's completion queue can't be found")
+            raise ProxyCCLError("could not find the queue pair's completion queue")
         local, remote = pair.regions
-        self._options = ffi.new(
-            "ProxycclVerbsBareWrites *",
-            {
-                "qp": qp,
-                "cq": found.send_cq,
-                "local": local.address,
-                "lkey": local.lkey,
-                "remote": remote.address,
-                "rkey": remote.rkey,
-                "depth": depth,
-                "chain": chain,
-                "signal_every": signal_every,
-                "timeout_ns": int(_TIMEOUT * 1e9),
-            },
-        )
+        self._options = {
+            "qp": qp,
+            "cq": found.send_cq,
+            "local": local.address,
+            "lkey": local.lkey,
+            "remote": remote.address,
+            "rkey": remote.rkey,
+            "depth": depth,
+            "chain": chain,
+            "signal_every": signal_every,
+            "timeout_ns": int(_TIMEOUT * 1e9),
+        }
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds that so many writes take."""
-        self._options.bytes, self._options.count = nbytes, count
-        taken = int(lib.proxyccl_verbs_bare_writes(self._options))
+        """Seconds that `count` writes of `nbytes` bytes take."""
+        taken = bare_loops.write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
-            raise TransportError(f"the bare loop: {status_text('verbs', -taken)}")
+            raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
         return taken / 1e9
 
 
 class Proxied:
-    """A proxy whose one channel leads through the first device to the second's memory; no second rank takes part."""
+    """A proxy with one channel, which leads through the first device to the second's memory. There is no second rank.
+
+    Args:
+        pair: the devices and their memory.
+        fifo_size: slots of the ring.
+    """
 
     def __init__(self, pair: Pair, fifo_size: int) -> None:
         self._segment = create_segment(pair.runtime, 0, _TIMEOUT)
@@ -170,7 +174,7 @@ class Proxied:
             on_failure=self._failures.append,
         )
         local, remote = pair.regions
-        connection = self._service.connect_verbs(pair.connect().engine_options(remote.rkey))
+        connection = self._service.connect(TRANSPORT.name, pair.connect().engine_options(remote.rkey))
         self._channel = self._service.reserve_channel(connection)
         self._service.set_channel(self._channel, connection, remote.address)
         self._source = self._service.add_memory(local.address, local.nbytes, local.lkey)
@@ -188,21 +192,16 @@ class Proxied:
         self._service.close()
         self._segment.close()
 
-    def _trigger(self, operation: Operation, nbytes: int) -> object:
-        words = Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
-        return ffi.new("ProxycclTrigger *", words)[0]
+    def _trigger(self, operation: Operation, nbytes: int) -> tuple[int, int]:
+        return Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
 
     def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds from the first push until the flush behind the last write."""
+        """Seconds from the first push until the flush behind the last of `count` writes of `nbytes` bytes."""
         parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
         triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
-        fifo = self._fifo
-        slots, tail = ffi.cast("ProxycclTrigger *", fifo.slots_host), ffi.cast("uint64_t *", fifo.tail_host)
         start = time.perf_counter()
         for trigger, pushes in triggers:
-            self._pushed += lib.proxyccl_bare_produce(
-                slots, tail, fifo.size_log2, self._pushed, pushes, trigger, int(_TIMEOUT * 1e9)
-            )
+            self._pushed += bare_loops.produce(self._fifo, self._pushed, trigger, pushes, _TIMEOUT)
         while self._flushed[0] < self._pushed:
             if self._failures:
                 raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
@@ -217,10 +216,10 @@ class Contender:
     """One way to make the writes.
 
     Attributes:
-        name: shown in tables.
+        name: its name in tables.
         ours: whether it is ProxyCCL's.
-        seconds: what so many bytes, so many times, take.
-        checked: whether it writes the memory of the `Pair`.
+        seconds: returns the seconds for writes of a number of bytes, made a number of times.
+        checked: whether it writes the memory of the `Pair`, which is then checked.
     """
 
     name: str
@@ -230,11 +229,16 @@ class Contender:
 
 
 class Comparison:
-    """Contenders that take turns; the first is what the others are compared with.
+    """Contenders that take turns.
+
+    Args:
+        pair: the devices and their memory.
+        nbytes: bytes of a write.
+        contenders: the first is the peer whose ratio is aimed at.
 
     Attributes:
-        wrong: bytes that were wrong behind a run, in all.
-        rounds: how many were made.
+        wrong: the total number of wrong bytes after the runs.
+        rounds: the number of rounds made.
     """
 
     def __init__(self, pair: Pair, nbytes: int, contenders: Sequence[Contender]) -> None:
@@ -252,18 +256,21 @@ class Comparison:
         return seconds
 
     def measure(self, rounds: int, seconds: float) -> None:
-        """Makes rounds, up to so many, as long as there is time. The first is not counted: it warms up."""
+        """Makes rounds until `rounds` are made or the time is up, but at least one.
+
+        A short run of each contender warms up before, and sets the number of writes.
+        """
         start = time.monotonic()
         rate = _CALIBRATION / min(self._run(contender, _CALIBRATION) for contender in self._contenders)
-        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # as much again for what lies between the runs
+        share = seconds / (2 * (rounds + 1) * len(self._contenders))  # half of the time passes between the runs
         self._count = max(_CALIBRATION, min(_MOST_WRITES, int(rate * share)))
         while self.rounds < rounds and (self.rounds == 0 or time.monotonic() - start < seconds):
             for contender in self._contenders:
                 self._seconds[contender.name].append(self._run(contender, self._count))
             self.rounds += 1
 
-    def rows(self) -> list[Report]:
-        """What was found, a row for each contender; `over` has the median ratio of its rate to each one's."""
+    def rows(self) -> list[Fields]:
+        """A row for each contender. `over` has the median ratio of its rate to each contender's."""
         found = []
         for contender in self._contenders:
             own = self._seconds[contender.name]
@@ -287,7 +294,7 @@ class Comparison:
         return found
 
 
-def _show(title: str, rows: list[Report], aim: float) -> None:
+def _show(title: str, rows: list[Fields], aim: float) -> None:
     print(f"\n{title}; {rows[0]['writes']} writes in each of {rows[0]['rounds']} rounds; aim {aim}")
     columns = (
         Column("", "", 44, left=True),
@@ -307,11 +314,17 @@ def _arguments() -> argparse.Namespace:
     parser = common_arguments(__doc__.splitlines()[0])
     here = os.environ.get("SOFT_ROCE_DEVICES", "").split(",")
     two = here if len(here) == 2 else None
-    parser.add_argument("--devices", nargs=2, default=two, required=two is None, help="that reach each other")
-    parser.add_argument("--gid-index", type=int, help="on both devices; default: what ProxyCCL would take")
-    parser.add_argument("--short-depth", type=options.count, default=256, help="requests under way (default 256)")
-    parser.add_argument("--long-depth", type=options.count, default=128, help="the same for 64 KiB (default 128)")
-    parser.add_argument("-r", "--rounds", type=options.count, help="of each comparison, at most")
+    parser.add_argument(
+        "--devices", nargs=2, default=two, required=two is None, help="two RDMA devices that reach each other"
+    )
+    parser.add_argument("--gid-index", type=int, help="GID index on both devices (default: ProxyCCL's choice)")
+    parser.add_argument(
+        "--short-depth", type=options.count, default=256, help="outstanding writes of 8 B (default %(default)s)"
+    )
+    parser.add_argument(
+        "--long-depth", type=options.count, default=128, help="outstanding writes of 64 KiB (default %(default)s)"
+    )
+    parser.add_argument("-r", "--rounds", type=options.count, help="most rounds of each comparison")
     return parser.parse_args()
 
 
@@ -371,7 +384,7 @@ def main() -> int:
         print(f"# not measured: {', '.join(missing)}")
     print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}", flush=True)
     if parsed.json is not None:
-        report = {
+        results = {
             "benchmark": "rdma_writes",
             "runtime": runtime.name,
             "device": f"{names[0]} to {names[1]}",
@@ -385,7 +398,7 @@ def main() -> int:
             "not_measured": missing,
             "wrong": wrong,
         }
-        write_json(parsed.json, report)
+        write_json(parsed.json, results)
     return 1 if wrong else 0
 
 

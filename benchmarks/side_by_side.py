@@ -1,11 +1,10 @@
-"""Ours and its peers in one process group: joins the ranks, then checks and times calls that take turns.
+"""Ours and its peers in one process group: what programs that compare calls share, on any runtime. Needs no torch.
 
-The programs beside it say what is called; nothing here knows which collective it is.
+The programs beside this module say what is called. Nothing here knows which collective it is. `Job` checks and times
+calls that take turns; jobs.py picks the kind of job that the runtime needs.
 
-Time is that of the GPU. A contender's calls are captured into a CUDA graph, whose replay is timed by events and
-divided by the number of calls, so that no launch cost of Python is in it. Before the first event each rank's stream
-sleeps until the replay is queued too, and the ranks meet in a barrier: none of them starts late because its CPU did.
-Contenders alternate; the figure is the median over repeats of the maximum over ranks.
+Contenders alternate. A time is the median over repeats of the maximum over ranks. So that no call's time contains the
+CPU's work to issue it where that can be had, calls are timed in bursts; gpu_job.py and host_job.py say how.
 """
 
 from __future__ import annotations
@@ -14,55 +13,53 @@ import argparse
 import faulthandler
 import math
 import os
-import socket
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-
-# NVLink multicast must not be used: said before torch and NCCL are loaded, which read it.
-os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
-
-import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
 from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import ArgumentError, Communicator
 from proxyccl.channels.tools import options
-from proxyccl.channels.tools.report import Column, Report, Table, write_json
+from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.tables import Column, Table
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
+BARE_COPIES = "bare copies"
+PROXIED = "registered_proxy"
+"""Our name of calls by proxy with registered arrays."""
+WAIT_TIMEOUT = 20.0
+"""Seconds, of each wait of the communicator."""
 
-_TIMEOUT = 20.0  # seconds, of each wait
-_SLEEP_CYCLES = 600_000  # about 300 µs: longer than it takes to queue a barrier and a replay
 _MOST_CALLS = 50
-_REPLAY_US = 3000.0
-_POISON = 0xA5
+_BURST_US = 3000.0
 
 
 def arguments(description: str, default_sizes: Sequence[int], quick_sizes: Sequence[int]) -> argparse.ArgumentParser:
     """The options of programs that measure a collective by size."""
     parser = common_arguments(description)
     parser.add_argument("-s", "--sizes", type=options.size, nargs="+", metavar="SIZE", help="bytes, such as 64K")
-    parser.add_argument("-d", "--dtypes", nargs="+", choices=list(DTYPES), help="element types")
-    parser.add_argument("-a", "--algorithms", nargs="+", metavar="NAME", help="ours; auto is the library's choice")
-    parser.add_argument("-r", "--repeats", type=options.count, help="of each timed replay")
+    parser.add_argument("-d", "--dtypes", nargs="+", choices=DTYPES, help="element types")
+    parser.add_argument(
+        "-a", "--algorithms", nargs="+", metavar="NAME", help="our algorithms; auto is the library's choice"
+    )
+    parser.add_argument("-r", "--repeats", type=options.count, help="timed bursts of each contender")
     parser.set_defaults(default_sizes=tuple(default_sizes), quick_sizes=tuple(quick_sizes))
     return parser
 
 
 def resolve(parsed: argparse.Namespace) -> argparse.Namespace:
-    """Fills in what was not given to the options of `arguments`, by `--quick`."""
+    """Fills in the options of `arguments` that were not given; the defaults depend on `--quick`."""
     parsed.sizes = parsed.sizes or (parsed.quick_sizes if parsed.quick else parsed.default_sizes)
-    parsed.dtypes = parsed.dtypes or (["float32"] if parsed.quick else ["float32", "bfloat16"])
+    parsed.dtypes = parsed.dtypes or list(DTYPES[:1] if parsed.quick else DTYPES[:2])
     parsed.repeats = parsed.repeats or (5 if parsed.quick else 15)
     return parsed
 
@@ -72,12 +69,13 @@ class Contender:
     """One way to make the call.
 
     Attributes:
-        name: an algorithm's, or a peer's.
+        name: name of an algorithm or of a peer.
         ours: whether it is ProxyCCL's.
-        call: queues the call on torch's current stream.
-        refill: queues what puts fresh inputs in place, and poison where outputs go.
-        wrong: the wrong elements after that many calls since `refill`.
-        also_wrong: makes another check of its own, not timed, and returns the wrong elements.
+        call: queues the call on the job's stream.
+        refill: queues the writes of fresh inputs, and of poison where outputs go.
+        wrong: returns the number of wrong elements after the given number of calls since `refill`.
+        also_wrong: makes another check, which is not timed, and returns the number of wrong elements.
+        missing: why the call can't be made on this machine, or "".
     """
 
     name: str
@@ -86,11 +84,59 @@ class Contender:
     refill: Callable[[], object]
     wrong: Callable[[int], int]
     also_wrong: Callable[[], int] = lambda: 0
+    missing: str = ""
+
+
+def absent(name: str, missing: str) -> Contender:
+    """A peer that can't make the call, for the reason given: the tables show it."""
+    return Contender(name, False, lambda: None, lambda: None, lambda _: 0, missing=missing)
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another library's way to run a collective.
+
+    Attributes:
+        name: as the tables show it.
+        call: queues the call on the job's stream, given output and input.
+        arrays: makes an input and an output of so many elements, if the peer wants arrays of its own.
+        in_place: whether an all_reduce replaces its input.
+        missing: why it can't be called on this machine, or "". It then has no call.
+    """
+
+    name: str
+    call: Callable[[Any, Any], object] | None = None
+    arrays: Callable[[int], tuple[Any, Any]] | None = None
+    in_place: bool = True
+    missing: str = ""
+
+
+class Burst(ABC):
+    """Calls that are queued together.
+
+    Attributes:
+        calls: their number.
+        multiprocessors: how many of the GPU's multiprocessors their kernels can occupy at a time; None if unknown.
+    """
+
+    calls: int
+    multiprocessors: int | None = None
+
+    @abstractmethod
+    def queue(self) -> None:
+        """Queues the calls on the burst's stream."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees what the burst holds; it is not queued any more."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What was found. `time_us` is None, and `reason` says why, for a contender that can't make the call."""
+    """A contender's result. If it can't make the call, `time_us` is None and `reason` says why.
+
+    `multiprocessors` is that of its `Burst`.
+    """
 
     name: str
     ours: bool
@@ -99,46 +145,37 @@ class Timing:
     calls: int
     wrong: int
     reason: str = ""
+    multiprocessors: int | None = None
 
 
-class Job:
-    """The ranks: MPI started them, and torch.distributed's NCCL and a Communicator join them.
+class Job(ABC):
+    """The ranks, which MPI started, with a Communicator.
 
     Args:
-        seconds: to spend; `in_time` tells when they are over, and a job that hangs is ended some time after.
-        growth_limit: no more calls in a graph than leave world_size ** calls below 10 to this power.
+        seconds: time to spend. `in_time` tells whether it is up; a job that hangs is ended some time after.
+        growth_limit: bounds the calls of a burst, so that world_size ** calls stays below 10 to this power.
+
+    Attributes:
+        dtypes: names of the element types that arrays can have.
+        handle: the stream that calls are queued on, as our calls take it.
+        timing: how times are measured, for headings and results.
     """
+
+    dtypes: Sequence[str]
+    comm: Communicator
+    handle: Any
+    timing: str
 
     def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
         end_if_it_hangs(seconds)
         self._start, self._seconds = time.monotonic(), seconds
         self.world = MPI.COMM_WORLD
         self.rank, self.ranks = self.world.Get_rank(), self.world.Get_size()
-        host = self.world.Split_type(MPI.COMM_TYPE_SHARED)
-        self.device = torch.device("cuda", host.Get_rank())
-        host.Free()
-        torch.cuda.set_device(self.device)
-        port = None
-        if self.rank == 0:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-        dist.init_process_group(
-            "nccl",
-            init_method=f"tcp://127.0.0.1:{self.world.bcast(port)}",
-            rank=self.rank,
-            world_size=self.ranks,
-            device_id=self.device,
-            timeout=timedelta(seconds=60),
-        )
-        self.group_name: str = dist.group.WORLD.group_name
-        self.comm = Communicator.from_mpi(timeout=_TIMEOUT)
-        self.stream = torch.cuda.Stream()
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         growth = growth_limit / math.log10(self.ranks) if self.ranks > 1 else _MOST_CALLS
         self._most_calls = min(_MOST_CALLS, int(growth))
+        self._said: set[str] = set()
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -146,7 +183,6 @@ class Job:
     ) -> None:
         self.comm.__exit__(kind, error, trace)
         if error is None:
-            dist.destroy_process_group()
             faulthandler.cancel_dump_traceback_later()
 
     @property
@@ -155,53 +191,125 @@ class Job:
         return self.rank == 0
 
     def in_time(self) -> bool:
-        """Whether there is time for more; the same on all ranks."""
+        """Whether time is left; the same on all ranks."""
         return bool(self.world.bcast(time.monotonic() - self._start < self._seconds))
 
-    def describe(self) -> Report:
-        """What a report says of the GPUs and the peers."""
-        return {
-            **describe(self.comm),
-            "peers": {
-                "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
-                "torch": torch.__version__,
-                "CUDA of torch": torch.version.cuda,
-            },
-        }
+    @abstractmethod
+    def empty(self, count: int, dtype: str) -> Any:
+        """An array of the program's own, which is not registered. Arrays can be sliced and assigned to."""
+
+    @abstractmethod
+    def registered(self, count: int, dtype: str) -> Any:
+        """An array that collectives read and write where it lies. All ranks call this together."""
+
+    @abstractmethod
+    def random(self, count: int, dtype: str, seed: int) -> Any:
+        """Small whole numbers, whose sums every element type holds exactly."""
+
+    @abstractmethod
+    def poison(self, x: Any) -> None:
+        """Fills an array with a pattern that no result has."""
+
+    @abstractmethod
+    def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
+        """The other libraries' ways to run a collective on arrays of at most `count` elements.
+
+        All ranks call this together and get the same. What is missing is named with its reason.
+        """
+
+    @abstractmethod
+    def peer_versions(self) -> Fields:
+        """The peers' versions by name."""
+
+    @abstractmethod
+    def current(self) -> AbstractContextManager[object]:
+        """Makes the job's stream current for the libraries that have such a thing."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits for all that is queued on this rank."""
+
+    @abstractmethod
+    def time_now(self, call: Callable[[], object], calls: int) -> float:
+        """Microseconds of one of so many calls on this rank, issued one by one."""
+
+    @abstractmethod
+    def burst(self, call: Callable[[], object], calls: int) -> Burst:
+        """Prepares calls on the job's stream."""
+
+    @abstractmethod
+    def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
+        """Queues a burst on all ranks at once and waits for it.
+
+        Args:
+            timed: what is timed.
+            beside: what runs meanwhile on another stream, queued before.
+            beside_bursts: how often that is queued.
+
+        Returns:
+            Microseconds of one timed call on this rank, and whether `beside` ran until the end of `timed`.
+        """
+
+    @abstractmethod
+    def product(self, size: int, calls: int) -> Burst:
+        """Products of two square matrices of so many rows, on another stream than the job's."""
+
+    def describe(self) -> Fields:
+        """The fields of results that describe the devices and the peers."""
+        return {**describe(self.comm), "peers": self.peer_versions()}
 
     def heading(self, title: str, *notes: str) -> None:
         """Prints what is measured, and on what."""
-        peers = ", ".join(f"{name} {version}" for name, version in self.describe()["peers"].items())
-        heading(self.comm, title, f"peers: {peers}; no multicast", *notes)
+        peers = ", ".join(f"{name} {version}" for name, version in self.peer_versions().items())
+        heading(self.comm, title, f"peers: {peers or 'none'}; no multicast", *notes)
 
-    def write(self, path: Path | None, report: Report) -> None:
-        """Writes the report, with what `describe` says, on the first rank."""
+    def say_once(self, line: str) -> None:
+        """Prints a line on the first rank, unless it was printed before."""
+        if self.first and line not in self._said:
+            print(line)
+        self._said.add(line)
+
+    def element_types(self, wanted: Sequence[str]) -> list[str]:
+        """Those of the element types that arrays can have; says which are left out."""
+        for name in wanted:
+            if name not in self.dtypes:
+                self.say_once(f"# {name} is not measured: arrays on the {self.comm.runtime.name} runtime can't have it")
+        return [name for name in wanted if name in self.dtypes]
+
+    def write(self, path: Path | None, results: Fields) -> None:
+        """Writes the results and the fields of `describe` on the first rank."""
         if self.first and path is not None:
-            write_json(path, {**self.describe(), **report})
+            write_json(path, {**self.describe(), **results})
 
-    def finish(self, parsed: argparse.Namespace, rows: list[Report], skipped: list[str], report: Report) -> int:
-        """Ends the table and writes the report, on the first rank. Returns the exit code: 1 if a result was wrong."""
+    def finish(self, parsed: argparse.Namespace, rows: list[Fields], skipped: list[str], results: Fields) -> int:
+        """Ends the table and writes the results on the first rank. Returns the exit code: 1 if a result was wrong."""
         wrong = sum(row["wrong"] for row in rows)
         if self.first:
             if skipped:
-                print(f"# not measured, as the {parsed.seconds} s were over: {', '.join(skipped)}")
+                print(f"# not measured, because the {parsed.seconds} s were up: {', '.join(skipped)}")
             print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
-            self.write(parsed.json, {**report, "results": rows, "not_measured": skipped})
+            self.write(parsed.json, {**results, "results": rows, "not_measured": skipped})
         return 1 if wrong else 0
 
     def everywhere(self, reason: str) -> str:
-        """The first rank's reason that is not empty."""
+        """The first reason of any rank that is not empty; the same on all ranks."""
         return next((each for each in self.world.allgather(reason) if each), "")
 
-    def _first_call(self, contender: Contender) -> tuple[int, str]:
-        """Wrong elements of the first call, or why it can't be made."""
+    def slowest(self, value: float) -> float:
+        """The largest value of all ranks."""
+        return float(self.world.allreduce(value, MPI.MAX))
+
+    def first_call(self, contender: Contender) -> tuple[int, str]:
+        """The number of wrong elements of the first call on this rank, and the reason if it can't be made."""
+        if contender.missing:
+            return 0, contender.missing
         reason, wrong = "", 0
-        # Only what is said of the arguments before anything starts; any other error ends the run.
+        # These errors refuse the arguments before anything starts. Any other error ends the run.
         refusal = ArgumentError if contender.ours else RuntimeError
         try:
             contender.refill()
             contender.call()
-            self.stream.synchronize()
+            self.synchronize()
         except refusal as error:
             reason = str(error).splitlines()[0]
         reason = self.everywhere(reason)
@@ -209,111 +317,84 @@ class Job:
             wrong = contender.wrong(1) + contender.also_wrong()
         return wrong, reason
 
-    def _calls_for(self, contender: Contender) -> int:
-        """How many calls to time together, by what a few take; the same on all ranks."""
-        start, end = self._events
+    def prepare(self, contender: Contender) -> tuple[Burst, int]:
+        """A burst of a contender's calls, as many as take a few milliseconds, and the number of elements on this rank
+        that are wrong after it.
+        """
         contender.refill()
-        start.record()
-        for _ in range(3):
-            contender.call()
-        end.record()
-        end.synchronize()
-        slowest = self.world.allreduce(start.elapsed_time(end) * 1e3 / 3, MPI.MAX)
-        return max(1, min(self._most_calls, int(_REPLAY_US / slowest)))
-
-    def _capture(self, contender: Contender, calls: int) -> Any:
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread asks for events meanwhile, which only a thread's own capture mode allows.
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(calls):
-            contender.call()
-        graph.capture_end()
-        return graph
-
-    def _replay(self, contender: Contender, graph: Any, calls: int) -> float:
-        """Microseconds a call."""
-        start, end = self._events
+        slowest = self.slowest(self.time_now(contender.call, 3))
+        calls = max(1, min(self._most_calls, int(_BURST_US / slowest)))
         contender.refill()
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        self.comm.barrier(stream=self.stream.cuda_stream)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / calls
+        self.synchronize()
+        burst = self.burst(contender.call, calls)
+        burst.queue()  # the first time also warms up
+        self.synchronize()
+        return burst, contender.wrong(calls)
 
     def measure(self, contenders: Sequence[Contender], repeats: int) -> list[Timing]:
-        """Checks and times the contenders in turns. All ranks call this together, and all get the same."""
-        wrong, reasons, graphs = [0] * len(contenders), [""] * len(contenders), {}
+        """Checks and times the contenders in turns. All ranks call this together and get the same result."""
+        wrong, reasons = [0] * len(contenders), [""] * len(contenders)
+        bursts: dict[int, Burst] = {}
         times = np.full((len(contenders), repeats), np.nan)
-        torch.cuda.synchronize()  # the inputs were made on another stream
-        with torch.cuda.stream(self.stream):
+        self.synchronize()  # the inputs were made on another stream
+        with self.current():
             for i, contender in enumerate(contenders):
-                wrong[i], reasons[i] = self._first_call(contender)
-                if reasons[i]:
-                    continue
-                calls = self._calls_for(contender)
-                contender.refill()
-                self.stream.synchronize()
-                graph = self._capture(contender, calls)
-                graph.replay()  # the first replay also warms up
-                self.stream.synchronize()
-                wrong[i] += contender.wrong(calls)
-                graphs[i] = (graph, calls)
+                wrong[i], reasons[i] = self.first_call(contender)
+                if not reasons[i]:
+                    bursts[i], after = self.prepare(contender)
+                    wrong[i] += after
             for repeat in range(repeats):
-                for i, (graph, calls) in graphs.items():
-                    times[i, repeat] = self._replay(contenders[i], graph, calls)
+                for i, burst in bursts.items():
+                    contenders[i].refill()
+                    times[i, repeat], _ = self.time_burst(burst)
         slowest = np.empty_like(times)
         self.world.Allreduce(times, slowest, MPI.MAX)
         all_wrong = self.world.allreduce(np.array(wrong), MPI.SUM)
-        for graph, _ in graphs.values():
-            graph.reset()
+        for burst in bursts.values():
+            burst.close()
         return [
             Timing(
                 contender.name,
                 contender.ours,
-                statistics.median(slowest[i].tolist()) if i in graphs else None,
-                float(slowest[i].min()) if i in graphs else None,
-                graphs[i][1] if i in graphs else 0,
+                statistics.median(slowest[i].tolist()) if i in bursts else None,
+                float(slowest[i].min()) if i in bursts else None,
+                bursts[i].calls if i in bursts else 0,
                 int(all_wrong[i]),
                 reasons[i],
+                bursts[i].multiprocessors if i in bursts else None,
             )
             for i, contender in enumerate(contenders)
         ]
 
 
-def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
-    """A tensor that all ranks reach, or None and why torch can't make one here. All ranks get the same answer."""
-    reason, tensor = "", None
-    try:
-        tensor = symm_mem.empty(count, dtype=dtype, device=job.device)
-        symm_mem.rendezvous(tensor, job.group_name)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-    reason = job.everywhere(reason)
-    return (None if reason else tensor), reason
+def bare_copies(job: Job, count: int) -> Contender:
+    """The link's limit: what an all-reduce of `count` bytes must send, by the copy engines of all ranks at once."""
+    comm, share = job.comm, count // job.ranks
+    array = comm.empty(max(share, 1), "uint8")
+    memory = comm.register(array)
+    peers = [(job.rank + i) % job.ranks for i in range(1, job.ranks)]
+
+    def copy() -> None:
+        for peer in 2 * peers:
+            comm.runtime.copy(memory.peer_ptr(peer), array.ptr, share, job.handle)
+
+    return Contender(BARE_COPIES, False, copy, lambda: None, lambda _: 0)
 
 
-def random_inputs(job: Job, count: int, dtype: torch.dtype, seed: int) -> Iterable[torch.Tensor]:
-    """Each rank's input, by rank: small whole numbers, whose sums every element type holds exactly."""
+def random_inputs(job: Job, count: int, dtype: str, seed: int) -> Iterable[Any]:
+    """The ranks' inputs, in order: small whole numbers, whose sums every element type holds exactly."""
     for rank in range(job.ranks):
-        generator = torch.Generator(job.device).manual_seed(seed + rank)
-        yield torch.randint(-8, 9, (count,), generator=generator, device=job.device, dtype=torch.int8).to(dtype)
+        yield job.random(count, dtype, seed + rank)
 
 
 def fresh_seed(job: Job) -> int:
-    """A seed that no run had before; the same on all ranks."""
+    """A new random seed, the same on all ranks."""
     return int(job.world.bcast(int.from_bytes(os.urandom(6), "little")))
 
 
-def poison(x: torch.Tensor) -> None:
-    """Fills a tensor with what no result is."""
-    x.view(torch.uint8).fill_(_POISON)
-
-
-def differing(x: torch.Tensor, expected: torch.Tensor) -> int:
-    """Elements that differ."""
-    return int(torch.count_nonzero(x != expected))
+def differing(x: Any, expected: Any) -> int:
+    """The number of elements of two arrays that differ."""
+    return int((x != expected).sum())
 
 
 COLUMNS = (
@@ -321,8 +402,9 @@ COLUMNS = (
     Column("count", "(elements)", 10, "d"),
     Column("type", "", 8),
     Column("redop", "", 5),
-    Column("algorithm or peer", "", 24, left=True),
-    Column("calls", "/replay", 7, "d"),
+    Column("algorithm or peer", "", 28, left=True),
+    Column("calls", "/burst", 7, "d"),
+    Column("MPs", "used", 5, "d"),
     Column("time", "(µs)", 9, ".2f"),
     Column("best", "(µs)", 9, ".2f"),
     Column("algbw", "(GB/s)", 8, ".2f"),
@@ -336,8 +418,9 @@ class Case:
     """One size of one element type.
 
     Attributes:
-        nbytes, count: of a rank's buffer.
-        dtype: by name.
+        nbytes: size of a rank's buffer.
+        count: its number of elements.
+        dtype: name of its element type.
         redop: the reduction, or None.
         bus_factor: bus bandwidth over algorithm bandwidth (nccl-tests, doc/PERFORMANCE.md).
     """
@@ -349,20 +432,24 @@ class Case:
     bus_factor: float
 
 
-def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[Report]:
-    """Prints a row for each timing, on the first rank. Returns the rows; elsewhere, what `Job.finish` needs of them."""
+def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[Fields]:
+    """Prints a row for each timing on the first rank, and returns the rows.
+
+    Other ranks return only the fields that `Job.finish` needs.
+    """
     if not job.first:
         return [{"wrong": timing.wrong} for timing in timings]
     rows = []
     for timing in timings:
         algbw = case.nbytes / timing.time_us / 1e3 if timing.time_us else None
-        row: Report = {
+        row: Fields = {
             "size": case.nbytes,
             "count": case.count,
             "type": case.dtype,
             "redop": case.redop,
             "name": timing.name,
             "calls": timing.calls,
+            "multiprocessors": timing.multiprocessors,
             "time_us": timing.time_us,
             "best_us": timing.best_us,
             "algbw_gbs": algbw,
@@ -374,11 +461,11 @@ def show(job: Job, table: Table, case: Case, timings: Sequence[Timing]) -> list[
             shown[4] = f"ProxyCCL {timing.name}"
         table.row(*shown)
         if timing.reason:
-            print(f"#   {timing.name}: {timing.reason}")
+            job.say_once(f"#   {timing.name}: {timing.reason}")
         rows.append({**row, "ours": timing.ours, "reason": timing.reason})
     return rows
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The geometric mean of positive values; nan of none."""
+    """The geometric mean of positive values; nan for an empty sequence."""
     return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan

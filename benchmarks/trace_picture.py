@@ -1,8 +1,8 @@
 """Draws a part of a file of `proxyccl trace` as SVG: python benchmarks/trace_picture.py TRACE.json PICTURE.svg
 
-The part is one burst of triggers, such as a collective makes, between two pauses of all proxies. Of the bursts
-with the most usual number of triggers it is the one of median length. Perfetto shows the whole file; this is for
-pages.
+The part is one burst of triggers or sends, such as a collective makes, between two pauses of all proxies. It is the
+burst of median length among those with the most frequent number of them. Use Perfetto to see the whole file; these
+pictures are for pages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TICKS = 6
 
 
 def bursts(spans: list[Event], pause_us: float) -> Iterator[list[Event]]:
-    """The spans between pauses of so many µs."""
+    """The spans between pauses of at least `pause_us` µs, as one list for each burst."""
     burst: list[Event] = []
     end = 0.0
     for span in sorted(spans, key=lambda span: float(span["ts"])):
@@ -47,14 +47,14 @@ def _triggers(burst: list[Event]) -> int:
 
 
 def usual(of: list[list[Event]]) -> list[Event]:
-    """The burst of median length of those with the most usual number of triggers."""
+    """The burst of median length among those with the most frequent number of triggers."""
     count = Counter(map(_triggers, of)).most_common(1)[0][0]
     alike = sorted((burst for burst in of if _triggers(burst) == count), key=_length)
     return alike[len(alike) // 2]
 
 
 def _step(length: float) -> float:
-    """A round distance of ticks."""
+    """A round distance between ticks, in µs."""
     factor = 1.0
     while factor * 10 * _TICKS < length:
         factor *= 10
@@ -62,7 +62,7 @@ def _step(length: float) -> float:
 
 
 def picture(events: list[Event], pause_us: float) -> str:
-    """The SVG."""
+    """The SVG text."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     ranks = {e["pid"]: e["args"]["name"].partition(" of ")[0] for e in events if e["name"] == "process_name"}
     burst = usual(list(bursts([e for e in events if e["ph"] == "X"], pause_us)))
@@ -105,9 +105,9 @@ def picture(events: list[Event], pause_us: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path, help="what `proxyccl trace` wrote")
-    parser.add_argument("picture", type=Path, help="where to draw")
-    parser.add_argument("--pause", type=float, default=200.0, help="µs that part two bursts (default %(default)s)")
+    parser.add_argument("trace", type=Path, help="a file that `proxyccl trace` wrote")
+    parser.add_argument("picture", type=Path, help="the SVG file to write")
+    parser.add_argument("--pause", type=float, default=200.0, help="µs between two bursts (default %(default)s)")
     parsed = parser.parse_args()
     parsed.picture.write_text(picture(json.loads(parsed.trace.read_text())["traceEvents"], parsed.pause))
     return 0

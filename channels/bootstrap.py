@@ -46,6 +46,14 @@ class Bootstrap(Protocol):
         ...
 
 
+def require_mpi(comm: Any) -> None:
+    """Raises ArgumentError unless `comm` is None or an MPI intracommunicator."""
+    from mpi4py import MPI
+
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise ArgumentError("comm", f"must be an MPI intracommunicator, not {type(comm).__name__}")
+
+
 class MpiBootstrap:
     """Ranks of an MPI communicator, by default all of them.
 
@@ -56,9 +64,8 @@ class MpiBootstrap:
     def __init__(self, comm: Any = None) -> None:
         from mpi4py import MPI
 
+        require_mpi(comm)
         parent = MPI.COMM_WORLD if comm is None else comm
-        if not isinstance(parent, MPI.Intracomm):
-            raise ArgumentError("comm", f"an MPI intracommunicator is wanted, not {type(comm).__name__}")
         self._mpi = MPI
         self._parent = parent
         self._comm: Any = None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from proxyccl.device._native import ffi
 from proxyccl.device.runtime import Memory, Runtime
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import CData  # the stub's; cffi has no such name
 
 
 class Channel:
     """A channel to one peer. `device_handle` is what a kernel takes by value."""
 
-    def __init__(self, peer: int, handle: Any) -> None:
+    def __init__(self, peer: int, handle: CData) -> None:
         self.peer = peer
         self._handle = handle
         self._kept: tuple[object, ...] = ()

@@ -8,24 +8,26 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import ipaddress
-import json
 import secrets
 import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from typing import Annotated
 
-from proxyccl.channels.control import ErrorRecord
+from msgspec import Meta
+
+from proxyccl.channels.control import Presence
+from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.device.errors import PeerLostError
+from proxyccl.proxy.codec import Codec, Message, ProtocolError
 
 _SIOCGIFADDR = 0x8915
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
 _GREETING_SECONDS = 2.0
 _INTERVAL_SECONDS = 0.1
-_GOODBYE = b"goodbye\n"
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
@@ -45,17 +47,20 @@ def host_addresses() -> list[str]:
     return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
 
 
-@dataclass(frozen=True)
-class _Offer:
-    """Where a rank listens."""
+class Offer(Message, frozen=True):
+    """Where a rank listens, and the secret that proves who calls."""
 
-    addresses: list[str]
-    port: int
-    token: str
+    addresses: Annotated[list[str], Meta(max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Annotated[bytes, Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+
+
+OFFER = Codec(Offer, 64 << 10)
+_MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 4096, name="message")
 
 
 class HostLink:
-    """A connection to one rank of another host. It says one thing at the most: why the communicator was ended."""
+    """A connection to one rank of another host. It carries presence, and why the communicator was ended."""
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
@@ -69,34 +74,43 @@ class HostLink:
         """For poll()."""
         return self._socket.fileno()
 
-    def send(self, record: ErrorRecord) -> None:
-        """Passes an abort on. A peer that can't be told has ended, or hears it from its time-out."""
-        with contextlib.suppress(OSError):
-            self._socket.send(json.dumps(asdict(record)).encode() + b"\n")
+    def send(self, message: ErrorRecord | Presence) -> None:
+        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks.
 
-    def receive(self) -> ErrorRecord | str | None:
-        """What the peer said since: the record of its abort, "goodbye", "lost", or None for nothing yet."""
+        A peer that can't be reached has ended, or finds out by its time-out.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.send(_MESSAGE.encode(message) + b"\n")
+
+    def receive(self) -> ErrorRecord | Presence | str | None:
+        """The peer's next message, "lost" if there can be none, or None if there is none yet.
+
+        A peer that sends what is no message is lost.
+        """
+        if b"\n" not in self._received:
+            try:
+                data = self._socket.recv(4096)
+            except BlockingIOError:
+                return None
+            except OSError:
+                return "lost"
+            self._received += data
+            if b"\n" not in self._received:
+                return None if data and len(self._received) <= _MESSAGE.limit else "lost"
+        line, _, self._received = self._received.partition(b"\n")
         try:
-            data = self._socket.recv(4096)
-        except BlockingIOError:
-            return None
-        except OSError:
+            return _MESSAGE.decode(line, f"rank {self.peer}")
+        except ProtocolError:
             return "lost"
-        self._received += data
-        line, newline, _ = self._received.partition(b"\n")
-        if not newline:
-            return None if data else "lost"
-        return "goodbye" if line + newline == _GOODBYE else ErrorRecord(**json.loads(line))
 
     def close(self) -> None:
-        """Tells the peer that this end goes in good order, and goes."""
-        with contextlib.suppress(OSError):
-            self._socket.send(_GOODBYE)
+        """Lets the peer know that this rank has left, and closes the connection."""
+        self.send(Presence.LEFT)
         self._socket.close()
 
 
 class Listener:
-    """Joins a rank to the ranks of other hosts. The bytes of `offer` are exchanged between all before `join`."""
+    """Joins a rank to the ranks of other hosts. All ranks exchange their `offer` before `join`."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -106,13 +120,12 @@ class Listener:
         self._socket.listen(1024)
 
     @property
-    def offer(self) -> bytes:
+    def offer(self) -> Offer:
         """Where the others find this rank."""
-        offer = _Offer(host_addresses(), self._socket.getsockname()[1], self._token.hex())
-        return json.dumps(asdict(offer)).encode()
+        return Offer(host_addresses(), self._socket.getsockname()[1], self._token)
 
     def join(
-        self, peers: list[int], offers: list[bytes], timeout: float, give_up: Callable[[], None]
+        self, peers: list[int], offers: list[Offer], timeout: float, give_up: Callable[[], None]
     ) -> dict[int, HostLink]:
         """Links to ranks of other hosts: this rank calls those below it, and those above call here.
 
@@ -123,7 +136,7 @@ class Listener:
         links: dict[int, HostLink] = {}
         for peer in peers:
             if peer < self._rank:
-                links[peer] = self._call(peer, _Offer(**json.loads(offers[peer])), deadline, give_up)
+                links[peer] = self._call(peer, offers[peer], deadline, give_up)
         awaited = {peer for peer in peers if peer > self._rank}
         self._socket.settimeout(_INTERVAL_SECONDS)
         while awaited:
@@ -145,9 +158,8 @@ class Listener:
                     links[caller] = HostLink(caller, connection)
         return links
 
-    def _call(self, peer: int, offer: _Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
+    def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
         # All addresses at once: some lead nowhere, or to another host that has the same one.
-        token = bytes.fromhex(offer.token)
         failures = dict.fromkeys(offer.addresses, "no answer")
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as sockets:
             for address in offer.addresses:
@@ -161,10 +173,10 @@ class Listener:
                     connection, address = key.data
                     try:
                         if key.events == selectors.EVENT_WRITE:  # connected; or not, which sending tells
-                            connection.send(_HELLO.pack(self._rank, token))
+                            connection.send(_HELLO.pack(self._rank, offer.token))
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
-                        if connection.recv(_TOKEN_BYTES) == token:
+                        if connection.recv(_TOKEN_BYTES) == offer.token:
                             return HostLink(peer, socket.socket(fileno=connection.detach()))
                         failures[address] = "somebody else listens there"
                     except OSError as error:

@@ -2,42 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
 
+from proxyccl.channels.group import Group
+from proxyccl.channels.symmetric import Announced
+from proxyccl.device.arrays import Array, ArrayView, as_view
+from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
 from proxyccl.device.runtime import Memory
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.device.arrays import ArrayView
-    from proxyccl.proxy.interface import RdmaMemory
+from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
+from proxyccl.proxy.interface import RdmaMemory
+from proxyccl.proxy.transports.table import TRANSPORTS
 
 
-@dataclass(frozen=True)
-class _Offer:
+class _Offer(Message, frozen=True):
     """What a rank tells of the memory that it registers.
 
     Attributes:
-        handle: by which ranks of the same host map it; empty if they can't, and then `refusals["copy"]` says why.
-        exposed: by transport of RDMA, the address and the key by which peers name it.
-        refusals: by transport, why it does not reach the memory.
+        nbytes: its size.
+        handle: maps it in ranks of the same host; empty if it can't be shared.
+        unshared_reason: why it can't be shared; empty if it can, or has no bytes.
+        exposed: by RDMA transport, the address and the key by which peers name it.
+        unsupported_reasons: by RDMA transport, why it does not reach the memory.
     """
 
-    nbytes: int
+    nbytes: Uint64
     handle: bytes
-    exposed: dict[str, tuple[int, int]]
-    refusals: dict[str, str]
+    unshared_reason: str
+    exposed: dict[str, tuple[Uint64, Uint64]]
+    unsupported_reasons: dict[str, str]
 
-    def encode(self) -> bytes:
-        return json.dumps({**asdict(self), "handle": self.handle.hex()}).encode()
 
-    @classmethod
-    def decode(cls, data: bytes) -> _Offer:
-        fields = json.loads(data)
-        return cls(**{**fields, "handle": bytes.fromhex(fields["handle"])})
+_OFFER = Codec(_Offer, 1 << 20, "memory offer")
+_IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
+
+
+def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
+    """A new array in device memory, which peers' kernels may reach if it is symmetric. See `Communicator.empty`."""
+    group.failure.require_usable()
+    try:
+        dims = tuple(operator.index(n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
+    except TypeError:
+        raise ArgumentError("shape", f"must be an integer or a sequence of integers, not {shape!r}") from None
+    if any(n < 0 for n in dims):
+        raise ArgumentError("shape", f"dimensions can't be negative: {dims}")
+    element: DType = as_dtype(dtype)
+    nbytes = element.itemsize
+    for n in dims:
+        nbytes *= n
+    take = group.symmetric.allocate if symmetric else group.runtime.allocate
+    return Array(group.runtime, take(max(nbytes, 1)), dims, element)
+
+
+def register(group: Group, array: Any, *, symmetric: bool = False) -> RegisteredMemory:
+    """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`."""
+    group.failure.require_usable()
+    if isinstance(array, RegisteredMemory):
+        array.require_current()
+        return array
+    view = as_view(array, "array", gpu=group.runtime.name)
+    if view.device[0] != group.runtime.name:
+        raise ArgumentError("array", f"lies on {view.device[0]}, the communicator uses {group.runtime.name}")
+    return RegisteredMemory.exchange(group, view, symmetric)
+
+
+def deregister(group: Group, array: Any) -> None:
+    """Closes the registration of an array. See `Communicator.deregister`."""
+    if isinstance(array, RegisteredMemory):
+        array.close()
+        return
+    view = as_view(array, "array", gpu=group.runtime.name)
+    for shared in reversed(group.kept):
+        if isinstance(shared, RegisteredMemory) and (shared.ptr, shared.nbytes) == (view.ptr, view.nbytes):
+            shared.close()
+            return
+    raise ArgumentError("array", "expected an array that is registered")
 
 
 class RegisteredMemory:
@@ -52,42 +95,75 @@ class RegisteredMemory:
     """
 
     def __init__(
-        self, communicator: Communicator, view: ArrayView, offers: list[_Offer], exposed: dict[str, RdmaMemory]
+        self,
+        group: Group,
+        view: ArrayView,
+        offers: list[_Offer],
+        exposed: dict[str, RdmaMemory],
+        announced: Announced | None,
     ) -> None:
-        self._communicator = communicator
+        self._group = group
         self._owner = view.owner
         self._exposed = exposed
+        self._announced = announced
         self._offers = offers
         self._remote_ids: dict[int, int] = {}
         self._opened: dict[int, Memory] = {}
         self._id: int | None = None
-        self._rdma_id: int | None = None
+        self._rdma_ids: dict[str, int] = {}  # of the own range, by transport
+        self._ids_at_peers: dict[int, int] = {}
         self._closed = False
+        self._allocations = group.runtime.allocations(view.ptr, view.nbytes)
         self.ptr = view.ptr
         self.nbytes = view.nbytes
 
     @classmethod
-    def exchange(cls, communicator: Communicator, view: ArrayView) -> RegisteredMemory:
+    def exchange(cls, group: Group, view: ArrayView, symmetric: bool) -> RegisteredMemory:
         """Registers the view and tells all ranks. What can't be shared is still a good source for a put."""
-        handle = b""
+        announced = group.symmetric.announce(view.ptr, view.nbytes) if symmetric else None
+        handle, unshared_reason = b"", ""
         exposed: dict[str, RdmaMemory] = {}
-        refusals: dict[str, str] = {}
+        unsupported_reasons: dict[str, str] = {}
         if view.nbytes:
             try:
-                handle = communicator.runtime.export(view.ptr, view.nbytes)
+                handle = group.runtime.export(view.ptr, view.nbytes)
             except ArgumentError as error:
-                refusals["copy"] = str(error)
-            for transport in ("verbs", "staged"):
-                if communicator.rdma.reaches(transport):
-                    try:
-                        exposed[transport] = communicator.rdma.expose(view.ptr, view.nbytes, transport, handle)
-                    except ProxyCCLError as error:
-                        refusals[transport] = str(error)
-        told = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
-        offers = communicator.all_gather_bytes(_Offer(view.nbytes, handle, told, refusals).encode(), "register")
-        memory = cls(communicator, view, [_Offer.decode(offer) for offer in offers], exposed)
-        communicator.keep(memory)
+                unshared_reason = str(error)
+            for transport in group.links.rdma.transports:
+                try:
+                    exposed[transport] = group.links.rdma.expose(view.ptr, view.nbytes, transport, handle)
+                except ProxyCCLError as error:
+                    unsupported_reasons[transport] = str(error)
+        named = {transport: (memory.address, memory.key) for transport, memory in exposed.items()}
+        offer = _Offer(view.nbytes, handle, unshared_reason, named, unsupported_reasons)
+        memory = cls(group, view, group.exchange.all_gather(offer, _OFFER, "register"), exposed, announced)
+        group.keep(memory)
+        if symmetric and group.plans_need_registration:
+            memory._tell_ids()
+        elif symmetric:
+            group.symmetric.update(wait=True)
+            group.exchange.barrier("register: all have mapped it")
         return memory
+
+    def _tell_ids(self) -> None:
+        """Tells the peers by which ids this rank's proxy knows their ranges. All ranks call it together."""
+        group = self._group
+        peers = [peer for peer in range(group.world_size) if peer != group.rank]
+        ids: dict[int, int] = {}
+        for peer in peers:
+            with contextlib.suppress(ArgumentError):  # a transport does not reach it: the peer's plans use other memory
+                ids[peer] = self.peer_id(peer)
+        answers = group.exchange.all_gather(ids, _IDS, "register: memory ids")
+        self._ids_at_peers = {peer: answers[peer][group.rank] for peer in peers if group.rank in answers[peer]}
+
+    @property
+    def is_for_plans(self) -> bool:
+        """Whether plans may name it: the proxies of all peers know it by the ids that `id_at` gives."""
+        return bool(self.nbytes) and len(self._ids_at_peers) == self._group.world_size - 1
+
+    def id_at(self, peer: int) -> int:
+        """The first memory id of the own range in a peer's proxy, if it `is_for_plans`."""
+        return self._ids_at_peers[peer]
 
     def __repr__(self) -> str:
         return f"<RegisteredMemory of {self.nbytes} bytes>"
@@ -103,23 +179,33 @@ class RegisteredMemory:
         """The first memory id of the own range, for triggers."""
         self._require_open()
         if self._id is None:
-            verbs = self._exposed.get("verbs")
-            key = verbs.local_key if verbs is not None and verbs.copied else 0
-            handle = functools.partial(self._handle, self._communicator.rank)
-            self._id = self._communicator.proxy.add_memory(self.ptr, self.nbytes, key, handle=handle)
+            handle = functools.partial(self._handle, self._group.rank)
+            self._id = self._group.links.proxy.add_memory(self.ptr, self.nbytes, self._key, handle=handle)
         return self._id
 
+    @property
+    def private(self) -> bool:
+        """Whether no other process can map the own range."""
+        return bool(self.nbytes) and not self._offers[self._group.rank].handle
+
+    @property
+    def _key(self) -> int:
+        """The local key of `id`: of the first transport that has one, and reaches the range by its address here."""
+        return next((memory.local_key for memory in self._exposed.values() if memory.copied and memory.local_key), 0)
+
     def source_id(self, peer: int) -> int:
-        """The first memory id of the own range for triggers to a peer: `id`, unless RDMA leads there whose device has
-        other addresses for the range.
+        """The first memory id of the own range for triggers to a peer. It is `id`, unless the transport to the peer has
+        another address or another key for the range.
         """
-        verbs = self._exposed.get("verbs")
-        if self._communicator.transport(peer) != "verbs" or verbs is None or verbs.copied:
+        transport = self._group.links.transport(peer)
+        memory = self._exposed.get(transport)
+        if memory is None or (memory.copied and memory.local_key in (0, self._key)):
             return self.id
         self._require_open()
-        if self._rdma_id is None:
-            self._rdma_id = self._communicator.proxy.add_keyed_memory(verbs.address, self.nbytes, verbs.local_key)
-        return self._rdma_id
+        if transport not in self._rdma_ids:
+            proxy = self._group.links.proxy
+            self._rdma_ids[transport] = proxy.add_rdma_memory(memory.address, self.nbytes, memory.local_key)
+        return self._rdma_ids[transport]
 
     def peer_nbytes(self, peer: int) -> int:
         """The size of a rank's range in bytes."""
@@ -133,7 +219,7 @@ class RegisteredMemory:
             ResourceError: no ids left.
             RuntimeUnavailableError: nothing reaches the peer.
         """
-        if peer == self._communicator.rank:
+        if peer == self._group.rank:
             return self.id
         if peer not in self._remote_ids:
             self._remote_ids[peer] = self._add(peer)
@@ -141,22 +227,18 @@ class RegisteredMemory:
 
     def _add(self, peer: int) -> int:
         """Registers a peer's range as the transport to the peer reaches it."""
-        proxy, transport, offer = self._communicator.proxy, self._communicator.transport(peer), self._offers[peer]
-        if transport == "copy":
+        links, offer = self._group.links, self._offers[peer]
+        proxy, transport = links.proxy, links.transport(peer)
+        rdma = TRANSPORTS[transport].rdma
+        if rdma is None:
             handle = functools.partial(self._handle, peer)
             return proxy.add_memory(self.open(peer).ptr, offer.nbytes, handle=handle)
-        for rank in (self._communicator.rank, peer) if transport == "verbs" else (peer,):
-            refusal = self._offers[rank].refusals.get(transport)
-            if refusal and transport == "verbs":
-                raise ArgumentError(
-                    "memory",
-                    f"rank {rank}'s memory can't be reached by RDMA: {refusal}; "
-                    'transport="staged" takes data through pinned memory of the host',
-                )
-            if refusal:
-                raise ArgumentError("memory", f"rank {rank}'s memory can't be staged: {refusal}")
+        for rank in (self._group.rank, peer) if rdma.registers_source else (peer,):
+            reason = self._offers[rank].unsupported_reasons.get(transport)
+            if reason:
+                raise ArgumentError("memory", rdma.refusal.format(rank=rank, reason=reason))
         address, key = offer.exposed.get(transport, (0, 0))  # none of empty memory
-        return proxy.add_keyed_memory(address, offer.nbytes, key)
+        return proxy.add_rdma_memory(address, offer.nbytes, key)
 
     def peer_ptr(self, peer: int) -> int:
         """Address at which kernels here reach a peer's range.
@@ -164,12 +246,12 @@ class RegisteredMemory:
         Raises:
             ArgumentError: the peer's memory can't be shared, or kernels here can't touch that peer's memory.
         """
-        if peer == self._communicator.rank:
+        if peer == self._group.rank:
             return self.ptr
-        if not self._communicator.topology.accessible[peer]:
+        if not self._group.topology.accessible[peer]:
             raise ArgumentError(
                 "peer",
-                f"kernels of rank {self._communicator.rank} can't touch the memory of rank {peer}; use a ProxyChannel",
+                f"kernels of rank {self._group.rank} can't touch the memory of rank {peer}; use a ProxyChannel",
             )
         return self.open(peer).ptr
 
@@ -178,19 +260,26 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             try:
-                self._opened[peer] = self._communicator.mappings.acquire(self._handle(peer))
+                self._opened[peer] = self._group.mappings.acquire(self._handle(peer))
             except ArgumentError:
-                self._communicator.check()  # a rank that failed may have freed it, and that is the cause
+                self._group.failure.check()  # a rank that failed may have freed it, and that is the cause
                 raise
         return self._opened[peer]
 
     def _handle(self, rank: int) -> bytes:
         offer = self._offers[rank]
         if not offer.handle:
-            raise ArgumentError(
-                "memory", f"rank {rank} can't share its memory: {offer.refusals.get('copy', 'it is empty')}"
-            )
+            reason = offer.unshared_reason or "it is empty"
+            raise ArgumentError("memory", f"rank {rank} can't share its memory: {reason}")
         return offer.handle
+
+    def require_current(self) -> None:
+        """Raises ArgumentError if the array was freed, and ClosedError if this is closed."""
+        self._require_open()
+        if self._group.runtime.allocations(self.ptr, self.nbytes) != self._allocations:
+            raise ArgumentError(
+                "memory", f"the array at {self.ptr:#x} was freed; expected it to be deregistered before that"
+            )
 
     def _require_open(self) -> None:
         if self._closed:
@@ -204,18 +293,20 @@ class RegisteredMemory:
         if self._closed:
             return
         self._closed = True
-        service = self._communicator.proxy_if_started
+        service = self._group.links.proxy_if_started
         if service is not None:
-            for first in (self._id, self._rdma_id):
+            for first in (self._id, *self._rdma_ids.values()):
                 if first is not None:
                     service.remove_memory(first, self.nbytes)
             for peer, first in self._remote_ids.items():
                 service.remove_memory(first, self.peer_nbytes(peer))
         for memory in self._exposed.values():
-            self._communicator.rdma.withdraw(memory)
-        if not self._communicator.closed:
-            self._communicator.let_go(self)
+            self._group.links.rdma.withdraw(memory)
+        if self._announced is not None:
+            self._group.symmetric.withdraw(self._announced)
+        if not self._group.failure.closed:
+            self._group.let_go(self)
             for peer in self._opened:
-                self._communicator.mappings.release(self._offers[peer].handle)
+                self._group.mappings.release(self._offers[peer].handle)
         self._opened.clear()
         self._owner = None

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.interface import ChannelCounters, Handler, Proxy
 
 if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
+    from proxyccl.device._native import ProxycclProxyChannelPointer  # the stub's; cffi has no such name
 
+_CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
 
 
@@ -27,7 +29,14 @@ class ProxyChannel(Channel):
         expected_pointer: where, in device memory, kernels count the signals that they have waited for.
     """
 
-    def __init__(self, peer: int, handle: Any, service: Proxy, transport: str, peer_channel: int | None) -> None:
+    def __init__(
+        self,
+        peer: int,
+        handle: ProxycclProxyChannelPointer,
+        service: Proxy,
+        transport: str,
+        peer_channel: int | None,
+    ) -> None:
         super().__init__(peer, handle)
         self._service = service
         self.id: int = handle.channel
@@ -42,54 +51,54 @@ class ProxyChannel(Channel):
 
 
 def connect_handles(
-    communicator: Communicator, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int], count: int
+    group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int], count: int
 ) -> tuple[dict[int, list[ProxyChannel]], object]:
     """`count` channels to each of `peers`; all ranks call this together.
 
     Returns them, and what must be kept alive with them.
     """
-    service = communicator.proxy
-    opened = {peer: (dst.peer_id(peer), communicator.connection(peer)) for peer in peers}
+    service = group.links.proxy
+    opened = {peer: (dst.peer_id(peer), group.links.connection(peer, private=src.private)) for peer in peers}
     # The peer's proxy signals the word of this side's channel id, so ids are taken before they are told.
     ids: dict[int, list[int]] = {peer: [] for peer in peers}
     for peer in peers:
         for _ in range(count):
             ids[peer].append(service.reserve_channel(opened[peer][1]))
-    answers = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(ids).encode(), "proxy_channels")]
-    expected = communicator.runtime.allocate(max(1, len(peers) * count) * _LINE)
+    answers = group.exchange.all_gather(ids, _CHANNEL_IDS, "proxy_channels")
+    expected = group.runtime.allocate(max(1, len(peers) * count) * _LINE)
 
     channels: dict[int, list[ProxyChannel]] = {}
     for p, peer in enumerate(peers):
-        theirs = answers[peer].get(str(communicator.rank), [])
+        theirs = answers[peer].get(group.rank, [])
         connection = opened[peer][1]
         channels[peer] = []
         for i, channel in enumerate(ids[peer]):
             peer_channel = theirs[i] if i < len(theirs) else None
             if peer_channel is not None:  # a channel that the peer did not make can put, but has nobody to signal
-                word = communicator.peer_semaphore(peer, peer_channel)
-                handle = communicator.peer_semaphore_handle(peer, peer_channel)
-                service.set_channel(channel, connection, word, handle=handle)
+                word = group.links.semaphore(peer, peer_channel)
+                word_handle = group.links.semaphore_handle(peer, peer_channel)
+                service.set_channel(channel, connection, word, handle=word_handle)
             handle = ffi.new("ProxycclProxyChannel *")
             service.fifo_for(channel).fill_handle(handle.fifo)
-            handle.semaphore.inbound = ffi.cast("uint64_t *", communicator.control.semaphore_device(channel))
+            handle.semaphore.inbound = ffi.cast("uint64_t *", group.control.semaphore_device(channel))
             handle.semaphore.expected = ffi.cast("uint64_t *", expected.ptr + (p * count + i) * _LINE)
             handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
-            handle.extents = ffi.cast("uint64_t *", service.extents_pointer)
-            handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+            handle.memory_limits = ffi.cast("uint64_t *", service.memory_limits_pointer)
+            handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
             handle.channel, handle.peer = channel, peer
             handle.dst_memory, handle.src_memory = opened[peer][0], src.source_id(peer)
             opened_channel = ProxyChannel(peer, handle, service, connection.transport, peer_channel)
             channels[peer].append(opened_channel)
-            communicator.reporter.add_channel(opened_channel)
+            group.inventory.add_channel(channel, opened_channel)
     return channels, expected
 
 
-def free_handles(communicator: Communicator, channels: dict[int, list[ProxyChannel]]) -> None:
+def free_handles(group: Group, channels: dict[int, list[ProxyChannel]]) -> None:
     """Gives the ids of channels back, when no rank uses them any more and all proxies have drained."""
     for peer, of_peer in channels.items():
         for channel in of_peer:
-            communicator.control.reset_semaphore(channel.id)
-        communicator.proxy.free_channels([channel.id for channel in of_peer], communicator.connection(peer))
+            group.control.reset_semaphore(channel.id)
+        group.links.proxy.free_channels([channel.id for channel in of_peer], group.links.connection(peer))
 
 
 class HandlerChannel(Channel):
@@ -99,22 +108,20 @@ class HandlerChannel(Channel):
     arrive at the handler too, which gives them their meaning.
     """
 
-    def __init__(self, communicator: Communicator, handler: Handler) -> None:
-        service = communicator.proxy
+    def __init__(self, group: Group, handler: Handler) -> None:
+        service = group.links.proxy
         self.id = service.add_handler(handler)
         handle = ffi.new("ProxycclProxyChannel *")
         service.fifo_for(self.id).fill_handle(handle.fifo)
         handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(self.id))
-        handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
-        handle.channel, handle.peer = self.id, communicator.rank
-        super().__init__(communicator.rank, handle)
-        communicator.reporter.add_channel(self)
+        handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        handle.channel, handle.peer = self.id, group.rank
+        super().__init__(group.rank, handle)
+        group.inventory.add_channel(self.id, self)
 
 
-def connect(
-    communicator: Communicator, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int]
-) -> ChannelSet[ProxyChannel]:
+def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int]) -> ChannelSet[ProxyChannel]:
     """One channel to each of `peers`. See `Communicator.proxy_channels`."""
-    channels, kept = connect_handles(communicator, dst, src, peers, 1)
-    runtime: Runtime = communicator.runtime
+    channels, kept = connect_handles(group, dst, src, peers, 1)
+    runtime: Runtime = group.runtime
     return ChannelSet(runtime, [channels[peer][0] for peer in peers], (kept, dst, src))

@@ -1,112 +1,148 @@
-"""A rank's RDMA: an end of a connection for each peer that needs one, and what peers tell of theirs."""
+"""A rank's RDMA: its endpoint for each peer that RDMA reaches, and the peers' endpoints."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from proxyccl.channels.control import ControlSegment
+from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.topology import Topology
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.proxy.interface import Connection, RdmaContext, RdmaEnd, RdmaMemory
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.interface import Connection, Proxy, RdmaContext, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import process_numa_node
 from proxyccl.proxy.verbs.options import RdmaOptions
 
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
+
+class _Answer(Message, frozen=True):
+    """What a rank sends to the others when RDMA is brought up.
+
+    Attributes:
+        failure: why this rank can't go on; empty if it can.
+        unsupported_reasons: by transport, why its device can't register its GPU's memory; empty if it can.
+        endpoints: this rank's endpoint for each peer, by the peer's number.
+    """
+
+    failure: str = ""
+    unsupported_reasons: dict[str, str] = msgspec.field(default_factory=dict)
+    endpoints: dict[int, RdmaEndpointInfo] = msgspec.field(default_factory=dict)
+
+
+_ANSWER = Codec(_Answer, 16 << 20, "RDMA answer")
 
 
 class Rdma:
-    """Brought up by all ranks together where any two need it: `probe`, then `connect_ends`, which those ranks call too
-    that need no connection.
+    """Brings up RDMA by `probe`, then `connect_endpoints`. If any two ranks need RDMA, all ranks call both together.
 
     Args:
-        communicator: whose ranks.
-        options: device, queue pairs and their settings.
+        runtime: whose device memory peers access.
+        control: this rank's control segment, in which peers signal.
+        exchange: between all ranks.
+        topology: which ranks run where.
+        proxy: returns this rank's proxy.
+        options: which device to use, and the settings of its queue pairs.
     """
 
-    def __init__(self, communicator: Communicator, options: RdmaOptions) -> None:
-        self._communicator = communicator
+    def __init__(
+        self,
+        runtime: Runtime,
+        control: ControlSegment,
+        exchange: Exchange,
+        topology: Topology,
+        proxy: Callable[[], Proxy],
+        options: RdmaOptions,
+    ) -> None:
+        self._runtime = runtime
+        self._control = control
+        self._exchange = exchange
+        self._topology = topology
+        self._proxy = proxy
         self._options = options
         self._context: RdmaContext | None = None
         self._transports: dict[int, str] = {}
-        self._own: dict[int, RdmaEnd] = {}
-        self._theirs: dict[int, RdmaEnd] = {}
+        self._own: dict[int, RdmaEndpointInfo] = {}
+        self._theirs: dict[int, RdmaEndpointInfo] = {}
 
-    def probe(self, transports: dict[int, str]) -> list[str]:
-        """Opens the device, and tries whether it can register this rank's device memory.
+    def probe(self, transports: dict[int, str]) -> list[dict[str, str]]:
+        """Opens the transports' devices, and checks whether they can register this rank's device memory.
 
         Args:
-            transports: to every other rank, as far as they are known.
+            transports: by peer, as far as known.
 
         Returns:
-            For each rank why its device can't; empty if it can, or need not.
+            For each rank, by transport, why its device can't; empty if it can or need not.
 
         Raises:
             ArgumentError: an option names something that is not there.
             RuntimeUnavailableError: a rank has no device that can be used.
         """
 
-        def answer() -> dict[str, Any]:
-            if not _rdma_peers(transports):
-                return {}
+        def answer() -> _Answer:
+            used = _rdma_transports(transports)
+            if not used:
+                return _Answer()
             context = self._open()
-            return {"refusal": context.refusal() if "verbs" in transports.values() else ""}
+            return _Answer(unsupported_reasons={name: context.unsupported_reason(name) for name in used})
 
-        return [str(theirs.get("refusal", "")) for theirs in self._exchange(answer)]
+        return [theirs.unsupported_reasons for theirs in self._together(answer)]
 
-    def connect_ends(self, transports: dict[int, str]) -> None:
-        """Makes a queue pair to each peer that RDMA leads to, and pinned memory where it is staged.
+    def connect_endpoints(self, transports: dict[int, str]) -> None:
+        """Makes a queue pair to each peer that RDMA reaches, and pinned memory where transfers are staged.
 
         Args:
             transports: to every other rank.
 
         Raises:
-            ArgumentError: a peer's answer makes no sense.
+            ArgumentError: a peer's answer is invalid.
             ResourceError: the device or the system has no room.
-            RuntimeUnavailableError: it failed on another rank.
+            RuntimeUnavailableError: this step failed on another rank.
         """
         self._transports = transports
-        answers = self._exchange(self._make_ends)
+        rank = self._exchange.rank
+        answers = self._together(self._make_endpoints)
 
-        def connect() -> dict[str, Any]:
+        def connect() -> _Answer:
             for peer in _rdma_peers(transports):
-                theirs = answers[peer].get("ends", {}).get(str(self._communicator.rank))
+                theirs = answers[peer].endpoints.get(rank)
                 if theirs is None:
-                    own = self._communicator.rank
-                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {own}")
-                self._theirs[peer] = RdmaEnd.decode(theirs)
-                self._opened().connect_end(peer, self._theirs[peer], self._communicator.timeout)
-            return {}
+                    raise ArgumentError("transport", f"rank {peer} has no queue pair for rank {rank}")
+                self._theirs[peer] = theirs
+                self._opened().connect_endpoint(peer, theirs, self._exchange.timeout)
+            return _Answer()
 
-        self._exchange(connect)  # nobody sends to a queue pair that is not ready to receive
+        self._together(connect)  # nobody sends to a queue pair that is not ready to receive
 
-    def _exchange(self, step: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Every rank's answer. A failure is raised here behind the exchange, and on the other ranks too: none waits for
-        a rank that has given up.
+    def _together(self, step: Callable[[], _Answer]) -> list[_Answer]:
+        """Runs a step and exchanges its answers. A failure is raised after the exchange, on all ranks, so that no rank
+        waits for one that has given up.
         """
         failure: ProxyCCLError | None = None
         try:
-            told = step()
+            mine = step()
         except ProxyCCLError as error:
-            failure, told = error, {"failure": str(error)}
-        answers = [json.loads(data) for data in self._communicator.all_gather_bytes(json.dumps(told).encode(), "rdma")]
+            failure, mine = error, _Answer(failure=str(error))
+        answers = self._exchange.all_gather(mine, _ANSWER, "RDMA set-up")
         if failure is not None:
             raise failure
         for peer, theirs in enumerate(answers):
-            if "failure" in theirs:
-                raise RuntimeUnavailableError(f"no RDMA on rank {peer}: {theirs['failure']}")
+            if theirs.failure:
+                raise RuntimeUnavailableError(f"no RDMA on rank {peer}: {theirs.failure}")
         return answers
 
     def _open(self) -> RdmaContext:
-        comm = self._communicator
-        near = comm.runtime.numa_node()
-        first = comm.control.semaphore_offset(0)
-        self._context = comm.proxy.open_rdma(
+        near = self._runtime.numa_node()
+        first = self._control.semaphore_offset(0)
+        lower = range(self._exchange.rank)
+        self._context = self._proxy().open_rdma(
             self._options,
-            range(first, first + comm.control.semaphores_bytes),
+            range(first, first + self._control.semaphores_bytes),
             near=process_numa_node() if near is None else near,
-            local_rank=sum(comm.topology.same_host(rank) for rank in range(comm.rank)),  # nodes may share devices
+            local_rank=sum(self._topology.same_host(rank) for rank in lower),  # nodes may share devices
         )
         return self._context
 
@@ -115,15 +151,16 @@ class Rdma:
             raise ClosedError("no RDMA device is open")
         return self._context
 
-    def _make_ends(self) -> dict[str, Any]:
+    def _make_endpoints(self) -> _Answer:
         self._own = {
-            peer: self._opened().make_end(peer, self._transports[peer]) for peer in _rdma_peers(self._transports)
+            peer: self._opened().make_endpoint(peer, self._transports[peer]) for peer in _rdma_peers(self._transports)
         }
-        return {"ends": {peer: end.encode() for peer, end in self._own.items()}}
+        return _Answer(endpoints=self._own)
 
-    def reaches(self, transport: str) -> bool:
-        """Whether it leads to any peer in that way: "verbs" or "staged"."""
-        return self._context is not None and transport in self._transports.values()
+    @property
+    def transports(self) -> list[str]:
+        """The RDMA transports that are in use, in the table's order."""
+        return _rdma_transports(self._transports) if self._context is not None else []
 
     @property
     def used(self) -> bool:
@@ -131,16 +168,16 @@ class Rdma:
         return self._context is not None
 
     def queue_pairs(self, peer: int) -> tuple[int, int]:
-        """The numbers of the two queue pairs between this rank and a peer that RDMA leads to: the own, the peer's."""
+        """The numbers of the queue pairs that connect this rank and a peer by RDMA: this rank's, the peer's."""
         own, theirs = (EndpointAddress.decode(ends[peer].endpoint).qp_number for ends in (self._own, self._theirs))
         return own, theirs
 
     def connect(self, peer: int) -> Connection:
-        """The proxy's way to a peer over its queue pair."""
+        """The proxy's connection to a peer over its queue pair."""
         return self._opened().open_connection(peer)
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
-        """Lets peers reach memory of the communicator's runtime. See `RdmaContext.expose`."""
+        """Lets peers access memory of this rank's runtime. See `RdmaContext.expose`."""
         return self._opened().expose(ptr, nbytes, transport, handle)
 
     def withdraw(self, memory: RdmaMemory) -> None:
@@ -149,8 +186,8 @@ class Rdma:
             self._context.withdraw(memory)
 
     def semaphore(self, peer: int, channel: int) -> int:
-        """The address, as the peer knows it, of the word that signals to a channel of the peer count up."""
-        return self._theirs[peer].segment + self._communicator.control.semaphore_offset(channel)
+        """The address on the peer of the word that signals to the peer's channel increment."""
+        return self._theirs[peer].segment + self._control.semaphore_offset(channel)
 
     def close(self) -> None:
         """Frees queue pairs, registrations and the device. The proxy must have ended."""
@@ -159,5 +196,10 @@ class Rdma:
             self._context = None
 
 
+def _rdma_transports(transports: dict[int, str]) -> list[str]:
+    used = set(transports.values())
+    return [name for name, transport in TRANSPORTS.items() if transport.uses_rdma and name in used]
+
+
 def _rdma_peers(transports: dict[int, str]) -> list[int]:
-    return [peer for peer, transport in transports.items() if transport != "copy"]
+    return [peer for peer, transport in transports.items() if TRANSPORTS[transport].uses_rdma]

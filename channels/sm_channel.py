@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.device._native import ffi
 from proxyccl.device.runtime import Memory, Runtime
+from proxyccl.proxy.codec import Codec
 
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-
+_HANDLE = Codec(bytes, 64 << 10, "memory handle")
 _LINE = 128  # a semaphore word a cache line: writers and pollers of different peers don't meet
 
 
@@ -26,21 +24,22 @@ class SmSemaphores:
     handle, so one exchange serves any number.
     """
 
-    def __init__(self, communicator: Communicator, count: int) -> None:
-        runtime, self._ranks, self._count = communicator.runtime, communicator.world_size, count
+    def __init__(self, group: Group, count: int) -> None:
+        runtime, self._ranks, self._count = group.runtime, group.world_size, count
         words = self._ranks * count
         self._inbound = runtime.allocate(words * _LINE)
         self._local = runtime.allocate(2 * words * _LINE)
-        self._rank = communicator.rank
-        handles = communicator.all_gather_bytes(runtime.export(self._inbound.ptr, self._inbound.nbytes), "sm_channels")
+        self._rank = group.rank
+        own = runtime.export(self._inbound.ptr, self._inbound.nbytes)
+        handles = group.exchange.all_gather(own, _HANDLE, "sm_channels")
         self._remote: dict[int, Memory] = {
-            peer: communicator.mappings.acquire(handles[peer])
+            peer: group.mappings.acquire(handles[peer])
             for peer in range(self._ranks)
-            if peer != self._rank and communicator.topology.accessible[peer]
+            if peer != self._rank and group.topology.accessible[peer]
         }
         # A rank that drops its channels at once must not take its words away before every peer has mapped them.
-        communicator.all_gather_bytes(b"", "sm_channels")
-        communicator.reporter.add_semaphores(self)
+        group.exchange.barrier("sm_channels")
+        group.inventory.add_semaphores(self)
 
     def fill(self, semaphore: object, peer: int, index: int = 0) -> None:
         """Fills a ProxycclSemaphore: number `index` of those to `peer`."""
@@ -74,7 +73,7 @@ class SmSemaphores:
 
 
 def connect(
-    communicator: Communicator,
+    group: Group,
     dst: RegisteredMemory,
     src: RegisteredMemory,
     packet_buffer: RegisteredMemory | None,
@@ -82,7 +81,7 @@ def connect(
 ) -> ChannelSet[SmChannel]:
     """Channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
     pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses before anything is exchanged
-    semaphores = SmSemaphores(communicator, 1)
+    semaphores = SmSemaphores(group, 1)
     channels = []
     for number, peer in enumerate(peers):
         handle = ffi.new("ProxycclSmChannel *")
@@ -90,9 +89,10 @@ def connect(
         handle.dst = ffi.cast("char *", pointers[peer])
         handle.src = ffi.cast("char *", src.ptr)
         handle.packet_buffer = ffi.cast("char *", packet_buffer.ptr if packet_buffer is not None else 0)
-        handle.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         handle.dst_bytes, handle.src_bytes = dst.peer_nbytes(peer), src.nbytes
+        handle.packet_buffer_bytes = packet_buffer.nbytes if packet_buffer is not None else 0
         handle.peer, handle.channel = peer, number
         channels.append(SmChannel(peer, handle))
-    runtime: Runtime = communicator.runtime
+    runtime: Runtime = group.runtime
     return ChannelSet(runtime, channels, (semaphores, dst, src, packet_buffer))

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec import structs
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.transports.table import TRANSPORTS
 
-TRANSPORTS = ("copy", "verbs", "staged")
-"""What can move the data of a ProxyChannel: a peer copy within a host; an RDMA write; or an RDMA write between pinned
-memory, with a copy on either side of it.
-"""
+_WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.uses_rdma)
+_BETWEEN_HOSTS = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
 """A transport for all pairs of ranks, or for some of them; None, and pairs that are not named, leave it open."""
 
 
-@dataclass(frozen=True)
-class RankInfo:
+class RankInfo(Message, frozen=True):
     """What a rank tells the others of itself.
 
     Attributes:
         started: when its process did (`proxyccl.proxy.processes.start_of`).
-        rdma_missing: what it lacks for RDMA, in words; empty if nothing.
+        missing: by transport that uses RDMA, what it lacks for that, in words; empty if nothing.
         transport: the transports that its caller chose, in one form (`encode_choice`).
-        rdma_refusal: why its RDMA device can't register its device's memory; empty if it can, or was not asked.
+        unsupported: by transport that uses RDMA, why its RDMA device can't register its device's memory; empty if it
+            can, or was not asked.
         daemon_missing: why it can't have its proxy in the node daemon; empty if it can, or did not ask for it.
     """
 
@@ -38,25 +40,39 @@ class RankInfo:
     started: int | None
     runtime: str
     device_id: str
-    rdma_missing: str = "not asked for"
+    missing: dict[str, str] = msgspec.field(default_factory=dict)
     transport: str = ""
-    rdma_refusal: str = ""
+    unsupported: dict[str, str] = msgspec.field(default_factory=dict)
     daemon_missing: str = ""
 
     @classmethod
-    def own(cls, runtime: Runtime, rdma_missing: str = "not asked for", transport: str = "") -> RankInfo:
+    def own(
+        cls,
+        runtime: Runtime,
+        missing: dict[str, str] | None = None,
+        transport: str = "",
+        daemon_missing: str = "",
+    ) -> RankInfo:
         """This process on this machine."""
         pid = os.getpid()
-        return cls(host_name(), pid, start_of(pid), runtime.name, runtime.device_id, rdma_missing, transport)
+        return cls(
+            host_name(),
+            pid,
+            start_of(pid),
+            runtime.name,
+            runtime.device_id,
+            missing=missing or {},
+            transport=transport,
+            daemon_missing=daemon_missing,
+        )
 
-    def encode(self) -> bytes:
-        """As bytes for the bootstrap."""
-        return json.dumps(asdict(self)).encode()
+    def missing_for(self, transport: str) -> str:
+        """What it lacks for a transport that uses RDMA; empty if nothing."""
+        return self.missing.get(transport, "not asked for")
 
-    @classmethod
-    def decode(cls, data: bytes) -> RankInfo:
-        """The inverse of `encode`."""
-        return cls(**json.loads(data))
+
+RANK_INFO = Codec(RankInfo, 1 << 20)
+_CHOICE = Codec[list[tuple[int, int, str]]](list[tuple[int, int, str]], 16 << 20, name="transport choice")
 
 
 @dataclass(frozen=True)
@@ -157,40 +173,52 @@ class Topology:
         return self.ranks[peer].host == self.ranks[self.rank].host
 
     def transport(self, first: int, second: int) -> str:
-        """What moves data between two ranks: copies within a node, RDMA between nodes, which is staged where either
-        rank's memory can't be registered. Nodes that are rehearsed on one host without RDMA use copies too.
+        """What moves data between two ranks: copies within a node, RDMA between nodes, by the first transport of the
+        table whose device can register both ranks' memory. Nodes that are rehearsed on one host without RDMA use copies
+        too.
 
         Raises:
             RuntimeUnavailableError: nothing does.
         """
-        same_host = self.ranks[first].host == self.ranks[second].host
-        lacking = next((rank for rank in (first, second) if self.ranks[rank].rdma_missing), None)
+        pair = (self.ranks[first], self.ranks[second])
+        same_host = pair[0].host == pair[1].host
         chosen = self.forced.get((min(first, second), max(first, second)))
-        if chosen == "copy" and not same_host:
-            raise RuntimeUnavailableError(f"transport: no copy between ranks {first} and {second}: they share no host")
-        if chosen == "copy" or (chosen is None and self.nodes[first] == self.nodes[second]):
-            return "copy"
-        if lacking is None:
-            refused = self.ranks[first].rdma_refusal or self.ranks[second].rdma_refusal
-            return chosen or ("staged" if refused else "verbs")
+        if chosen is not None and not TRANSPORTS[chosen].uses_rdma:
+            if not same_host:
+                raise RuntimeUnavailableError(
+                    f"transport: no {chosen} between ranks {first} and {second}: they share no host"
+                )
+            return chosen
+        if chosen is None and self.nodes[first] == self.nodes[second]:
+            return _WITHIN_HOST
+        candidates = [chosen] if chosen is not None else _BETWEEN_HOSTS
+        usable = [name for name in candidates if not any(info.missing_for(name) for info in pair)]
+        if usable:
+            return next((name for name in usable if not any(info.unsupported.get(name) for info in pair)), usable[0])
         if chosen is None and same_host:
-            return "copy"
-        missing = self.ranks[lacking].rdma_missing
-        raise RuntimeUnavailableError(f"no RDMA between ranks {first} and {second}: rank {lacking} lacks it: {missing}")
+            return _WITHIN_HOST
+        lacking = next(rank for rank in (first, second) if any(map(self.ranks[rank].missing_for, candidates)))
+        missing = dict.fromkeys(filter(None, map(self.ranks[lacking].missing_for, candidates)))
+        raise RuntimeUnavailableError(
+            f"no RDMA between ranks {first} and {second}: rank {lacking} lacks it: {'; '.join(missing)}"
+        )
 
     def transports(self) -> dict[int, str]:
         """The transport to every other rank. Raises RuntimeUnavailableError where nothing reaches one."""
         return {peer: self.transport(self.rank, peer) for peer in range(self.world_size) if peer != self.rank}
 
-    def uses_verbs(self) -> bool:
+    def uses_rdma(self) -> bool:
         """Whether any two ranks need RDMA; the same on all ranks, and for all of them an error where one has none."""
         transports = {self.transport(a, b) for a in range(self.world_size) for b in range(a)}
-        return not transports <= {"copy"}
+        return any(TRANSPORTS[transport].uses_rdma for transport in transports)
 
-    def with_refusals(self, refusals: Sequence[str]) -> Topology:
-        """The same with every rank's `RankInfo.rdma_refusal`."""
-        told = zip(self.ranks, refusals, strict=True)
-        return replace(self, ranks=tuple(replace(info, rdma_refusal=refusal) for info, refusal in told))
+    def with_unsupported_reasons(self, unsupported: Sequence[Mapping[str, str]]) -> Topology:
+        """The same with every rank's `RankInfo.unsupported`."""
+        ranks = tuple(
+            structs.replace(info, unsupported=dict(reasons))
+            for info, reasons in zip(self.ranks, unsupported, strict=True)
+        )
+        return replace(self, ranks=ranks)
 
     def all_accessible(self) -> bool:
         """Whether every rank's memory can be touched from here."""
@@ -230,14 +258,14 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
         if len(ranks) != 2 or ranks[0] == ranks[1] or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
             raise ArgumentError(argument, f"{pair!r} is no pair of different ranks")
         pairs[ranks[0], ranks[1]] = name
-    return json.dumps(sorted([*pair, name] for pair, name in pairs.items()))
+    return _CHOICE.encode(sorted((*pair, name) for pair, name in pairs.items())).decode()
 
 
 def _decode_choice(ranks: Sequence[RankInfo]) -> dict[tuple[int, int], str]:
     for rank, info in enumerate(ranks):
         if info.transport != ranks[0].transport:
             raise ArgumentError("transport", f"rank {rank} chose {info.transport}, rank 0 {ranks[0].transport}")
-    return {(a, b): name for a, b, name in json.loads(ranks[0].transport or "[]")}
+    return {(a, b): name for a, b, name in _CHOICE.decode((ranks[0].transport or "[]").encode(), "rank 0")}
 
 
 def local_world_size_from_environment() -> int | None:

@@ -21,9 +21,15 @@ enum { PROXYCCL_SIZE_SHIFT, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_DST_OFFSET_SHIFT
        PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_OP_SHIFT, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_PARITY_SHIFT, ... };
 enum { PROXYCCL_OK, PROXYCCL_ERROR_TIMEOUT, PROXYCCL_ERROR_PEER_LOST, PROXYCCL_ERROR_TRANSPORT,
        PROXYCCL_ERROR_BAD_TRIGGER, PROXYCCL_ERROR_HANDLER, PROXYCCL_ERROR_MISMATCH, PROXYCCL_ERROR_INVALID_FLAG,
-       PROXYCCL_ERROR_LOCAL, PROXYCCL_ERROR_PROXY_LOST, ... };
+       PROXYCCL_ERROR_LOCAL, PROXYCCL_ERROR_PROXY_LOST, PROXYCCL_ERROR_OUT_OF_RANGE,
+       PROXYCCL_ERROR_SHARED_WAIT, PROXYCCL_ERROR_BAD_PLAN, PROXYCCL_ERROR_TRANSFER_SIZE, ... };
+enum { PROXYCCL_SM_PUT, PROXYCCL_SM_GET, PROXYCCL_SM_PUT_PACKETS, PROXYCCL_SM_GET_PACKETS, ... };
+enum { PROXYCCL_SM_PEER_MEMORY, PROXYCCL_SM_OWN_MEMORY, PROXYCCL_SM_PACKET_BUFFER, ... };
 enum { PROXYCCL_WAIT_NONE, PROXYCCL_WAIT_RING_ROOM, PROXYCCL_WAIT_RING_SYNC, PROXYCCL_WAIT_FLUSH,
-       PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID, ... };
+       PROXYCCL_WAIT_SM_SIGNAL, PROXYCCL_WAIT_PROXY_SIGNAL, PROXYCCL_WAIT_PACKET, PROXYCCL_WAIT_GRID,
+       PROXYCCL_WAIT_PLAN_POST, PROXYCCL_WAIT_PLAN_DATA, PROXYCCL_WAIT_PLAN_SEND, PROXYCCL_WAIT_PLAN_GATE,
+       ... };
+enum { PROXYCCL_PRESENT, PROXYCCL_CLOSING_ANOTHER, PROXYCCL_LEFT, ... };
 enum { PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED, PROXYCCL_RECORD_VALID, ... };
 
 typedef struct {
@@ -47,26 +53,42 @@ typedef struct {
 typedef struct { uint64_t *inbound; uint64_t *expected; uint64_t *remote_inbound; uint64_t *outbound; ...; }
 ProxycclSemaphore; typedef struct {
   ProxycclSemaphore semaphore; char *dst; char *src; char *packet_buffer; ProxycclControl *control; uint64_t dst_bytes;
-  uint64_t src_bytes; uint32_t peer; uint32_t channel; ...;
+  uint64_t src_bytes; uint64_t packet_buffer_bytes; uint32_t peer; uint32_t channel; ...;
 } ProxycclSmChannel;
 typedef struct {
-  ProxycclFifo fifo; ProxycclSemaphore semaphore; uint64_t *flushed; const uint64_t *extents; ProxycclControl *control;
+  ProxycclFifo fifo; ProxycclSemaphore semaphore; uint64_t *flushed; const uint64_t *memory_limits;
+  ProxycclControl *control;
   uint32_t channel; uint32_t peer; uint32_t dst_memory; uint32_t src_memory; ...;
 } ProxycclProxyChannel;
 
 typedef struct {
   ProxycclSemaphore semaphore; ProxycclProxyChannel proxy; char *remote; uint32_t proxied; uint32_t peer; ...;
 } ProxycclLink;
+typedef struct { ...; } ProxycclTeamCounters;
 typedef struct {
-  uint32_t rank; uint32_t world_size; uint32_t divisor; ProxycclControl *control; ProxycclLink *links;
-  char *scratch; uint64_t exchange_bytes; uint64_t staging_offset; uint64_t shortest_piece; uint32_t lanes; ...;
+  uint32_t rank; uint32_t world_size; uint32_t divisor; uint32_t lanes; ProxycclControl *control; ProxycclLink *links;
+  ProxycclTeamCounters *counters; uint32_t *epochs; char *scratch; uint64_t exchange_bytes; uint64_t pipeline_bytes;
+  uint64_t outputs_offset; uint64_t staging_offset; uint64_t share; uint64_t piece; uint64_t pieces;
+  uint64_t slot_bytes; uint32_t meet;
+  char *remote[...]; char *reached_at[...]; ...;
 } ProxycclTeam;
-enum { PROXYCCL_EXCHANGE_BUFFERS, PROXYCCL_MAX_BLOCK_THREADS, ... };
+enum { PROXYCCL_ROUND_BUFFERS, PROXYCCL_PIPELINE_BUFFERS, PROXYCCL_MAX_MAPPED_RANKS, PROXYCCL_MAX_BLOCK_THREADS, ... };
+enum { PROXYCCL_FLOW_SLOTS, PROXYCCL_FLOW_HEADER_BYTES, PROXYCCL_MAX_TRANSFERS, ... };
+typedef struct {
+  const char *src; char *dst; uint64_t bytes; uint64_t lane_bytes; uint32_t peer; uint32_t lanes; ...;
+} ProxycclTransfer;
+typedef struct {
+  uint32_t rank; uint32_t world_size; uint32_t lanes; uint32_t count; ProxycclControl *control; ProxycclLink *links;
+  uint64_t *pieces; char *scratch; uint64_t slot_bytes; uint64_t staging_offset; ProxycclTransfer transfers[...]; ...;
+} ProxycclFlows;
 enum { PROXYCCL_MAX_PACKET_RANKS, PROXYCCL_PACKET_SLOTS_PER_RANK, ... };
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t slot_packets; uint32_t epoch_packets; uint32_t call_epochs;
   uint64_t packets; ProxycclControl *control; uint32_t *epochs; char *scratch; char *remote[...]; ...;
 } ProxycclPacketTeam;
+typedef struct {
+  const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; ...;
+} ProxycclArrived;
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
        PROXYCCL_ANNOUNCED_SLOTS, PROXYCCL_ANNOUNCED_OWN_SLOTS, PROXYCCL_ANNOUNCED_SEGMENT_SLOTS,
@@ -76,7 +98,7 @@ typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegmen
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct {
   uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows; ...;
-} ProxycclExpertReport;
+} ProxycclReceivedRows;
 typedef struct { uint64_t dispatches; uint64_t combines; uint64_t routings; ...; } ProxycclExpertCounters;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
@@ -88,9 +110,9 @@ typedef struct {
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
   uint64_t announced; uint64_t inbox;
   uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
-  uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t taken;
+  uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t summed;
   ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;
-  const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclExpertReport *report;
+  const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclReceivedRows *received_rows;
   ProxycclExpertCounters *counters; ...;
 } ProxycclExperts;
 typedef struct {
@@ -98,7 +120,7 @@ typedef struct {
   int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; ...;
 } ProxycclExpertLayout;
 typedef struct {
-  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t again; uint64_t ticket; uint32_t scale_bytes;
+  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t redispatch; uint64_t ticket; uint32_t scale_bytes;
   uint64_t row_bytes;
   const char *input; const int32_t *expert_ids; const char *weights; const int32_t *scatter; char *output;
   char *output_scales; char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
@@ -110,8 +132,9 @@ typedef struct {
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
        PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS,
-       PROXYCCL_HOST_MAX_SHARED_BYTES, ... };
-int proxyccl_host_stream_create(void **stream, int run_inline);
+       PROXYCCL_HOST_MAX_SHARED_BYTES, PROXYCCL_HOST_BUFFER_ID, ... };
+enum { PROXYCCL_HOST_QUEUED, PROXYCCL_HOST_INLINE, PROXYCCL_HOST_IN_CALLER, ... };
+int proxyccl_host_stream_create(void **stream, int kind);
 int proxyccl_host_stream_destroy(void *stream);
 int proxyccl_host_stream_query(void *stream);
 int proxyccl_host_stream_synchronize(void *stream);
@@ -126,8 +149,10 @@ int proxyccl_host_copy(void *dst, const void *src, size_t bytes, void *stream);
 int proxyccl_host_set(void *dst, int value, size_t bytes, void *stream);
 int proxyccl_host_write64(void *stream, uint64_t *address, uint64_t value, unsigned flags);
 int proxyccl_host_module_load(void **module, const char *path);
+int proxyccl_host_module_unload(void *module);
 const char *proxyccl_host_module_error(void);
 int proxyccl_host_module_function(void **function, void *module, const char *name);
+void *proxyccl_host_module_variable(void *module, const char *name);
 const uint32_t *proxyccl_host_function_parameters(void *function);
 int proxyccl_host_launch(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                          unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream, void **parameters,
@@ -135,10 +160,45 @@ int proxyccl_host_launch(void *function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int *descriptor, size_t bytes);
 int proxyccl_host_memory_map(void **address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void *address, size_t bytes);
+int proxyccl_host_allocate(uint64_t *ptr, size_t bytes);
+int proxyccl_host_free(uintptr_t ptr);
+int proxyccl_host_allocation(uint64_t ptr, uint64_t *base, uint64_t *bytes, int *descriptor);
+int proxyccl_host_pointer_attribute(void *data, int attribute, uint64_t ptr);
 
+typedef struct { unsigned flags; uint64_t context; int relaxed; ...; } ProxycclPoolCalls;
+typedef struct { uint64_t number; uint64_t ptr; uint64_t bytes; uint32_t freed; ...; } ProxycclSegment;
+void proxyccl_pool_calls_fill(ProxycclPoolCalls *calls, uintptr_t allocate, uintptr_t allocate_with_flags,
+                              uintptr_t free, uintptr_t current, uintptr_t make_current,
+                              uintptr_t exchange_capture_mode);
+int proxyccl_pool_configure(int device, const ProxycclPoolCalls *calls);
+uint64_t proxyccl_pool_changes(int device);
+size_t proxyccl_pool_segments(int device, ProxycclSegment *segments, size_t room);
+int proxyccl_pool_hold(int device, uint64_t number);
+uint64_t proxyccl_pool_release(int device, uint64_t number);
+
+typedef struct {
+  int attribute; const uint64_t *ptrs; const uint64_t *ids; uint32_t count; ...;
+} ProxycclAllocationGuard;
+void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute);
+int proxyccl_allocations_hold(const ProxycclAllocationGuard *guard);
+
+typedef enum { PROXYCCL_STREAM_WAIT, PROXYCCL_STREAM_WRITE, ... } ProxycclStreamOperationKind;
+typedef struct { uint32_t kind; uint64_t address; uint64_t value; ...; } ProxycclStreamOperation;
 typedef struct {
   uint64_t context; void *function; unsigned grid[3]; unsigned block[3]; unsigned shared_bytes; void **parameters; ...;
 } ProxycclLaunch;
+typedef struct {
+  uint32_t words; const ProxycclLaunch *launch; uint64_t dst; uint64_t src; uint64_t bytes;
+} ProxycclStreamStep;
+typedef struct {
+  uint64_t context; ProxycclStreamOperation *words; const ProxycclStreamStep *steps; uint32_t count; uint32_t captured;
+  ...;
+} ProxycclStreamOperations;
+int proxyccl_host_stream_operations(void *stream, unsigned count, ProxycclStreamOperation *operations, unsigned flags);
+void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
+                                     uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing, uintptr_t current);
+int proxyccl_stream_issue(ProxycclStreamOperations *operations, uintptr_t stream);
+
 enum { PROXYCCL_OTHER_CONTEXT, ... };
 void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current);
 int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
@@ -146,8 +206,11 @@ int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream);
 void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record, ProxycclControl *const *peers,
                             uint32_t peer_count);
 uint32_t proxyccl_control_abort(const ProxycclControl *control);
-uint32_t proxyccl_control_told(const ProxycclControl *control);
+uint32_t proxyccl_control_failed_rank(const ProxycclControl *control);
 uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record);
+void proxyccl_control_set_presence(ProxycclControl *control, uint32_t presence, uint32_t exchanges);
+uint32_t proxyccl_control_exchanges(const ProxycclControl *control);
+uint32_t proxyccl_control_presence(const ProxycclControl *control);
 void proxyccl_control_ask(ProxycclControl *control, uint32_t question);
 int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question, ProxycclWait *wait);
 """)
@@ -156,11 +219,15 @@ ffi.set_source(
     "proxyccl.device._native",
     """
 #include "proxyccl/handles.h"
+#include "arrived.h"
 #include "team.h"
+#include "flows.h"
 #include "packet_team.h"
 #include "experts.h"
 #include "runtime.h"
 #include "launch.h"
+#include "memory_pool.h"
+#include "allocation_guard.h"
 
 /* Drivers' entry points arrive as addresses. */
 static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr_t current) {
@@ -168,7 +235,30 @@ static void proxyccl_launch_fill(ProxycclLaunch *launch, uintptr_t call, uintptr
                           void **))call;
   launch->current = (int (*)(uint64_t *))current;
 }
-/* Files the record, if no other has been filed, and ends the waits of all ranks of the host: reportError() of wait.h,
+static void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
+                                            uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing,
+                                            uintptr_t current) {
+  operations->batch = (int (*)(void *, unsigned, ProxycclStreamOperation *, unsigned))batch;
+  operations->write64 = (int (*)(void *, uint64_t *, uint64_t, unsigned))write64;
+  operations->wait64 = (int (*)(void *, uint64_t *, uint64_t, unsigned, uint64_t))wait64;
+  operations->copy = (int (*)(uint64_t, uint64_t, size_t, void *))copy;
+  operations->is_capturing = (int (*)(void *, int *))is_capturing;
+  operations->current = (int (*)(uint64_t *))current;
+}
+static void proxyccl_pool_calls_fill(ProxycclPoolCalls *calls, uintptr_t allocate, uintptr_t allocate_with_flags,
+                                     uintptr_t free, uintptr_t current, uintptr_t make_current,
+                                     uintptr_t exchange_capture_mode) {
+  calls->allocate = (int (*)(uint64_t *, size_t))allocate;
+  calls->allocate_with_flags = (int (*)(void **, size_t, unsigned))allocate_with_flags;
+  calls->free = (int (*)(uintptr_t))free;
+  calls->current = (int (*)(uint64_t *))current;
+  calls->make_current = (int (*)(uintptr_t))make_current;
+  calls->exchange_capture_mode = (int (*)(int *))exchange_capture_mode;
+}
+static void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute) {
+  guard->pointer_attribute = (int (*)(void *, int, uint64_t))pointer_attribute;
+}
+/* Files the record, if no other has been filed, and ends the waits of all ranks of the host: recordError() of wait.h,
  * for the CPU, with the peers' control blocks by its own addresses. */
 static void proxyccl_control_raise(ProxycclControl *control, const ProxycclErrorRecord *record,
                                    ProxycclControl *const *peers, uint32_t peer_count) {
@@ -181,7 +271,8 @@ static void proxyccl_control_raise(ProxycclControl *control, const ProxycclError
   }
   for (uint32_t i = 0; i < peer_count; ++i) {
     uint32_t nobody = 0;
-    __atomic_compare_exchange_n(&peers[i]->told, &nobody, control->rank + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    uint32_t *failed_rank = &peers[i]->failed_rank;
+    __atomic_compare_exchange_n(failed_rank, &nobody, control->rank + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
   }
   for (uint32_t i = 0; i < peer_count; ++i) __atomic_store_n(&peers[i]->abort, record->code, __ATOMIC_RELEASE);
   __atomic_store_n(&control->abort, record->code, __ATOMIC_RELEASE);
@@ -190,8 +281,8 @@ static uint32_t proxyccl_control_abort(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE);
 }
 /* One more than the rank of this host whose record says why this one is to end; 0: none has said so. */
-static uint32_t proxyccl_control_told(const ProxycclControl *control) {
-  return __atomic_load_n(&control->told, __ATOMIC_ACQUIRE);
+static uint32_t proxyccl_control_failed_rank(const ProxycclControl *control) {
+  return __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE);
 }
 /* Copies the record if it is valid. Returns its state. */
 static uint32_t proxyccl_control_record(const ProxycclControl *control, ProxycclErrorRecord *record) {
@@ -200,26 +291,49 @@ static uint32_t proxyccl_control_record(const ProxycclControl *control, Proxyccl
     __builtin_memcpy((uint32_t *)record + 1, (const uint32_t *)&control->error + 1, sizeof *record - sizeof state);
   return state;
 }
+/* Released behind all that the rank did with its peers' memory; pairs with the acquire below. */
+static void proxyccl_control_set_presence(ProxycclControl *control, uint32_t presence, uint32_t exchanges) {
+  __atomic_store_n(&control->exchanges, exchanges, __ATOMIC_RELAXED);
+  __atomic_store_n(&control->presence, presence, __ATOMIC_RELEASE);
+}
+static uint32_t proxyccl_control_presence(const ProxycclControl *control) {
+  return __atomic_load_n(&control->presence, __ATOMIC_ACQUIRE);
+}
+/* Behind a presence of PROXYCCL_LEFT. */
+static uint32_t proxyccl_control_exchanges(const ProxycclControl *control) {
+  return __atomic_load_n(&control->exchanges, __ATOMIC_RELAXED);
+}
 static void proxyccl_control_ask(ProxycclControl *control, uint32_t question) {
   __atomic_store_n(&control->asked, question, __ATOMIC_RELAXED);
 }
 /* Copies what the wait in this place told for a question. Returns whether it told anything. */
 static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32_t question,
                                  ProxycclWait *wait) {
-  /* Pairs with the release in tellWait(). */
-  if (__atomic_load_n(&control->waits[place].told, __ATOMIC_ACQUIRE) != question) return 0;
+  /* Pairs with the release in describeWait(). */
+  if (__atomic_load_n(&control->waits[place].answered, __ATOMIC_ACQUIRE) != question) return 0;
   *wait = control->waits[place];
   return 1;
 }
 """,
     source_extension=".cpp",
-    sources=["device/host/fibers.cpp", "device/host/streams.cpp", "device/host/memory.cpp"],
+    sources=[
+        "device/host/fibers.cpp",
+        "device/host/streams.cpp",
+        "device/host/memory.cpp",
+        "device/memory_pool.cpp",
+    ],
     depends=[
         "device/launch.h",
+        "device/memory_pool.h",
+        "device/allocation_guard.h",
+        "device/stream_operations.h",
         "device/host/runtime.h",
         "device/host/fibers.h",
+        "device/host/link_old_symbols.h",
         "device/include/proxyccl/handles.h",
+        "device/kernels/arrived.h",
         "device/kernels/team.h",
+        "device/kernels/flows.h",
         "device/kernels/packet_team.h",
         "device/kernels/experts.h",
     ],

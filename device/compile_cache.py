@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, by what went into them.
+"""A cache of compiled kernels on disk, keyed by everything that goes into them.
 
 The key covers the source with what it includes, the options, the compiler and every shipped header, so a cached file
 is never stale. A file is written under another name and moved into place: processes that compile the same source at
@@ -14,12 +14,9 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from proxyccl.device.driver import Compiler
 from proxyccl.device.dtypes import DTYPES
-
-if TYPE_CHECKING:
-    from proxyccl.device.driver import Compiler
 
 INCLUDE_DIR = Path(__file__).parent / "include"
 KERNEL_DIR = Path(__file__).parent / "kernels"
@@ -31,10 +28,11 @@ def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) ->
     source = f'#include "{file}"\n'
     if dtype is None:
         return source
-    element = DTYPES[dtype].c_name
+    element = DTYPES[dtype]
+    source += element.c_check()
     if op is None:
-        return source + f"PROXYCCL_TYPED_KERNEL({kernel}, {name}, {element})\n"
-    return source + f"PROXYCCL_REDUCTION({kernel}, {name}, {element}, {op.capitalize()})\n"
+        return source + f"PROXYCCL_TYPED_KERNEL({kernel}, {name}, {element.c_name})\n"
+    return source + f"PROXYCCL_REDUCTION({kernel}, {name}, {element.c_name}, {op.capitalize()})\n"
 
 
 def cache_dir() -> Path:
@@ -65,20 +63,26 @@ _building: dict[str, threading.Lock] = {}
 def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
     """The file that `build(path)` makes for this key, built if it is not there yet."""
     target = _entry(key_parts, suffix)
-    directory = target.parent
     with _building.setdefault(target.stem, threading.Lock()):
-        if target.exists():
-            return target
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=directory, suffix=suffix)
-        os.close(descriptor)
-        temporary = Path(name)
-        try:
-            build(temporary)
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        if not target.exists():
+            write_whole(target, build)
     return target
+
+
+def write_whole(target: Path, write: Callable[[Path], None]) -> None:
+    """Has `write(path)` write a file under another name, which begins with a dot, and moves it into place behind that.
+
+    Raises OSError.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:

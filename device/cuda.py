@@ -1,4 +1,4 @@
-"""NVIDIA's driver and run-time compiler as a `Driver`: cuda-bindings and NVRTC from PyPI, no toolkit."""
+"""NVIDIA's driver as a `Driver`: cuda-bindings from PyPI, no toolkit."""
 
 from __future__ import annotations
 
@@ -6,39 +6,18 @@ import ctypes
 import functools
 from typing import Any
 
+from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
+from proxyccl.device.cuda_bindings import cu, error_text, ok
+from proxyccl.device.cuda_compiler import CudaCompiler, compiler_version
+from proxyccl.device.cuda_virtual_memory import VirtualMemory
 from proxyccl.device.driver import DeviceInfo
-from proxyccl.device.errors import CompileError, DriverError, RuntimeUnavailableError
-from proxyccl.device.runtime import EngineFunctions
-
-try:
-    from cuda.bindings import driver as cu
-    from cuda.bindings import nvrtc
-except ImportError as error:
-    raise RuntimeUnavailableError(
-        f"cuda: its Python packages are missing ({error}); install them with: pip install 'proxyccl[cuda]'"
-    ) from None
-
-from proxyccl.device.cuda_virtual_memory import VirtualMemory  # needs the bindings
+from proxyccl.device.errors import DriverError, RuntimeUnavailableError
 
 _OLDEST_DRIVER = 12000
 """CUDA 12.0: the first whose driver API has every call under the name used here."""
 
 _PER_THREAD_STREAM = 2  # CU_STREAM_PER_THREAD
 _HOST_REGISTER = cu.CU_MEMHOSTREGISTER_PORTABLE | cu.CU_MEMHOSTREGISTER_DEVICEMAP
-
-
-def _text(status: int) -> str:
-    name = cu.cuGetErrorName(cu.CUresult(status))[1]
-    words = cu.cuGetErrorString(cu.CUresult(status))[1]
-    return ", ".join(part.decode() for part in (name, words) if part) or "unknown error"
-
-
-def _ok(call: str, result: tuple[Any, ...]) -> Any:
-    """What a call of the binding returned, without its status."""
-    status, *values = result
-    if status:
-        raise DriverError(call, int(status), _text(int(status)))
-    return values[0] if len(values) == 1 else tuple(values)
 
 
 @functools.cache
@@ -50,20 +29,9 @@ def _initialise() -> None:
     if status == int(cu.CUresult.CUDA_ERROR_NO_DEVICE):
         raise RuntimeUnavailableError("cuda: NVIDIA's driver sees no device")
     if status:
-        raise RuntimeUnavailableError(f"cuda: the driver can't be initialised: {_text(status)}")
-    version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
-    check_versions(version, _compiler_version()[0])
-
-
-@functools.cache
-def _compiler_version() -> tuple[int, int]:
-    try:
-        major, minor = _ok("nvrtcVersion", nvrtc.nvrtcVersion())
-    except RuntimeError as error:
-        raise RuntimeUnavailableError(
-            f"cuda: NVRTC is not installed ({error}); install it with: pip install nvidia-cuda-nvrtc"
-        ) from None
-    return int(major), int(minor)
+        raise RuntimeUnavailableError(f"cuda: the driver can't be initialised: {error_text(status)}")
+    version = int(ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
+    check_versions(version, compiler_version()[0])
 
 
 def check_versions(driver: int, compiler_major: int) -> None:
@@ -83,44 +51,6 @@ def check_versions(driver: int, compiler_major: int) -> None:
         )
 
 
-class CudaCompiler:
-    """NVRTC. See `proxyccl.device.driver.Compiler` for the methods.
-
-    Raises:
-        RuntimeUnavailableError: it is not installed.
-    """
-
-    runtime = "cuda"
-
-    def __init__(self) -> None:
-        _compiler_version()
-
-    def version(self) -> str:
-        """NVRTC's version."""
-        major, minor = _compiler_version()
-        return f"NVRTC {major}.{minor}"
-
-    def options(self, architecture: str) -> tuple[str, ...]:
-        """A cubin and not PTX, which a driver older than the compiler would refuse."""
-        return (f"-arch={architecture}", "-std=c++17", "-default-device")
-
-    def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A cubin from NVRTC."""
-        program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
-        try:
-            encoded = [option.encode() for option in options]
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-            if status:
-                log = bytearray(_nvrtc("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program)))
-                _nvrtc("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
-                raise CompileError("NVRTC could not compile the kernel source", log.rstrip(b"\0").decode())
-            image = bytearray(_nvrtc("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
-            _nvrtc("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
-            return bytes(image)
-        finally:
-            _nvrtc("nvrtcDestroyProgram", nvrtc.nvrtcDestroyProgram(program))
-
-
 class CudaDriver:
     """NVIDIA's driver. See `proxyccl.device.driver.Driver` for the methods.
 
@@ -130,95 +60,96 @@ class CudaDriver:
 
     runtime = "cuda"
     out_of_memory = int(cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
+    already_mapped = int(cu.CUresult.CUDA_ERROR_ALREADY_MAPPED)
     thread_stream = _PER_THREAD_STREAM
 
     def __init__(self) -> None:
         _initialise()
         self.compiler = CudaCompiler()
-        self._virtual_memory = VirtualMemory(_ok, self.allocation_id)
+        self._virtual_memory = VirtualMemory(self.allocation_id)
 
     def versions(self) -> str:
         """Versions of the driver, and of the compiler."""
-        version = int(_ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
+        version = int(ok("cuDriverGetVersion", cu.cuDriverGetVersion()))
         return f"driver for CUDA {version // 1000}.{version % 1000 // 10}, {self.compiler.version()}"
 
     def error_text(self, status: int) -> str:
         """The driver's name and words for a status."""
-        return _text(status)
+        return error_text(status)
 
     # -- devices and contexts ---
 
     def device_count(self) -> int:
         """Number of devices."""
-        return int(_ok("cuDeviceGetCount", cu.cuDeviceGetCount()))
+        return int(ok("cuDeviceGetCount", cu.cuDeviceGetCount()))
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (one object a process)
     def device(self, ordinal: int) -> DeviceInfo:
         """What a device is."""
-        handle = _ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        handle = ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
 
         def attribute(which: Any) -> int:
-            return int(_ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, handle)))
+            return int(ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, handle)))
 
         kinds = cu.CUdevice_attribute
         major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
-        name = _ok("cuDeviceGetName", cu.cuDeviceGetName(256, handle))
-        address = _ok("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
-        uuid = _ok("cuDeviceGetUuid", cu.cuDeviceGetUuid(handle))
+        name = ok("cuDeviceGetName", cu.cuDeviceGetName(256, handle))
+        address = ok("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
+        uuid = ok("cuDeviceGetUuid", cu.cuDeviceGetUuid(handle))
         return DeviceInfo(
             name=name.partition(b"\0")[0].decode(),
             device_id=f"cuda:{bytes(uuid.bytes).hex()}",
             architecture=f"sm_{major}{minor}",
             multiprocessors=attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
-            memory_bytes=int(_ok("cuDeviceTotalMem", cu.cuDeviceTotalMem(handle))),
+            memory_bytes=int(ok("cuDeviceTotalMem", cu.cuDeviceTotalMem(handle))),
             pci_address=address.partition(b"\0")[0].decode().lower(),
         )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (retained once, for the life of the process)
     def context(self, ordinal: int) -> int:
         """The device's primary context."""
-        handle = _ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
-        return int(_ok("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle)))
+        handle = ok("cuDeviceGet", cu.cuDeviceGet(ordinal))
+        return int(ok("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle)))
 
     def current(self) -> int | None:
         """The calling thread's context, or None."""
-        return int(_ok("cuCtxGetCurrent", cu.cuCtxGetCurrent())) or None
+        return int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent())) or None
 
     def make_current(self, context: int) -> None:
         """Makes a context current."""
-        _ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+        ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
 
     def synchronize(self) -> None:
         """Waits for the context."""
-        _ok("cuCtxSynchronize", cu.cuCtxSynchronize())
+        ok("cuCtxSynchronize", cu.cuCtxSynchronize())
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """Whether a device reaches another's memory."""
-        return bool(_ok("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(ordinal, peer)))
+        return bool(ok("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(ordinal, peer)))
 
     def enable_peer_access(self, peer_context: int) -> None:
         """Lets the current context reach a peer's memory."""
         result = cu.cuCtxEnablePeerAccess(peer_context, 0)
         if result[0] != cu.CUresult.CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED:
-            _ok("cuCtxEnablePeerAccess", result)
+            ok("cuCtxEnablePeerAccess", result)
 
     # -- memory ---
 
     def allocate(self, nbytes: int) -> int:
         """Device memory."""
-        return int(_ok("cuMemAlloc", cu.cuMemAlloc(nbytes)))
+        return int(ok("cuMemAlloc", cu.cuMemAlloc(nbytes)))
 
     def free(self, ptr: int) -> None:
         """Frees device memory."""
-        _ok("cuMemFree", cu.cuMemFree(ptr))
+        ok("cuMemFree", cu.cuMemFree(ptr))
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of an allocation, or of mapped blocks side by side."""
-        base, size = (int(value) for value in _ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr)))
+        base, size = (int(value) for value in ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr)))
         if base + size < ptr + nbytes and self._virtual_memory.is_mapped(ptr):
             while base + size < ptr + nbytes and self._virtual_memory.is_mapped(base + size):
-                size += int(_ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(base + size))[1])
+                size += int(ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(base + size))[1])
         return base, size
 
     def pointer_device(self, ptr: int) -> int | None:
@@ -232,20 +163,20 @@ class CudaDriver:
         attribute = int(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
         failed = _pointer_attribute()(ctypes.byref(ordinal), attribute, ptr)
         if failed:
-            raise DriverError("cuPointerGetAttribute", failed, _text(failed))
+            raise DriverError("cuPointerGetAttribute", failed, error_text(failed))
         return ordinal.value
 
     def allocation_id(self, ptr: int) -> int:
         """A number of the allocation."""
         which = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID
-        return int(_ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
+        return int(ok("cuPointerGetAttribute", cu.cuPointerGetAttribute(which, ptr)))
 
     def export_memory(self, base: int, size: int) -> bytes:
         """A CUDA IPC handle, or one of mapped blocks, which IPC refuses."""
         result = cu.cuIpcGetMemHandle(base)
         if result[0] and self._virtual_memory.is_mapped(base):
             return self._virtual_memory.export(base, size)
-        return bytes(_ok("cuIpcGetMemHandle", result).reserved)
+        return bytes(ok("cuIpcGetMemHandle", result).reserved)
 
     def import_memory(self, handle: bytes) -> int:
         """Opens a handle of `export_memory`."""
@@ -254,12 +185,12 @@ class CudaDriver:
         ipc = cu.CUipcMemHandle()
         ipc.reserved = handle
         flag = int(cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)
-        return int(_ok("cuIpcOpenMemHandle", cu.cuIpcOpenMemHandle(ipc, flag)))
+        return int(ok("cuIpcOpenMemHandle", cu.cuIpcOpenMemHandle(ipc, flag)))
 
     def release_memory(self, base: int) -> None:
         """Closes what `import_memory` opened."""
         if not self._virtual_memory.release(base):
-            _ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
+            ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
         """Opens mapped blocks to a device, which peer access between contexts does not."""
@@ -270,37 +201,37 @@ class CudaDriver:
         """A file descriptor of a DMA-BUF."""
         kind = cu.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         result = cu.cuMemGetHandleForAddressRange(base, nbytes, kind, 0)
-        return int(_ok("cuMemGetHandleForAddressRange", result))
+        return int(ok("cuMemGetHandleForAddressRange", result))
 
     def register_host(self, ptr: int, nbytes: int) -> None:
         """Pins and maps host memory."""
-        _ok("cuMemHostRegister", cu.cuMemHostRegister(ptr, nbytes, _HOST_REGISTER))
+        ok("cuMemHostRegister", cu.cuMemHostRegister(ptr, nbytes, _HOST_REGISTER))
 
     def unregister_host(self, ptr: int) -> None:
         """Unpins host memory."""
-        _ok("cuMemHostUnregister", cu.cuMemHostUnregister(ptr))
+        ok("cuMemHostUnregister", cu.cuMemHostUnregister(ptr))
 
     def host_device_pointer(self, ptr: int) -> int:
         """The device's address of pinned memory."""
-        return int(_ok("cuMemHostGetDevicePointer", cu.cuMemHostGetDevicePointer(ptr, 0)))
+        return int(ok("cuMemHostGetDevicePointer", cu.cuMemHostGetDevicePointer(ptr, 0)))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy."""
-        _ok("cuMemcpyAsync", cu.cuMemcpyAsync(dst, src, nbytes, stream))
+        ok("cuMemcpyAsync", cu.cuMemcpyAsync(dst, src, nbytes, stream))
 
     def fill(self, dst: int, value: int, nbytes: int, stream: int) -> None:
         """Queues the setting of bytes."""
-        _ok("cuMemsetD8Async", cu.cuMemsetD8Async(dst, value, nbytes, stream))
+        ok("cuMemsetD8Async", cu.cuMemsetD8Async(dst, value, nbytes, stream))
 
     # -- streams and events ---
 
     def create_stream(self) -> int:
         """A non-blocking stream."""
-        return int(_ok("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))))
+        return int(ok("cuStreamCreate", cu.cuStreamCreate(int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING))))
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""
-        _ok("cuStreamDestroy", cu.cuStreamDestroy(stream))
+        ok("cuStreamDestroy", cu.cuStreamDestroy(stream))
 
     def stream_query(self, stream: int) -> bool:
         """Whether a stream is done."""
@@ -308,34 +239,34 @@ class CudaDriver:
 
     def stream_synchronize(self, stream: int) -> None:
         """Waits for a stream."""
-        _ok("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        ok("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Makes a stream wait for an event."""
-        _ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
+        ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
 
     def is_capturing(self, stream: int) -> bool:
         """Whether a stream is being captured."""
-        return bool(_ok("cuStreamIsCapturing", cu.cuStreamIsCapturing(stream)))
+        return bool(ok("cuStreamIsCapturing", cu.cuStreamIsCapturing(stream)))
 
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""
         wanted = cu.CUstreamCaptureMode(
             int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED) if mode is None else mode
         )
-        return int(_ok("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(wanted)))
+        return int(ok("cuThreadExchangeStreamCaptureMode", cu.cuThreadExchangeStreamCaptureMode(wanted)))
 
     def create_event(self) -> int:
         """An event."""
-        return int(_ok("cuEventCreate", cu.cuEventCreate(0)))
+        return int(ok("cuEventCreate", cu.cuEventCreate(0)))
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
-        _ok("cuEventDestroy", cu.cuEventDestroy(event))
+        ok("cuEventDestroy", cu.cuEventDestroy(event))
 
     def record_event(self, event: int, stream: int) -> None:
         """Records an event."""
-        _ok("cuEventRecord", cu.cuEventRecord(event, stream))
+        ok("cuEventRecord", cu.cuEventRecord(event, stream))
 
     def event_query(self, event: int) -> bool:
         """Whether an event was reached."""
@@ -343,25 +274,29 @@ class CudaDriver:
 
     def event_synchronize(self, event: int) -> None:
         """Waits for an event."""
-        _ok("cuEventSynchronize", cu.cuEventSynchronize(event))
+        ok("cuEventSynchronize", cu.cuEventSynchronize(event))
 
     def event_elapsed(self, start: int, end: int) -> float:
         """Milliseconds between events."""
-        return float(_ok("cuEventElapsedTime", cu.cuEventElapsedTime(start, end)))
+        return float(ok("cuEventElapsedTime", cu.cuEventElapsedTime(start, end)))
 
     # -- kernels ---
 
     def load_module(self, image: bytes) -> int:
         """Loads a cubin."""
-        return int(_ok("cuModuleLoadData", cu.cuModuleLoadData(image)))
+        return int(ok("cuModuleLoadData", cu.cuModuleLoadData(image)))
+
+    def unload_module(self, module: int) -> None:
+        """Unloads a cubin."""
+        ok("cuModuleUnload", cu.cuModuleUnload(module))
 
     def module_function(self, module: int, name: str) -> int:
         """A kernel."""
-        return int(_ok(f"cuModuleGetFunction({name})", cu.cuModuleGetFunction(module, name.encode())))
+        return int(ok(f"cuModuleGetFunction({name})", cu.cuModuleGetFunction(module, name.encode())))
 
     def module_global(self, module: int, name: str) -> tuple[int, int]:
         """A variable."""
-        address, nbytes = _ok(f"cuModuleGetGlobal({name})", cu.cuModuleGetGlobal(module, name.encode()))
+        address, nbytes = ok(f"cuModuleGetGlobal({name})", cu.cuModuleGetGlobal(module, name.encode()))
         return int(address), int(nbytes)
 
     # -- addresses ---
@@ -376,6 +311,28 @@ class CudaDriver:
             make_current=_address("cuCtxSetCurrent"),
         )
 
+    def stream_operation_calls(self) -> StreamOperationCalls:
+        """Words by cuStreamBatchMemOp."""
+        return StreamOperationCalls(
+            copy=_address("cuMemcpyAsync"),
+            batch=_address("cuStreamBatchMemOp"),
+            is_capturing=_address("cuStreamIsCapturing"),
+            current=_address("cuCtxGetCurrent"),
+        )
+
+    def allocation_calls(self) -> AllocationCalls:
+        """cuMemAlloc and the others."""
+        return AllocationCalls(
+            free=_address("cuMemFree"),
+            pointer_attribute=_address("cuPointerGetAttribute"),
+            buffer_id=int(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID),
+            allocate=_address("cuMemAlloc"),
+            current=_address("cuCtxGetCurrent"),
+            make_current=_address("cuCtxSetCurrent"),
+            exchange_capture_mode=_address("cuThreadExchangeStreamCaptureMode"),
+            relaxed=int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED),
+        )
+
     def launch_address(self) -> int:
         """cuLaunchKernel."""
         return _address("cuLaunchKernel")
@@ -388,15 +345,8 @@ class CudaDriver:
 def _done(call: str, result: tuple[Any, ...]) -> bool:
     if result[0] == cu.CUresult.CUDA_ERROR_NOT_READY:
         return False
-    _ok(call, result)
+    ok(call, result)
     return True
-
-
-def _nvrtc(call: str, result: tuple[Any, ...]) -> Any:
-    status, *values = result
-    if status:
-        raise CompileError(f"{call}: {nvrtc.nvrtcGetErrorString(status)[1].decode()}")
-    return values[0] if values else None
 
 
 @functools.cache
@@ -407,4 +357,4 @@ def _pointer_attribute() -> Any:
 
 def _address(name: str) -> int:
     # The version names the signature: 12.0's, the oldest driver's.
-    return int(_ok(f"cuGetProcAddress({name})", cu.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0))[0])
+    return int(ok(f"cuGetProcAddress({name})", cu.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0))[0])

@@ -10,10 +10,8 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
-from cuda.bindings import driver as cu
-
+from proxyccl.device.cuda_bindings import cu, ok
 from proxyccl.device.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
 from proxyccl.device.errors import DriverError
 
@@ -22,19 +20,15 @@ _REQUEST = struct.Struct("<QQQQ")  # context, base, size, the first block's allo
 _MAGIC = b"PXCCLvmm"
 _FILE_DESCRIPTOR = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
-Check = Callable[[str, tuple[Any, ...]], Any]
-
 
 class VirtualMemory:
     """Exports and imports ranges of mapped blocks. One object a process.
 
     Args:
-        check: raises DriverError unless a call of the binding succeeded, and returns its results.
         allocation_id: a number of the allocation that an address lies in.
     """
 
-    def __init__(self, check: Check, allocation_id: Callable[[int], int]) -> None:
-        self._check = check
+    def __init__(self, allocation_id: Callable[[int], int]) -> None:
         self._allocation_id = allocation_id
         self._lock = threading.Lock()
         self._server: DescriptorServer | None = None
@@ -45,21 +39,21 @@ class VirtualMemory:
         status, handle = cu.cuMemRetainAllocationHandle(ptr)
         if status:
             return False
-        self._check("cuMemRelease", cu.cuMemRelease(handle))
+        ok("cuMemRelease", cu.cuMemRelease(handle))
         return True
 
     def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
         """(bytes, descriptor) of each block of a range."""
         ptr = base
         while ptr < base + size:
-            _, nbytes = self._check("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
-            handle = self._check("cuMemRetainAllocationHandle", cu.cuMemRetainAllocationHandle(ptr))
+            _, nbytes = ok("cuMemGetAddressRange", cu.cuMemGetAddressRange(ptr))
+            handle = ok("cuMemRetainAllocationHandle", cu.cuMemRetainAllocationHandle(ptr))
             try:
-                descriptor = self._check(
+                descriptor = ok(
                     "cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FILE_DESCRIPTOR, 0)
                 )
             finally:
-                self._check("cuMemRelease", cu.cuMemRelease(handle))
+                ok("cuMemRelease", cu.cuMemRelease(handle))
             yield int(nbytes), int(descriptor)
             ptr += int(nbytes)
 
@@ -69,7 +63,7 @@ class VirtualMemory:
         Raises:
             DriverError: the blocks were not made for sharing by file descriptors.
         """
-        context = int(self._check("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
+        context = int(ok("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
         _, descriptor = next(self._blocks(base, size))  # that it can be done is known before anyone asks
         os.close(descriptor)
         with self._lock:
@@ -80,7 +74,7 @@ class VirtualMemory:
 
     def _supply(self, request: bytes) -> Iterator[tuple[int, int]]:
         context, base, size, allocation = _REQUEST.unpack(request)
-        self._check("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
+        ok("cuCtxSetCurrent", cu.cuCtxSetCurrent(context))
         if self._allocation_id(base) != allocation:
             raise DriverError("cuMemRetainAllocationHandle", 0, "its owner has freed the memory")
         yield from self._blocks(base, size)
@@ -107,19 +101,19 @@ class VirtualMemory:
 
     def _map(self, blocks: list[tuple[int, int]]) -> int:
         size = sum(nbytes for nbytes, _ in blocks)
-        base = int(self._check("cuMemAddressReserve", cu.cuMemAddressReserve(size, 0, 0, 0)))
+        base = int(ok("cuMemAddressReserve", cu.cuMemAddressReserve(size, 0, 0, 0)))
         mapped = 0
         try:
             for nbytes, descriptor in blocks:
-                block = self._check(
+                block = ok(
                     "cuMemImportFromShareableHandle", cu.cuMemImportFromShareableHandle(descriptor, _FILE_DESCRIPTOR)
                 )
                 try:
-                    self._check("cuMemMap", cu.cuMemMap(base + mapped, nbytes, 0, block, 0))
+                    ok("cuMemMap", cu.cuMemMap(base + mapped, nbytes, 0, block, 0))
                 finally:
-                    self._check("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
+                    ok("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
                 mapped += nbytes
-            device = self._check("cuCtxGetDevice", cu.cuCtxGetDevice())
+            device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
             self.grant(base, size, int(device))
         except DriverError:
             self._unmap(base, mapped, size)
@@ -133,12 +127,12 @@ class VirtualMemory:
         access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = device
         access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._check("cuMemSetAccess", cu.cuMemSetAccess(base, size, [access], 1))
+        ok("cuMemSetAccess", cu.cuMemSetAccess(base, size, [access], 1))
 
     def _unmap(self, base: int, mapped: int, size: int) -> None:
         if mapped:
-            self._check("cuMemUnmap", cu.cuMemUnmap(base, mapped))
-        self._check("cuMemAddressFree", cu.cuMemAddressFree(base, size))
+            ok("cuMemUnmap", cu.cuMemUnmap(base, mapped))
+        ok("cuMemAddressFree", cu.cuMemAddressFree(base, size))
 
     def release(self, base: int) -> bool:
         """Unmaps what `open` mapped. False if it mapped nothing there."""

@@ -1,8 +1,8 @@
-"""File descriptors for other processes of this machine: what some drivers' memory is shared by.
+"""Hands file descriptors to other processes of this machine: some drivers share memory by descriptor.
 
 A descriptor can't travel in bytes, so the bytes that ranks exchange name a server: a thread of the process that owns
-the memory, at a Unix socket whose name is random and stands nowhere else. It makes descriptors when it is asked, and
-keeps none.
+the memory, at a Unix socket with a random name that only those bytes hold. It makes descriptors on request and keeps
+none.
 """
 
 from __future__ import annotations

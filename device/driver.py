@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,11 @@ class Driver(Protocol):
     @property
     def compiler(self) -> Compiler:
         """What makes the images that this driver loads."""
+        ...
+
+    @property
+    def already_mapped(self) -> int:
+        """The status of an import while older memory of the same address at its owner is mapped."""
         ...
 
     @property
@@ -251,6 +256,10 @@ class Driver(Protocol):
         """Loads an image into the current context."""
         ...
 
+    def unload_module(self, module: int) -> None:
+        """Unloads a module, whose kernels are no longer launched. Waits for those that run."""
+        ...
+
     def module_function(self, module: int, name: str) -> int:
         """A kernel of a module."""
         ...
@@ -263,6 +272,14 @@ class Driver(Protocol):
 
     def engine_functions(self) -> EngineFunctions:
         """The calls that the proxy's engine makes."""
+        ...
+
+    def stream_operation_calls(self) -> StreamOperationCalls:
+        """The calls for words of memory in a stream; the context is left to the caller."""
+        ...
+
+    def allocation_calls(self) -> AllocationCalls:
+        """The calls that allocate and number memory; the context is left to the caller."""
         ...
 
     def launch_address(self) -> int:

@@ -1,30 +1,18 @@
-"""Element types by name, as kernels, numpy, torch and DLPack spell them."""
+"""Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
 from typing import Any
 
 import numpy as np
 
+from proxyccl.device.element_types import ELEMENT_TYPES, ElementType
 from proxyccl.device.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class DType:
-    """An element type.
-
-    Attributes:
-        name: as numpy and torch spell it: ``"float32"``, ``"bfloat16"``, …
-        itemsize: bytes.
-        c_name: the type in kernels (``reduce.h``), or "" where kernels only move it.
-        dlpack: DLPack's (type code, bits).
-    """
-
-    name: str
-    itemsize: int
-    c_name: str
-    dlpack: tuple[int, int]
+class DType(ElementType):
+    """An element type; see `ElementType` for its attributes."""
 
     def __str__(self) -> str:
         return self.name
@@ -35,41 +23,17 @@ class DType:
         Raises:
             ArgumentError: ml_dtypes is not installed.
         """
-        if self.name in _EXTENDED:
-            try:
-                import ml_dtypes
-            except ImportError:
-                raise ArgumentError("dtype", f"numpy has no {self.name}; install the package ml_dtypes") from None
-            extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
-            return extended
-        return np.dtype(self.name)
+        with contextlib.suppress(TypeError):
+            return np.dtype(self.name)
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ArgumentError("dtype", f"numpy has no {self.name}; install the package ml_dtypes") from None
+        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+        return extended
 
 
-_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL = 0, 1, 2, 4, 5, 6
-_EXTENDED = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
-
-DTYPES: dict[str, DType] = {
-    dtype.name: dtype
-    for dtype in (
-        DType("float16", 2, "proxyccl::Half", (_FLOAT, 16)),
-        DType("bfloat16", 2, "proxyccl::BFloat16", (_BFLOAT, 16)),
-        DType("float32", 4, "float", (_FLOAT, 32)),
-        DType("float64", 8, "double", (_FLOAT, 64)),
-        DType("int32", 4, "int32_t", (_INT, 32)),
-        DType("int64", 8, "int64_t", (_INT, 64)),
-        DType("int8", 1, "", (_INT, 8)),
-        DType("int16", 2, "", (_INT, 16)),
-        DType("uint8", 1, "", (_UINT, 8)),
-        DType("uint16", 2, "", (_UINT, 16)),
-        DType("uint32", 4, "", (_UINT, 32)),
-        DType("uint64", 8, "", (_UINT, 64)),
-        DType("bool", 1, "", (_BOOL, 8)),
-        DType("complex64", 8, "", (_COMPLEX, 64)),
-        DType("complex128", 16, "", (_COMPLEX, 128)),
-        DType("float8_e4m3fn", 1, "", (10, 8)),
-        DType("float8_e5m2", 1, "", (12, 8)),
-    )
-}
+DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
 _BY_DLPACK = {dtype.dlpack: dtype for dtype in DTYPES.values()}
 
 
@@ -77,7 +41,7 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
     """The `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`.
 
     Raises:
-        ArgumentError: it is none that is known.
+        ArgumentError: the element type is unknown.
     """
     if isinstance(value, DType):
         return value
@@ -92,13 +56,23 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
             name = repr(value)
         else:
             if not native.isnative:
-                raise ArgumentError(argument, f"{native.str!r} has another byte order than this machine")
+                raise ArgumentError(argument, f"expected this machine's byte order, not {native.str!r}")
             name = native.name
     if name not in DTYPES:
-        raise ArgumentError(argument, f"{name!r} is not a known element type; known: {', '.join(DTYPES)}")
+        raise ArgumentError(argument, f"unknown element type {name!r}; expected one of {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def from_dlpack_type(code: int, bits: int, lanes: int) -> DType | None:
     """The `DType` of a DLPack type, or None."""
     return _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+
+
+def reduction_dtypes() -> list[str]:
+    """Names of the element types that kernels can reduce."""
+    return [name for name, dtype in DTYPES.items() if dtype.c_name]
+
+
+def token_dtypes() -> list[str]:
+    """Names of the element types that tokens of the expert-parallel layer can have."""
+    return [name for name, dtype in DTYPES.items() if dtype.tokens]

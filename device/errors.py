@@ -1,4 +1,4 @@
-"""Every exception that ProxyCCL raises by name.
+"""The exceptions of ProxyCCL.
 
 They live in the lowest room so that each room can raise them. An exception that ends a communicator derives from
 `CommunicatorError` and says which rank, peer, channel, operation and offset it is about, as far as that is known.
@@ -19,6 +19,10 @@ class ArgumentError(ProxyCCLError, ValueError):
         self.argument = argument
 
 
+class AlreadyMappedError(ArgumentError):
+    """Memory can't be mapped as long as this process maps what lay at its owner's address before."""
+
+
 class ResourceError(ProxyCCLError):
     """A limited resource ran out: memory ids, channel ids, device memory."""
 
@@ -33,6 +37,10 @@ class CapacityError(ProxyCCLError):
 
 class ClosedError(ProxyCCLError):
     """The object was closed, or its communicator failed before."""
+
+
+class ProtocolError(ProxyCCLError):
+    """Another process sent what is no valid message. The message names the sender, the field and what was expected."""
 
 
 class RuntimeUnavailableError(ProxyCCLError):
@@ -111,7 +119,10 @@ class TransportError(CommunicatorError):
 
 
 class TriggerError(CommunicatorError):
-    """A kernel pushed a trigger that names an id not in use, or that leaves its memory, or used packet flag 0."""
+    """A kernel pushed a trigger that names an id not in use or leaves its memory, gave an SmChannel a range that leaves
+    its memory, used packet flag 0, or (host runtime) waited on a channel with two threads at once. Or a plan of the
+    proxy's names what is not in use, or leaves its memory.
+    """
 
 
 class HandlerError(CommunicatorError):
@@ -126,6 +137,10 @@ class MismatchError(CommunicatorError, ValueError):
     ) -> None:
         super().__init__(message, rank=rank, peer=peer)
         self.argument = argument
+
+
+class ExchangeError(CommunicatorError):
+    """A rank's message in an exchange of the bootstrap can't be read. `peer` is that rank."""
 
 
 class AbortedError(CommunicatorError):

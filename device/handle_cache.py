@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import ClassVar
 
-from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Memory
+from proxyccl.device.base_runtime import Memory
+from proxyccl.device.errors import AlreadyMappedError, ArgumentError
+from proxyccl.device.lease_cache import LeaseCache
+
+_POLL_SECONDS = 0.001
 
 
 class HandleCache:
@@ -17,73 +20,51 @@ class HandleCache:
 
     A handle names the memory itself and not its address, so a cached mapping is never a stale one. But a driver may
     refuse to map what took the place of memory that its owner has freed, as long as that is mapped: then all idle
-    mappings of this process go.
+    mappings of this process go. In a daemon the old memory may still be another client's, who has yet to close it: that
+    is waited for, at most PATIENCE seconds.
     """
+
+    PATIENCE: ClassVar[float] = 5.0
 
     _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # those of ranks that are threads among them
     _caches_lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
         self._open = open_handle
-        self._keep = keep
-        self._used: dict[bytes, tuple[Memory, int]] = {}
-        self._idle: OrderedDict[bytes, Memory] = OrderedDict()
-        self._lock = threading.Lock()  # held while a driver maps: another cache's users don't wait for that
+        self._mappings: LeaseCache[bytes, Memory] = LeaseCache(lambda memory: memory.close(), keep=keep)
         with self._caches_lock:
             self._caches.add(self)
 
     def acquire(self, handle: bytes) -> Memory:
         """Maps the memory, or finds it mapped. Each call is paired with a `release`."""
-        with self._lock:
-            memory, users = self._used.get(handle, (None, 0))
-            if memory is None:
-                memory = self._idle.pop(handle, None) or self._map(handle)
-            self._used[handle] = (memory, users + 1)
-            return memory
+        return self._mappings.acquire(handle, lambda: self._map(handle))
 
     def _map(self, handle: bytes) -> Memory:
-        try:
-            return self._open(handle)
-        except ArgumentError:
-            if not self._unmap_idle():
-                raise
-            return self._open(handle)
+        deadline = time.monotonic() + self.PATIENCE
+        while True:
+            try:
+                return self._open(handle)
+            except AlreadyMappedError:
+                if not self._unmap_idle() and time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
+            except ArgumentError:
+                if not self._unmap_idle():
+                    raise
 
     def _unmap_idle(self) -> bool:
-        """Unmaps what nobody uses, in all caches but those that are in use just now. Whether there was any."""
+        """Unmaps what nobody uses, in all caches of this process. Returns whether there was any."""
         with self._caches_lock:
-            others = [cache for cache in self._caches if cache is not self]
-        unmapped = self._unmap_own_idle()
-        for cache in others:
-            if cache._lock.acquire(blocking=False):  # it may be waiting for this one
-                try:
-                    unmapped |= cache._unmap_own_idle()
-                finally:
-                    cache._lock.release()
+            caches = list(self._caches)
+        unmapped = False
+        for cache in caches:
+            unmapped |= cache._mappings.discard_idle()
         return unmapped
-
-    def _unmap_own_idle(self) -> bool:
-        had = bool(self._idle)
-        while self._idle:
-            self._idle.popitem()[1].close()
-        return had
 
     def release(self, handle: bytes) -> None:
         """Ends one use."""
-        with self._lock:
-            memory, users = self._used[handle]
-            if users > 1:
-                self._used[handle] = (memory, users - 1)
-                return
-            del self._used[handle]
-            self._idle[handle] = memory
-            if len(self._idle) > self._keep:
-                self._idle.popitem(last=False)[1].close()
+        self._mappings.release(handle)
 
     def close(self) -> None:
         """Unmaps everything."""
-        with self._lock:
-            for memory, _ in self._used.values():
-                memory.close()
-            self._used.clear()
-            self._unmap_own_idle()
+        self._mappings.close()

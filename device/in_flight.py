@@ -1,20 +1,19 @@
-"""What was queued and may not be done: keeps what it uses alive, and waits for it."""
+"""Launches that were queued and may not be done: keeps their arguments alive, and waits for them."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from proxyccl.device.runtime import Event, Runtime, StreamLike
+from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
 
 _BATCH = 16
 
 
 class Launcher(Protocol):
-    """One who launches again and again, each launch ordered behind the one before."""
+    """What launches again and again, each launch ordered behind the last."""
 
     @property
     def last_stream(self) -> int | None:
@@ -28,7 +27,7 @@ class InFlight:
     An event behind each batch tells when: one event for several launches keeps a launch cheap.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: BaseRuntime) -> None:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
@@ -46,14 +45,14 @@ class InFlight:
             if len(batch) < _BATCH or self._runtime.is_capturing(handle):
                 return
             self._end_batch(key)
-            # Each batch is looked at in turn; those of a stream that is behind go to the back.
+            # Each batch is queried once; those that are not done go to the back.
             for _ in range(len(self._batches)):
                 waiting = self._batches.popleft()
                 if not waiting[0].query():
                     self._batches.append(waiting)
 
     def follow(self, launcher: Launcher) -> None:
-        """Has `wait` wait for what this one launches too, as long as it lives."""
+        """Makes `wait` wait for this launcher's launches too, as long as the launcher exists."""
         with self._lock:
             self._launchers.add(launcher)
 
@@ -61,9 +60,10 @@ class InFlight:
         """Waits until what was launched is done, before a call of the driver that waits for the device.
 
         Such a call, to load a module or to free memory, holds the device's context while it waits. The copies of the
-        process's proxy wait behind it then, and kernels wait for those copies. Not waited for are graphs, and of what
-        `add` was told the last few launches of other threads, and on streams that the program has closed or gives by
-        their numbers: those may be gone.
+        process's proxy wait behind it then, and kernels wait for those copies.
+
+        This waits neither for graphs nor for the last few launches that other threads passed to `add`. It also skips
+        launches on streams that the program has closed or passes as integers: those streams may be gone.
         """
         with self._lock:
             for (handle, thread), (stream, _) in list(self._open.items()):
@@ -79,7 +79,7 @@ class InFlight:
             event.synchronize()
 
     def take(self) -> object:
-        """Hands over all that is kept now, for a caller that waits for all streams before it lets that go."""
+        """Hands over all that is kept now to a caller that lets it go when it has waited for all streams."""
         with self._lock:
             taken = (self._open, self._batches)
             self._open, self._batches = {}, deque()

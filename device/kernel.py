@@ -6,32 +6,23 @@ kernel takes, or refused by position, before anything is launched.
 
 from __future__ import annotations
 
-import re
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import as_view
+from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError, KernelError
+from proxyccl.device.in_flight import InFlight
 
 if TYPE_CHECKING:
-    from proxyccl.device.runtime import Runtime, StreamLike
+    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
 
 _BYTES, _INTEGER, _FLOAT, _POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
 
 Shape = int | Sequence[int]
-
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_KERNEL = re.compile(
-    r"__global__\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\("
-)
-
-
-def kernel_names(source: str) -> list[str]:
-    """Names of the ``extern "C" __global__ void`` functions in a source."""
-    return _KERNEL.findall(_COMMENT.sub(" ", source))
 
 
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
@@ -40,6 +31,15 @@ def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
         raise ArgumentError(argument, f"must be one to three positive 32-bit integers, not {shape!r}")
     x, y, z = (*values, 1, 1)[:3]
     return x, y, z
+
+
+class LaunchRuntime(BaseRuntime, Protocol):
+    """A runtime that launches kernels."""
+
+    @property
+    def in_flight(self) -> InFlight:
+        """What the runtime keeps alive for queued launches."""
+        ...
 
 
 class Launch:
@@ -53,9 +53,9 @@ class Launch:
         self._kernel = kernel
         self._runtime = kernel.runtime
         if not isinstance(shared, int) or not 0 <= shared < 1 << 32:
-            raise ArgumentError("shared", f"must be a number of bytes, not {shared!r}")
+            raise ArgumentError("shared", f"expected a number of bytes from 0 to 2**32 - 1, not {shared!r}")
         self._values, self._kept = kernel.pack(args)
-        self._parameters = ffi.new("void *[]", [ffi.from_buffer(value) for value in self._values] or [ffi.NULL])
+        self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
         target = kernel.runtime.launch_target()
         self.prepared = ffi.new("ProxycclLaunch *")
         lib.proxyccl_launch_fill(self.prepared, target.call, target.current)
@@ -96,10 +96,18 @@ class Kernel:
     None; an integer or floating parameter a number; a struct by value a channel handle or bytes of its size.
     """
 
-    def __init__(self, runtime: Runtime, name: str, function: Any, parameters: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        runtime: LaunchRuntime,
+        name: str,
+        function: VoidPointer,
+        parameters: Sequence[tuple[int, int]],
+        module: object,
+    ) -> None:
         self.runtime = runtime
         self.name = name
         self.function = function
+        self._module = module  # goes with its last kernel
         self.parameters = tuple(parameters)
 
     def __repr__(self) -> str:
@@ -139,14 +147,14 @@ class Kernel:
             return struct.pack("<Q", self._address(value, argument))
         if kind == _FLOAT:
             if not hasattr(value, "__float__"):
-                raise ArgumentError(argument, f"a number is wanted, not {type(value).__name__}")
+                raise ArgumentError(argument, f"expected a number, not {type(value).__name__}")
             try:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
         if kind == _INTEGER:
             if not hasattr(value, "__index__"):
-                raise ArgumentError(argument, f"an integer is wanted, not {type(value).__name__}")
+                raise ArgumentError(argument, f"expected an integer, not {type(value).__name__}")
             number, bits = value.__index__(), 8 * size
             if not -(1 << (bits - 1)) <= number < 1 << bits:
                 raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
@@ -154,9 +162,9 @@ class Kernel:
         try:
             raw = bytes(memoryview(getattr(value, "device_handle", value)))
         except TypeError:
-            raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {type(value).__name__}") from None
+            raise ArgumentError(argument, f"expected a struct of {size} bytes, not {type(value).__name__}") from None
         if len(raw) != size:
-            raise ArgumentError(argument, f"a struct of {size} bytes is wanted, not {len(raw)}")
+            raise ArgumentError(argument, f"expected a struct of {size} bytes, not {len(raw)}")
         return raw
 
     def _address(self, value: Any, argument: str) -> int:
@@ -164,7 +172,7 @@ class Kernel:
             return 0
         if isinstance(value, int):
             if not 0 <= value < 1 << 64:
-                raise ArgumentError(argument, f"{value} is no address")
+                raise ArgumentError(argument, f"expected an address from 0 to 2**64 - 1, not {value}")
             return value
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):
@@ -191,13 +199,13 @@ class Module:
     def __getitem__(self, name: str) -> Kernel:
         if name not in self._kernels:
             raise ArgumentError(
-                "name", f"no kernel {name!r} in this source; it has {', '.join(self._kernels) or 'none'}"
+                "name", f"unknown kernel {name!r}; this source has {', '.join(self._kernels) or 'none'}"
             )
         return self._kernels[name]
 
     def __getattr__(self, name: str) -> Kernel:
         if name.startswith("_") or name not in self._kernels:
-            raise AttributeError(f"no kernel {name!r} in this source; it has {', '.join(self._kernels) or 'none'}")
+            raise AttributeError(f"unknown kernel {name!r}; this source has {', '.join(self._kernels) or 'none'}")
         return self._kernels[name]
 
     def __iter__(self) -> Iterator[Kernel]:

@@ -7,34 +7,35 @@
 
 typedef struct ProxycclLaunch {
   /* cuLaunchKernel, hipModuleLaunchKernel or proxyccl_host_launch */
-  int (*call)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-              unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra);
+  int (*call)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+              unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra);
   /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
-  int (*current)(uint64_t *context);
+  int (*current)(uint64_t* context);
   uint64_t context; /* the one that the function belongs to */
-  void *function;
+  void* function;
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
-  void **parameters;
+  void** parameters;
 } ProxycclLaunch;
 
 enum { PROXYCCL_OTHER_CONTEXT = -1 };
 
 /* Whether the kernel's context is the calling thread's current one. */
-static inline int proxyccl_is_current(const ProxycclLaunch *launch) {
+static inline int proxyccl_is_current(const ProxycclLaunch* launch) {
   uint64_t context = 0;
   return launch->current == NULL || (launch->current(&context) == 0 && context == launch->context);
 }
 
 /* Returns the driver's status. */
-static inline int proxyccl_launch_current(const ProxycclLaunch *launch, uintptr_t stream) {
+static inline int proxyccl_launch_current(const ProxycclLaunch* launch, uintptr_t stream) {
   return launch->call(launch->function, launch->grid[0], launch->grid[1], launch->grid[2], launch->block[0],
-                      launch->block[1], launch->block[2], launch->shared_bytes, (void *)stream, launch->parameters, NULL);
+                      launch->block[1], launch->block[2], launch->shared_bytes, (void*)stream, launch->parameters,
+                      NULL);
 }
 
 /* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
-static inline int proxyccl_launch(const ProxycclLaunch *launch, uintptr_t stream) {
+static inline int proxyccl_launch(const ProxycclLaunch* launch, uintptr_t stream) {
   return proxyccl_is_current(launch) ? proxyccl_launch_current(launch, stream) : PROXYCCL_OTHER_CONTEXT;
 }
 

@@ -1,4 +1,4 @@
-"""What a runtime owns of its driver's: it goes when it is closed, or with the last reference to it."""
+"""A driver's objects, given back when they are closed or with their last reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from proxyccl.device.errors import ArgumentError
 
 
 class Owned:
-    """Something that `release(*args)` gives back, once."""
+    """An object that `release(*args)` gives back, once."""
 
     def __init__(self, release: Callable[..., Any], *args: Any) -> None:
         self._finalizer = weakref.finalize(self, release, *args)
@@ -23,7 +23,7 @@ class Owned:
         return not self._finalizer.alive
 
     def close(self) -> None:
-        """Gives it back; what a stream still has queued is done all the same."""
+        """Gives it back. Work that is still queued on a stream is done all the same."""
         self._finalizer()
 
 

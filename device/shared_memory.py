@@ -13,10 +13,11 @@ import threading
 import weakref
 from typing import ClassVar
 
-from proxyccl.device import _native
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 
-ffi, lib = _native.ffi, _native.lib
+_Origin = tuple[int, int]
+"""The process that offers a file, and its descriptor there."""
 
 
 def _page_round(nbytes: int) -> int:
@@ -34,12 +35,18 @@ class _Mapping:
     _lock = threading.Lock()
     _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
+        nbytes = info.st_size
         address = ffi.new("void **")
         status = lib.proxyccl_host_memory_map(address, descriptor, nbytes)
         if status:
             os.close(descriptor)
             raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
+        self.identity = info.st_dev, info.st_ino
+        self.origin = origin
+        if origin is not None:
+            os.close(descriptor)
+            descriptor = -1
         self.descriptor = descriptor
         self.address = int(ffi.cast("uintptr_t", address[0]))
         self.nbytes = nbytes
@@ -47,21 +54,25 @@ class _Mapping:
         weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
 
     @classmethod
-    def of(cls, descriptor: int) -> _Mapping:
-        """The mapping of the file behind a descriptor, whose owner it becomes."""
+    def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
+        """The mapping of the file behind a descriptor, whose owner it becomes.
+
+        A file that another process offers keeps no descriptor open here: where it was opened is enough to name it.
+        """
         info = os.fstat(descriptor)
         with cls._lock:
             mapping = cls._by_file.get((info.st_dev, info.st_ino))
             if mapping is not None:
                 os.close(descriptor)
             else:
-                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info.st_size)
+                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
             return mapping
 
     @staticmethod
     def _release(address: int, nbytes: int, descriptor: int) -> None:
         lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
-        os.close(descriptor)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class SharedMemory:
@@ -80,7 +91,7 @@ class SharedMemory:
 
     @property
     def handle(self) -> bytes:
-        """By which other processes open it."""
+        """The bytes with which other processes open it."""
         return self.export(self.ptr, self.nbytes)
 
     @property
@@ -97,7 +108,7 @@ class SharedMemory:
 
     @classmethod
     def allocate(cls, nbytes: int) -> SharedMemory:
-        """Zeroed memory. Raises ArgumentError for a size that is none, ResourceError when there is none left."""
+        """Zeroed memory. Raises ArgumentError unless the size is positive, ResourceError if there is no room."""
         if nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
         if nbytes >= 1 << 63:
@@ -110,16 +121,16 @@ class SharedMemory:
 
     @classmethod
     def open(cls, handle: bytes) -> SharedMemory:
-        """Maps what a process of this machine and user exported. Raises ArgumentError for what is no handle."""
+        """Maps what a process of this machine and user exported. Raises ArgumentError if the handle is invalid."""
         descriptor, offset, nbytes = open_descriptor(handle)
-        return cls(_Mapping.of(descriptor), offset, nbytes)
+        return cls(_Mapping.of(descriptor, _Handle.origin(handle)), offset, nbytes)
 
     @classmethod
     def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
-        """Maps a file that another process handed over; its descriptor belongs to this call.
+        """Maps a file that another process handed over. The memory owns the descriptor, which is closed on failure too.
 
         Raises:
-            ArgumentError: it is no shared memory of at least `nbytes`.
+            ArgumentError: the file is no shared memory of at least `nbytes`.
         """
         try:
             _require_memory(descriptor, nbytes)
@@ -130,14 +141,18 @@ class SharedMemory:
 
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle of a range of this memory."""
-        return _Handle.pack(self.descriptor, ptr - self.mapped_range[0], nbytes)
+        if self._mapping is None:
+            raise ClosedError("the memory is closed")
+        mapping = self._mapping
+        origin = mapping.origin or (os.getpid(), mapping.descriptor)
+        return _Handle.pack(origin, mapping.identity, ptr - mapping.address, nbytes)
 
     def contains(self, ptr: int, nbytes: int) -> bool:
         """Whether a range lies in this memory."""
         return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
 
     def close(self) -> None:
-        """Lets go of the mapping; the memory itself goes with the last process that maps it."""
+        """Lets go of the mapping. The memory is freed when no process maps it any more."""
         self._mapping = None
 
 
@@ -147,6 +162,12 @@ def open_descriptor(handle: bytes) -> tuple[int, int, int]:
     Raises ArgumentError as `SharedMemory.open`.
     """
     return _Handle.open(handle)
+
+
+def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """A handle of a range of the file behind a descriptor of this process, good while the descriptor is open."""
+    info = os.fstat(descriptor)
+    return _Handle.pack((os.getpid(), descriptor), (info.st_dev, info.st_ino), offset, nbytes)
 
 
 class _Handle:
@@ -159,18 +180,25 @@ class _Handle:
     SIZE = _LAYOUT.size
 
     @classmethod
-    def pack(cls, descriptor: int, offset: int, nbytes: int) -> bytes:
-        info = os.fstat(descriptor)
-        return cls._LAYOUT.pack(cls._MAGIC, os.getpid(), descriptor, info.st_dev, info.st_ino, offset, nbytes)
+    def pack(cls, origin: _Origin, identity: tuple[int, int], offset: int, nbytes: int) -> bytes:
+        return cls._LAYOUT.pack(cls._MAGIC, *origin, *identity, offset, nbytes)
+
+    @classmethod
+    def origin(cls, handle: bytes) -> _Origin:
+        """The process and the descriptor that a handle names."""
+        _, pid, descriptor, *_ = cls._LAYOUT.unpack(handle)
+        return pid, descriptor
 
     @classmethod
     def open(cls, handle: bytes) -> tuple[int, int, int]:
         """(own descriptor, offset, nbytes)."""
         if len(handle) != cls.SIZE:
-            raise ArgumentError("handle", f"{len(handle)} bytes, where a handle of shared memory has {cls.SIZE}")
+            raise ArgumentError(
+                "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
+            )
         magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
-            raise ArgumentError("handle", "these bytes are no handle of shared memory")
+            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin otherwise")
         try:
             own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
@@ -184,8 +212,9 @@ class _Handle:
 
 
 def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
-    """Refuses a file that is another than the one with this device and inode, and one that can't be mapped without
-    risk: where another process may cut it short, a look at what it has lost would end this one.
+    """Raises ArgumentError unless a file is the one with this device and inode, large enough, and sealed.
+
+    If another process could cut an unsealed file short, reading what was cut off would end this process.
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:

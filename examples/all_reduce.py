@@ -1,6 +1,6 @@
 """All-reduce: in place, out of place, asynchronously on a stream, and by every algorithm.
 
-Rank 0 prints the time that each algorithm takes here.
+Rank 0 prints each algorithm's time on this machine.
 
     mpiexec -n 4 python -m mpi4py examples/all_reduce.py
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from proxyccl import Communicator
 
-COUNT = 100_003  # odd, so that no algorithm can cut it evenly
+COUNT = 100_003  # a prime, so that no algorithm can cut it evenly
 REPEATS = 20
 
 
@@ -27,7 +27,7 @@ def main() -> None:
         comm.all_reduce(x)
         assert np.array_equal(x.numpy(), expected)
 
-        # Into another array, and queued on a stream, as a training step does; the stream keeps the order.
+        # Out of place and queued on a stream, as in a training step. The stream keeps the calls in order.
         x.upload(own)
         largest, average = comm.empty(COUNT, "float32"), comm.empty(COUNT, "float32")
         stream = comm.runtime.create_stream()
@@ -41,7 +41,7 @@ def main() -> None:
         if comm.rank == 0:
             print(f"{comm.world_size} ranks on the {comm.runtime.name} runtime, {x.nbytes} bytes of float32")
         algorithms = ["two_shot", "ring", "proxy"]
-        if comm.topology.all_accessible():  # packets are stores into a peer's memory
+        if comm.topology.all_accessible():  # these store packets into the peers' memory
             algorithms += ["one_shot", "recursive_doubling", "two_shot_packets"]
         for algorithm in algorithms:
             comm.all_reduce(x.upload(own), algorithm=algorithm)
@@ -56,7 +56,7 @@ def main() -> None:
                 print(f"  {algorithm:18s} {seconds * 1e6:9.1f} us")
         stream.close()
         if comm.rank == 0:
-            print("OK: sum, max and avg are right on all ranks, and the sum by every algorithm")
+            print("OK: sum, max and avg are right on all ranks, and so is the sum by every algorithm")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""An all-to-all of one's own: the kernel of MSCCL++'s design document, ported by a namespace alias.
+"""A custom all-to-all: the kernel of MSCCL++'s design document, ported by a namespace alias.
 
-Block b of rank r talks to one peer. In step i every rank sends to rank r + i and receives from rank r - i, so each
-rank's link carries one message in and one out at a time.
+Each block of rank r talks to one peer. In step i, rank r sends to rank r + i and receives from rank r - i. So each
+rank's link carries one message in and one message out at a time.
 
     mpiexec -n 4 python -m mpi4py examples/all_to_all.py
 """
@@ -29,7 +29,7 @@ __device__ void localAlltoall(DeviceHandle<mscclpp::ProxyChannel>* proxyChans, i
       proxyChan.putWithSignalAndFlush(rank * nElements * sizeof(int), remoteRank * nElements * sizeof(int),
                                       nElements * sizeof(int));
     }
-    // wait for the data from GPU (rank-i) % nranksPerNode to arrive
+    // wait for the data from GPU (rank-i) % nRanksPerNode to arrive
     if (threadIdx.x == 0 && remoteRank % nRanksPerNode == (rank - i + nRanksPerNode) % nRanksPerNode) {
       proxyChan.wait();
     }
@@ -42,7 +42,7 @@ extern "C" __global__ void alltoall(DeviceHandle<mscclpp::ProxyChannel>* proxyCh
   localAlltoall(proxyChans, rank, nRanks, nElements);
 }
 """
-COUNT = 10_000  # integers from each rank to each
+COUNT = 10_000  # integers from each rank to each other rank
 
 
 def main() -> None:
@@ -64,14 +64,14 @@ def main() -> None:
         received = receive.numpy()
         for peer in channels.peers:
             assert np.array_equal(received[peer], message(peer, rank)), f"wrong data from rank {peer}"
-        assert np.all(received[rank] == -1)  # the kernel leaves a rank's message to itself to the caller
-        # Each put was flushed, so the proxy has counted it.
+        assert np.all(received[rank] == -1)  # the kernel does not copy a rank's message to itself
+        # Each put was flushed, so the proxy has counted all of them.
         counters = [channel.counters for channel in channels]
         assert [c.bytes for c in counters] == [COUNT * 4] * (ranks - 1)
         if rank == 0:
             for channel, c in zip(channels, counters, strict=True):
                 print(f"rank 0 to {channel.peer}: {c.triggers} trigger, {c.bytes} bytes, transport {channel.transport}")
-            print(f"OK: every one of {ranks} ranks has what the others sent it")
+            print(f"OK: each of {ranks} ranks has received what the others sent")
 
 
 if __name__ == "__main__":

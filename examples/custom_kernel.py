@@ -1,6 +1,6 @@
-"""A kernel of one's own: heat flows around a ring whose cells are spread over the ranks.
+"""A custom kernel: heat flows around a ring of cells that is spread over the ranks.
 
-In every step a rank sends its outermost cells to its neighbours, and computes the next temperatures.
+In every step, a rank sends its outermost cells to its neighbours and computes the next temperatures.
 
     mpiexec -n 4 python -m mpi4py examples/custom_kernel.py
 """
@@ -13,7 +13,8 @@ KERNEL = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
 
-// u holds the n cells of the even and of the odd steps, each between a cell of the left and one of the right neighbour.
+// u has one row of n + 2 cells for even steps and one for odd steps. The first and the last cell of a row are copies of
+// the neighbours' cells.
 extern "C" __global__ void diffuse(DeviceHandle<ProxyChannel> left, DeviceHandle<ProxyChannel> right, float* u, int n,
                                    int steps) {
   for (int step = 0; step < steps; ++step) {

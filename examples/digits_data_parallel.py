@@ -1,14 +1,13 @@
-"""Data-parallel training of a classifier on scikit-learn's digits; the gradients go through `all_reduce`.
+"""Data-parallel training of a classifier on scikit-learn's digits; the gradients are summed by `all_reduce`.
 
-Every rank holds all the weights and takes its share of each batch. Only sums of gradients travel, so any number of
-ranks follows the path of one process up to rounding. The example checks that: rank 0 trains once more alone, and the
-weights must end within 1e-5.
+Every rank holds all weights and takes its share of each batch. Only sums of gradients travel, so the training gives the
+same weights on any number of ranks, up to rounding. The example checks that: rank 0 trains once more alone, and the
+final weights must agree within 1e-5.
 
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py
     mpiexec -n 4 python -m mpi4py examples/digits_data_parallel.py --algorithm proxy
 
-The weights are kept in float64 and the gradients are rounded to float32 to travel, in both runs: what differs between
-them is the order of summation.
+Both runs keep the weights in float64 and round the gradients to float32. They differ only in the order of summation.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from proxyccl import Communicator
 LAYERS = (64, 48, 10)
 LEARNING_RATE = 0.2
 TOLERANCE = 1e-5
-SAMPLES, TEST_SAMPLES = 1797, 360  # in scikit-learn's digits; set apart for the test
+SAMPLES, TEST_SAMPLES = 1797, 360  # all of scikit-learn's digits; those kept for the test
 
 Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
@@ -47,16 +46,16 @@ class Digits:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did; sizes and counts are sums over all ranks.
+    """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
 
     Attributes:
         channel: what moved the gradients: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: all-reduces of one rank.
-        payload_bytes: gradients handed to all_reduce.
+        payload_bytes: bytes of the gradients passed to all_reduce.
         proxy: what the proxies moved.
-        seconds: the distributed training.
-        exchange_seconds: of these, the exchange of gradients on rank 0, copies to and from the device included.
-        accuracy: share of the test images that is classified correctly.
+        seconds: time of the distributed training.
+        exchange_seconds: the part of it that rank 0 spent exchanging gradients, copies to and from the device included.
+        accuracy: share of the test images that are classified correctly.
         reference_accuracy: the same for the one-process run.
         difference: largest difference between a weight and the one-process run's.
     """
@@ -77,7 +76,7 @@ class Result:
 
 
 class Perceptron:
-    """Two layers with a tanh between them. All weights lie in one vector, so their gradient is one message."""
+    """Two layers with a tanh between them. All weights are in one vector, so their gradient is one message."""
 
     def __init__(self, weights: Floats) -> None:
         inputs, hidden, outputs = LAYERS
@@ -89,7 +88,7 @@ class Perceptron:
 
     @classmethod
     def random(cls, seed: int) -> Perceptron:
-        """Random weights of a size that suits tanh."""
+        """Random weights, scaled for tanh."""
         inputs, hidden, outputs = LAYERS
         size = inputs * hidden + hidden + hidden * outputs + outputs
         return cls(np.random.default_rng(seed).normal(0.0, inputs**-0.5, size))
@@ -115,10 +114,10 @@ class Perceptron:
 
 
 def load(comm: Communicator) -> tuple[Digits, Digits]:
-    """Training and test samples, shuffled. Rank 0 reads them and hands them on; all ranks call this together."""
+    """Training and test samples, shuffled. Rank 0 reads them and broadcasts them; all ranks call this together."""
     table = comm.empty((SAMPLES, LAYERS[0] + 1), "float64")
     if comm.rank == 0:
-        from sklearn.datasets import load_digits  # which takes seconds of a core: too much to do on all ranks
+        from sklearn.datasets import load_digits  # takes seconds, so only one rank does it
 
         images, labels = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(SAMPLES)
@@ -147,16 +146,16 @@ def train(
 ) -> None:
     """Plain stochastic gradient descent on this rank's share of each batch.
 
-    Shares differ by at most one sample and may be empty.
+    The shares of two ranks differ by at most one sample. A share may be empty.
 
     Args:
         model: changed in place.
         samples: all training samples, the same on all ranks.
         epochs: passes over them.
-        batch: samples in a batch, of all ranks together.
+        batch: samples in a batch, over all ranks.
         rank: this rank.
         world_size: number of ranks.
-        sum_over_ranks: gives the sum of all ranks' gradients.
+        sum_over_ranks: returns the sum of all ranks' gradients.
         after_epoch: called with the number of epochs done.
     """
     for epoch in range(epochs):
@@ -173,17 +172,17 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
     Args:
         comm: the ranks.
         epochs: passes over the training samples.
-        batch: samples in a batch, of all ranks together.
+        batch: samples in a batch, over all ranks.
         algorithm: how gradients are reduced; see `Communicator.all_reduce`.
 
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
 
     Raises:
-        AssertionError: the weights are further than 1e-5 from those of the one-process run, or from rank 0's.
+        AssertionError: the weights differ by more than 1e-5 from those of the one-process run, or at all from rank 0's.
     """
     training, test = load(comm)
-    # Ranks start apart, as processes do that seed themselves, and take over rank 0's weights.
+    # Each rank starts with other random weights and then takes rank 0's.
     model = Perceptron.random(seed=comm.rank)
     weights = comm.empty(model.weights.size, "float64").upload(model.weights)
     comm.broadcast(weights, root=0)
@@ -222,10 +221,10 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
     seconds = time.perf_counter() - began
     moved = proxy_traffic(comm) - before
 
-    # Every rank has the same sums, so it has the same weights, to the bit.
+    # All ranks have the same sums, so their weights are the same to the bit.
     weights.upload(model.weights)
     comm.broadcast(weights, root=0)
-    assert np.array_equal(weights.numpy(), model.weights), f"rank {comm.rank} has other weights than rank 0"
+    assert np.array_equal(weights.numpy(), model.weights), f"the weights of rank {comm.rank} differ from rank 0's"
 
     reference_accuracy = difference = 0.0
     if comm.rank == 0:
@@ -233,7 +232,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
         train(alone, training, epochs, batch)
         reference_accuracy = alone.accuracy(test)
         difference = float(np.max(np.abs(model.weights - alone.weights)))
-        assert difference <= TOLERANCE, f"the weights are {difference:.2e} from the one-process run's"
+        assert difference <= TOLERANCE, f"the weights differ from the one-process run's by {difference:.2e}"
     return Result(
         name="data-parallel",
         world_size=comm.world_size,
@@ -253,7 +252,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 64, algorithm: str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Data-parallel training on scikit-learn's digits.")
-    parser.add_argument("--algorithm", help="how all_reduce works, for example proxy or ring; default: chosen by size")
+    parser.add_argument("--algorithm", help="algorithm of all_reduce, such as proxy or ring (default: chosen by size)")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training samples (default 20)")
     parser.add_argument("--batch", type=int, default=64, help="samples in a batch, over all ranks (default 64)")
     parser.add_argument("--json", action="store_true", help="end with a line for programs: RESULT {...}")
@@ -264,7 +263,7 @@ def main() -> None:
             return
         print(
             f"{result.world_size} ranks, {result.calls} all-reduces over {result.channel} in {result.seconds:.2f} s, "
-            f"{result.proxy.triggers} triggers"
+            f"{result.proxy.puts} puts by the proxies"
         )
         print(
             f"accuracy {result.accuracy:.4f}, one process {result.reference_accuracy:.4f}; "

@@ -1,11 +1,11 @@
-"""EPAll2AllLayer as one uses it: tokens to the ranks of their experts, and what the experts made of them back.
+"""How to use EPAll2AllLayer: it sends tokens to the ranks of their experts, and the experts' results back.
 
-    mpiexec -n 4 python -m mpi4py examples/expert_parallel.py              # numpy's arrays, on the CPU
-    mpiexec -n 4 python -m mpi4py examples/expert_parallel.py --torch      # torch's, on GPUs where there are any
+    mpiexec -n 4 python -m mpi4py examples/expert_parallel.py              # numpy arrays, on the CPU
+    mpiexec -n 4 python -m mpi4py examples/expert_parallel.py --torch      # torch tensors, on GPUs if there are any
     torchrun --nproc-per-node 8 examples/expert_parallel.py --torch
 
-The expert here sets what is negative to zero, whichever expert it is. So each token must come back as the sum of topk
-times the same row, which every rank checks.
+Every expert here sets negative values to zero. So each token must come back as topk times the same row, which every
+rank checks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proxyccl import Communicator, EPAll2AllLayer
 
 
 def your_expert_ffn(rows: Any) -> Any:
-    """What stands for this rank's experts: a maximum with zero."""
+    """Stands for this rank's experts: sets negative values to zero."""
     return rows.clip(0)
 
 
@@ -83,15 +83,15 @@ def with_torch(options: argparse.Namespace) -> str:
 
 
 def initialize_distributed() -> tuple[int, int, int]:
-    """Makes torch's world of the processes that torchrun or mpiexec started.
+    """Initialises torch.distributed for the processes that torchrun or mpiexec started.
 
     Returns:
-        This process's rank, how many there are, and how many on this machine.
+        This process's rank, the number of processes, and the number of processes on this machine.
     """
     import torch
     import torch.distributed as dist
 
-    if "MASTER_ADDR" not in os.environ:  # which torchrun sets, with the others
+    if "MASTER_ADDR" not in os.environ:  # torchrun sets this variable and the others below
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD
@@ -105,12 +105,12 @@ def initialize_distributed() -> tuple[int, int, int]:
         node.Free()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("gloo")  # tokens don't go this way
+    dist.init_process_group("gloo")  # for the bootstrap only; tokens do not use it
     return dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def with_numpy(options: argparse.Namespace) -> str:
-    """The same with numpy's arrays, which only the CPU's kernels reach, and a communicator as the group."""
+    """The same with numpy arrays, which need the host runtime, and a communicator as the group."""
     with Communicator(runtime="host") as ep_group:
         experts = options.experts_per_rank * ep_group.world_size
         ep_layer = EPAll2AllLayer(
@@ -137,19 +137,19 @@ def with_numpy(options: argparse.Namespace) -> str:
         weighted = ep_layer.combine(expert_output, layout_desc, weights=recv_weights)
 
         assert np.allclose(combined, options.topk * your_expert_ffn(tokens), rtol=1e-6)
-        assert np.allclose(weighted, your_expert_ffn(tokens), rtol=1e-5)  # a token's weights add up to one
+        assert np.allclose(weighted, your_expert_ffn(tokens), rtol=1e-5)  # the weights of a token add up to one
         ep_layer.finalize()
         return report(ep_group.rank, ep_group.world_size, len(recv_tokens), "numpy")
 
 
 def report(rank: int, world_size: int, rows: int, arrays: str) -> str:
-    return f"OK: {world_size} ranks, {arrays}; rank {rank} had {rows} rows for its experts"
+    return f"OK: {world_size} ranks, {arrays}; rank {rank} received {rows} rows for its experts"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Tokens to their experts and back with EPAll2AllLayer.")
-    parser.add_argument("--torch", action="store_true", help="with torch's tensors, on GPUs where there are any")
-    parser.add_argument("--use-aot", action="store_true", help="with kernels of `proxyccl compile` alone")
+    parser = argparse.ArgumentParser(description="Sends tokens to their experts and back with EPAll2AllLayer.")
+    parser.add_argument("--torch", action="store_true", help="use torch's tensors, on GPUs if there are any")
+    parser.add_argument("--use-aot", action="store_true", help="use only kernels that `proxyccl compile` has compiled")
     sizes = {"max-tokens": 256, "tokens": 128, "hidden": 7168, "topk": 8, "experts-per-rank": 8}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="default %(default)s")

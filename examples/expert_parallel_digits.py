@@ -1,9 +1,9 @@
-"""A block of a mixture of experts on scikit-learn's digits: router, experts on different ranks, combine.
+"""A mixture of experts on scikit-learn's digits: router, experts on different ranks, combine.
 
 The router sends each image to 2 experts. Every rank has a share of the images and a few of the experts. Training images
-go to their experts together with their labels, and each expert fits a ridge regression to what it got. Test images go
-the same way, and come back as the weighted sum of their experts' scores. What every rank gets must be what one process
-computes with all experts and plain numpy.
+go to their experts together with their labels, and each expert fits a ridge regression to the rows that it received.
+Test images go the same way, and come back as the weighted sum of their experts' scores. Every rank's result must be
+what one process computes with all experts in plain numpy.
 
     mpiexec -n 4 python -m mpi4py examples/expert_parallel_digits.py
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from proxyccl import Communicator, EPAll2AllLayer
 
 PIXELS, CLASSES = 64, 10
-HIDDEN = PIXELS + CLASSES  # a row is an image and what is known of its class
+HIDDEN = PIXELS + CLASSES  # a row is an image followed by its class, one-hot, or by zeros if that is unknown
 EXPERTS, TOPK = 8, 2
 TOLERANCE = 1e-9
 
@@ -33,7 +33,7 @@ class Expert:
         self._weights = np.linalg.solve(x.T @ x + np.eye(PIXELS + 1), x.T @ known)
 
     def forward(self, rows: Floats) -> Floats:
-        """The rows' scores, where their classes would be."""
+        """Rows with the scores in place of the classes."""
         return np.concatenate([np.zeros_like(rows[:, :PIXELS]), self._with_one(rows) @ self._weights], axis=1)
 
     @staticmethod
@@ -56,13 +56,13 @@ class Router:
 
 
 def as_rows(samples: Digits, *, known: bool) -> Floats:
-    """Images, and their classes where they are known."""
+    """Rows of images, with their classes or with zeros."""
     classes = np.eye(CLASSES)[samples.labels] if known else np.zeros((len(samples), CLASSES))
     return np.concatenate([samples.images, classes], axis=1)
 
 
 def alone(training: Digits, test: Digits, router: Router, num_experts: int) -> Floats:
-    """The test images' scores, by one process with all experts."""
+    """The test images' scores, computed by one process with all experts."""
     experts = [Expert() for _ in range(num_experts)]
     ids, _ = router(training.images)
     for number, expert in enumerate(experts):
@@ -75,7 +75,7 @@ def alone(training: Digits, test: Digits, router: Router, num_experts: int) -> F
 
 
 class DistributedExperts:
-    """This rank's experts, and the layer that brings them every rank's rows."""
+    """This rank's experts, and the layer that sends them the rows of all ranks."""
 
     def __init__(self, comm: Communicator, layer: EPAll2AllLayer) -> None:
         self._comm, self._layer = comm, layer
@@ -85,7 +85,7 @@ class DistributedExperts:
         return self._comm.empty(values.shape, values.dtype).upload(values)
 
     def _dispatch(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> tuple[Any, ...]:
-        """The rows of each of this rank's experts; their weights, and the descriptor."""
+        """A list with the rows of each of this rank's experts; the rows' weights; and the descriptor."""
         arrays = (self._upload(x) for x in (rows, ids, weights))
         received, row_weights, desc = self._layer.dispatch(*arrays)
         first = self._comm.rank * len(self._experts)
@@ -93,12 +93,12 @@ class DistributedExperts:
         return np.split(received.numpy(), np.cumsum(counts)[:-1]), row_weights, desc
 
     def fit(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> None:
-        """Each expert learns from the rows, of all ranks, that were routed to it."""
+        """Each expert learns from the rows of all ranks that were routed to it."""
         for expert, part in zip(self._experts, self._dispatch(rows, ids, weights)[0], strict=True):
             expert.fit(part)
 
     def forward(self, rows: Floats, ids: NDArray[np.int32], weights: NDArray[np.float32]) -> Floats:
-        """The weighted sum of what each row's experts make of it."""
+        """For each row, the weighted sum of its experts' results."""
         parts, row_weights, desc = self._dispatch(rows, ids, weights)
         made = np.concatenate([expert.forward(part) for expert, part in zip(self._experts, parts, strict=True)])
         combined: Floats = self._layer.combine(self._upload(made), desc, weights=row_weights).numpy()
@@ -106,7 +106,7 @@ class DistributedExperts:
 
 
 def share_of(samples: Digits, comm: Communicator) -> tuple[Digits, slice]:
-    """A rank's share of the samples, and which ones they are."""
+    """This rank's share of the samples, and their positions."""
     own = slice(len(samples) * comm.rank // comm.world_size, len(samples) * (comm.rank + 1) // comm.world_size)
     return Digits(samples.images[own], samples.labels[own]), own
 
@@ -135,7 +135,7 @@ def main() -> None:
 
         wanted = alone(training, test, router, num_experts)
         difference = float(np.abs(scores - wanted[share_of(test, comm)[1]]).max(initial=0.0))
-        assert difference <= TOLERANCE, f"the scores are {difference:.2e} from the one-process run's"
+        assert difference <= TOLERANCE, f"the scores differ from the one-process run's by {difference:.2e}"
         right = comm.empty(1, "int64").upload((scores.argmax(axis=1) == own_test.labels).sum())
         accuracy = int(comm.all_reduce(right).numpy()[0]) / len(test)
         assert accuracy == np.mean(wanted.argmax(axis=1) == test.labels)

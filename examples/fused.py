@@ -1,9 +1,9 @@
 """Fusion of computation and communication: a matrix product whose tiles travel as soon as they are ready.
 
-The product A @ B is split along its inner dimension, as a tensor-parallel layer's is: each rank has some columns of A
-and the matching rows of B, so each computes a summand of the whole product, and rank r shall own the sum of the r-th
-strip of rows. One kernel does all of it: block p computes the tiles of rank p's strip and hands each one to the proxy;
-the block of the own strip adds up what arrives, tile by tile, while the other blocks are still computing.
+The product A @ B is split along its inner dimension, as in a tensor-parallel layer. Each rank has some columns of A and
+the matching rows of B, so it computes a summand of the whole product. Rank r gets the sum of the r-th strip of rows.
+One kernel does all of it. Block p computes the tiles of rank p's strip and puts each one through the proxy. The block
+of this rank's own strip adds up the tiles that arrive, while the other blocks still compute.
 
     mpiexec -n 2 python -m mpi4py examples/fused.py
 """
@@ -18,8 +18,9 @@ KERNEL = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
 
-// a: [ranks * rows, depth], b: [depth, columns], out: [rows, columns]. partial and inbox: [ranks, rows, columns], the
-// summands that this rank computes, by owner, and those that it gets, by source. Grid: one block for each rank.
+// a: [ranks * rows, depth], b: [depth, columns], out: [rows, columns]. partial: [ranks, rows, columns], the summands
+// that this rank computes, by owner. inbox: the same shape, the summands that it gets, by source. Grid: one block for
+// each rank.
 extern "C" __global__ void matmul_reduce_scatter(DeviceHandle<ProxyChannel>* channels, const float* a, const float* b,
                                                  float* partial, const float* inbox, float* out, int rank, int rows,
                                                  int depth, int columns, int tileRows) {
@@ -34,7 +35,7 @@ extern "C" __global__ void matmul_reduce_scatter(DeviceHandle<ProxyChannel>* cha
       for (int k = 0; k < depth; ++k) sum += left[i / columns * depth + k] * b[k * columns + i % columns];
       result[i] = sum;
     });
-    syncThreadsSystem();  // the whole tile is written before it is announced
+    syncThreadsSystem();  // the whole tile is written before one thread has it sent
 
     if (owner != rank) {
       if (threadIdx.x == 0)
@@ -43,7 +44,7 @@ extern "C" __global__ void matmul_reduce_scatter(DeviceHandle<ProxyChannel>* cha
             /*srcOffset=*/(owner * strip + first) * sizeof(float), tile * sizeof(float));
       continue;
     }
-    // A peer's tiles come in the order of its pushes, so its n-th signal is that of the n-th tile.
+    // A peer's tiles arrive in the order of its pushes, so its n-th signal is that of its n-th tile.
     if (threadIdx.x == 0)
       for (int channel = 0; channel < ranks - 1; ++channel) channels[channel].wait();
     __syncthreads();
@@ -64,7 +65,7 @@ def main() -> None:
         rank, ranks = comm.rank, comm.world_size
         if ranks < 2:
             raise SystemExit("fused.py needs at least 2 ranks: mpiexec -n 2 python -m mpi4py ...")
-        rng = np.random.default_rng(0)  # all ranks draw the whole matrices, to check; each uses its part
+        rng = np.random.default_rng(0)  # every rank makes the whole matrices, for the check, and uses its part
         whole_a = rng.random((ranks * ROWS, ranks * DEPTH), np.float32)
         whole_b = rng.random((ranks * DEPTH, COLUMNS), np.float32)
         part = slice(rank * DEPTH, (rank + 1) * DEPTH)
@@ -82,8 +83,8 @@ def main() -> None:
         assert np.allclose(out.numpy(), expected, rtol=1e-4), "the product is wrong"
         if rank == 0:
             tiles, nbytes = ROWS // TILE_ROWS, TILE_ROWS * COLUMNS * 4
-            print(f"each rank sent {tiles} tiles of {nbytes} bytes to each of {ranks - 1} others, one trigger a tile")
-            print(f"OK: the {ranks * ROWS} x {COLUMNS} product is right, a strip of {ROWS} rows on each rank")
+            print(f"each rank sent {tiles} tiles of {nbytes} bytes to each other rank, with one trigger for each tile")
+            print(f"OK: the {ranks * ROWS} x {COLUMNS} product is right; each rank has a strip of {ROWS} rows")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""GPU data interchange: RDMA from the device to a verified transfer, step by step.
+"""GPU data interchange: RDMA step by step, from finding the devices to a verified transfer.
 
 Every rank is a node of its own. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA,
-and looks at what came from the previous rank. The steps and their report are those of MORI's simple_gpu_interchange;
-the communicator takes the third to the fifth at once.
+and checks the bytes that came from the previous rank. The steps and the printed lines are those of MORI's
+simple_gpu_interchange. The communicator does steps 3 to 5 at once.
 
     mpiexec -n 2 python -m mpi4py examples/gpu_data_interchange.py
 
-Ends with status 2 where a rank has no RDMA, and says what it lacks.
+If a rank has no RDMA, the program says what is missing and ends with status 2.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ using namespace proxyccl;
 
 constexpr int kThreads = 128;
 
-// Run by one block. Sends n bytes of one value, and counts the received bytes that have another.
+// Run by one block. Sends n bytes of one value, and counts the received bytes with another value.
 extern "C" __global__ void interchange(DeviceHandle<ProxyChannel> next, DeviceHandle<ProxyChannel> previous,
                                        uint8_t* sent, const uint8_t* received, int n, int value, int64_t* wrong) {
   __shared__ int counts[kThreads];
   for (int i = threadIdx.x; i < n; i += kThreads) sent[i] = value;
-  syncThreadsSystem();  // all threads' bytes are written before one thread has them sent
+  syncThreadsSystem();  // the bytes of all threads are written before one thread has them sent
   if (threadIdx.x == 0) {
     next.putWithSignalAndFlush(/*dstOffset=*/0, /*srcOffset=*/0, n);
     previous.wait();
@@ -46,7 +46,7 @@ BYTES, VALUE = 1024, 42
 
 
 def main(bootstrap: Bootstrap) -> int:
-    """One rank's part. Returns the exit status."""
+    """Runs the example on one rank. Returns the exit status."""
     rank, ranks = bootstrap.rank, bootstrap.world_size
     if ranks < 2:
         raise SystemExit("gpu_data_interchange.py needs at least 2 ranks: mpiexec -n 2 python -m mpi4py ...")
@@ -70,11 +70,12 @@ def main(bootstrap: Bootstrap) -> int:
         comm = Communicator(bootstrap, local_world_size=1, transport="verbs")
     except RuntimeUnavailableError as error:
         if rank == 0:
-            print(f"gpu_data_interchange.py: {error}", file=sys.stderr)
+            print(f"gpu_data_interchange.py: {error}", file=sys.stderr, flush=True)
+        bootstrap.all_gather(b"", 30, lambda: None)  # MPI ends all ranks when the first exits with an error
         return 2
     with comm:
         next_rank, previous_rank = (rank + 1) % ranks, (rank - 1) % ranks
-        own, peer = comm.rdma.queue_pairs(next_rank)
+        own, peer = comm.group.links.rdma.queue_pairs(next_rank)
         say("  Device contexts created")
         say("Step 4: Creating RDMA endpoints...")
         say(f"  Endpoints created (QPN: send={own}, recv={peer})")

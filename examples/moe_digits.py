@@ -1,16 +1,16 @@
 """A mixture of experts on scikit-learn's digits, with the experts on different ranks.
 
-An encoder turns each image into a token, a router sends the token to 2 experts, and the weighted sum of what they make
-of it is classified. Every rank holds the encoder, the router and the classifier, and a few of the experts; it takes its
-share of each batch. Tokens travel to their experts by dispatch and come back by combine; so do the gradients, since
-each is the other's adjoint. The example checks the result: rank 0 trains once more alone, with all experts and plain
-numpy, and the weights must end within 1e-5.
+An encoder turns each image into a token, a router sends the token to 2 experts, and a classifier reads the weighted sum
+of their results. Every rank holds the encoder, the router, the classifier and a few of the experts, and takes its share
+of each batch. Tokens travel to their experts by dispatch and come back by combine. Gradients do the same, because
+dispatch and combine are each other's adjoint. The example checks the result: rank 0 trains once more alone, with all
+experts in plain numpy, and the final weights must agree within 1e-5.
 
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py
     mpiexec -n 4 python -m mpi4py examples/moe_digits.py --proxied
 
-Everything is float64 but for the routing weights, which are float32 in both runs. An expert gets its tokens in the same
-order in both, so what differs is the summation of the other weights' gradients over ranks.
+Everything is float64, except the routing weights, which are float32 in both runs. An expert gets its tokens in the same
+order in both runs. So they differ only in the summation of the other weights' gradients over ranks.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ Weights = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did; sizes and counts are sums over all ranks.
+    """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
 
     Attributes:
         channel: what moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: collective calls of one rank.
         tokens: tokens that were routed.
         rows: rows that dispatch and combine moved for them, gradients included.
-        rows_between_ranks: those of them that went from one rank to another.
-        payload_bytes: the bytes of the rows, and of the gradients handed to all_reduce.
+        rows_between_ranks: the rows that went from one rank to another.
+        payload_bytes: bytes of the rows, and of the gradients passed to all_reduce.
         proxy: what the proxies moved.
-        seconds: the distributed training.
-        exchange_seconds: of these, the collectives on rank 0, copies to and from the device included.
-        accuracy: share of the test images that is classified correctly.
+        seconds: time of the distributed training.
+        exchange_seconds: the part of it that rank 0 spent in collectives, including copies to and from the device.
+        accuracy: share of the test images that are classified correctly.
         reference_accuracy: the same for the one-process run.
         difference: largest difference between a weight and the one-process run's.
     """
@@ -86,12 +86,12 @@ class Expert:
         self._rows = self._inner = np.zeros((0, 0))
 
     def forward(self, rows: Floats) -> Floats:
-        """What the expert makes of its rows."""
+        """The expert's results for its rows."""
         self._rows, self._inner = rows, np.tanh(rows @ self.up)
         return self._inner @ self.down
 
     def backward(self, error: Floats, rate: float) -> Floats:
-        """The gradient of the rows that forward() had; takes a step down that of the weights."""
+        """Returns the gradient of the rows that forward() got, and takes a step down the gradient of the weights."""
         inner_error = (error @ self.down.T) * (1.0 - self._inner**2)
         rows_error = inner_error @ self.up.T
         self.down -= rate * (self._inner.T @ error)
@@ -100,14 +100,14 @@ class Expert:
 
 
 class Layer(Protocol):
-    """The mixture: the weighted sum of what each token's experts make of it."""
+    """A mixture of experts: for each token, the weighted sum of its experts' results."""
 
     def forward(self, tokens: Floats, expert_ids: Ids, weights: Weights) -> Floats:
-        """[T, HIDDEN], [T, TOPK] and [T, TOPK] to [T, HIDDEN]."""
+        """From tokens [T, HIDDEN], expert ids [T, TOPK] and weights [T, TOPK] to results [T, HIDDEN]."""
         ...
 
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
-        """The gradients of tokens and weights; the experts take a step down theirs."""
+        """Returns the gradients of tokens and weights. The experts take a step down their own gradients."""
         ...
 
 
@@ -139,7 +139,7 @@ class LocalExperts:
 
 @dataclass
 class Tally:
-    """What a rank has moved so far."""
+    """Counts what a rank has moved so far."""
 
     calls: int = 0
     tokens: int = 0
@@ -149,7 +149,7 @@ class Tally:
     seconds: float = 0.0
 
     def timed(self, call: Callable[[], Any]) -> Any:
-        """The call's result; its time is added up."""
+        """Makes the call, adds up its time, and returns its result."""
         began = time.perf_counter()
         result = call()
         self.seconds += time.perf_counter() - began
@@ -158,7 +158,7 @@ class Tally:
 
 
 class DistributedExperts:
-    """This rank's experts, and the ways to the others'."""
+    """This rank's experts, and the exchange with the experts of other ranks."""
 
     def __init__(self, comm: Communicator, max_tokens: int, algorithm: str | None) -> None:
         per_rank = -(-EXPERTS // comm.world_size)
@@ -184,7 +184,7 @@ class DistributedExperts:
         self.tally.tokens += len(tokens)
 
     def _dispatch(self, values: Floats | None, *, weighted: bool) -> list[Floats]:
-        """The rows of each of this rank's experts: of the prepared tokens, or of other values."""
+        """A list with the rows of each of this rank's experts, of the prepared tokens or of other values."""
         x = None if values is None else self._upload(values)
         rows: Floats = self._moe.dispatch(x, weighted=weighted)[0].numpy()
         self._count_rows()
@@ -211,13 +211,13 @@ class DistributedExperts:
     def backward(self, error: Floats, rate: float) -> tuple[Floats, Floats]:
         """See `Layer`.
 
-        Dispatch and combine are adjoint: the gradient goes to the experts the way that the tokens went, scaled by the
-        weights, and comes back the way that the results came.
+        Dispatch and combine are adjoint. The gradient goes to the experts as the tokens did, scaled by the weights, and
+        comes back as the results did.
         """
         errors = self.tally.timed(lambda: self._dispatch(error, weighted=True))
         back = [expert.backward(part, rate) for expert, part in zip(self.experts, errors, strict=True)]
         tokens_error: Floats = self.tally.timed(lambda: self._combine(back, weighted=False))
-        # What a weight's result adds to the error is known where the result is.
+        # The gradient of a weight needs the expert's result, so it is computed on the rank that has the result.
         plain = self.tally.timed(lambda: self._dispatch(error, weighted=False))
         dots = np.concatenate([(a * b).sum(axis=1) for a, b in zip(self._results, plain, strict=True)])
         weights_error: Floats = self.tally.timed(lambda: self._moe.collect(self._upload(dots)).numpy())
@@ -233,7 +233,7 @@ def softmax(scores: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Forward:
-    """What the gradient needs of a forward pass."""
+    """The parts of a forward pass that the gradient needs."""
 
     tokens: Floats
     expert_ids: Ids
@@ -243,7 +243,7 @@ class Forward:
 
 
 class Model:
-    """Encoder, router and classifier around a mixture of experts. All their weights lie in one vector."""
+    """Encoder, router and classifier around a mixture of experts. All their weights are in one vector."""
 
     def __init__(self, layer: Layer, num_experts: int) -> None:
         rng = np.random.default_rng(0)
@@ -268,7 +268,7 @@ class Model:
     def gradient(self, samples: Digits, rate: float) -> Floats:
         """Gradient of the summed cross-entropy for this process's samples.
 
-        The experts, who see those of all processes, take a step of this rate at once.
+        The experts get the samples of all processes, and take a step of this rate at once.
         """
         seen = self.forward(samples.images)
         error = seen.probabilities
@@ -285,12 +285,12 @@ class Model:
         return np.concatenate([part.ravel() for part in parts])
 
     def correct(self, samples: Digits) -> int:
-        """How many of the samples have their label as the most probable class."""
+        """The number of samples whose label is the most probable class."""
         return int((self.forward(samples.images).probabilities.argmax(axis=1) == samples.labels).sum())
 
 
 def share_of(samples: Digits, chosen: NDArray[np.int64], rank: int, world_size: int) -> Digits:
-    """A rank's share of the chosen samples; shares differ by at most one sample and may be empty."""
+    """A rank's share of the chosen samples. Two shares differ by at most one sample; a share may be empty."""
     own = chosen[len(chosen) * rank // world_size : len(chosen) * (rank + 1) // world_size]
     return Digits(samples.images[own], samples.labels[own])
 
@@ -321,8 +321,8 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     Args:
         comm: the ranks.
         epochs: passes over the training samples.
-        batch: samples in a batch, of all ranks together.
-        proxied: have the proxy move all data.
+        batch: samples in a batch, over all ranks.
+        proxied: whether triggers move all data.
 
     Returns:
         The result; `reference_accuracy` and `difference` are 0 except on rank 0.
@@ -332,7 +332,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     """
     training, test = load(comm)
     algorithm = "proxy" if proxied else None
-    share = -(-max(batch, len(test)) // comm.world_size)  # the most tokens of one rank, testing included
+    share = -(-max(batch, len(test)) // comm.world_size)  # the most tokens of one rank, in training or in the test
     layer = DistributedExperts(comm, share, algorithm)
     model = Model(layer, layer.num_experts)
     tally = layer.tally
@@ -374,10 +374,10 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
     tokens, rows, rows_between_ranks, all_reduce_bytes = (int(n) for n in comm.all_reduce(totals).numpy())
     calls, exchange_seconds, reached = tally.calls, tally.seconds, accuracy()
 
-    # Every rank has the same sums, so it has the same weights, to the bit; the experts it has of its own.
+    # All ranks have the same sums, so their weights are the same to the bit. Only the experts differ.
     weights = comm.empty(model.weights.size, "float64").upload(model.weights)
     comm.broadcast(weights, root=0)
-    assert np.array_equal(weights.numpy(), model.weights), f"rank {comm.rank} has other weights than rank 0"
+    assert np.array_equal(weights.numpy(), model.weights), f"the weights of rank {comm.rank} differ from rank 0's"
     own_experts = np.concatenate([expert.weights for expert in layer.experts])
     all_experts = comm.all_gather(comm.empty(own_experts.size, "float64").upload(own_experts)).numpy()
 
@@ -389,7 +389,7 @@ def run(comm: Communicator, *, epochs: int = 20, batch: int = 128, proxied: bool
         reference_accuracy = alone.correct(test) / len(test)
         apart = [model.weights - alone.weights, all_experts - np.concatenate([expert.weights for expert in experts])]
         difference = max(float(np.max(np.abs(part))) for part in apart)
-        assert difference <= TOLERANCE, f"the weights are {difference:.2e} from the one-process run's"
+        assert difference <= TOLERANCE, f"the weights differ from the one-process run's by {difference:.2e}"
     return Result(
         name="mixture of experts",
         world_size=comm.world_size,

@@ -1,8 +1,8 @@
 """Overlap: one kernel starts a transfer and goes on computing while the proxy moves the data.
 
-A thread pushes one trigger, which sends a vector to the next rank, and all threads multiply two matrices, tile by
-tile. Between tiles that thread looks whether the previous rank's vector has come. The kernel logs when things
-happened, and rank 0 prints its log.
+One thread pushes a trigger, which sends a vector to the next rank. All threads then multiply two matrices, tile by
+tile. Between tiles, that thread checks whether the previous rank's vector has arrived. The kernel logs the time of each
+event, and rank 0 prints its log.
 
     mpiexec -n 2 python -m mpi4py examples/overlap.py
 """
@@ -86,7 +86,7 @@ def main() -> None:
         events = comm.empty(EVENTS, "int64").fill(0)
         channels = comm.proxy_channels(receive, send)
         kernel = comm.compile(KERNEL, "put_and_multiply")
-        comm.barrier()  # so that the log shows the transfer and not how far apart the ranks started
+        comm.barrier()  # without it, the log would show how far apart the ranks started
         kernel(BLOCKS, TILE * TILE, channels.to(after), channels.to(before), send.nbytes, a, b, c, N, events)
         comm.synchronize()
 
@@ -97,13 +97,13 @@ def main() -> None:
             tiles = -(-((N // TILE) ** 2) // BLOCKS)
             happened = [
                 (PUSHED, f"pushed a trigger: {send.nbytes} bytes from rank 0 to rank {after}"),
-                (FIRST_TILE, f"began to multiply, {tiles} tiles in this block"),
-                (ARRIVED, f"rank {before}'s data was there, {log[TILES_BEFORE_ARRIVAL]} tiles later"),
+                (FIRST_TILE, f"began to multiply {tiles} tiles in this block"),
+                (ARRIVED, f"the data of rank {before} had arrived, after {log[TILES_BEFORE_ARRIVAL]} tiles"),
                 (LAST_TILE, "finished the last tile"),
             ]
             for event, text in sorted(happened, key=lambda entry: log[entry[0]]):
                 print(f"{(log[event] - log[PUSHED]) / 1e3:10.1f} us  {text}")
-            print(f"OK: {ranks} ranks, the data and the product are right")
+            print(f"OK: on {ranks} ranks the data and the product are right")
 
 
 if __name__ == "__main__":

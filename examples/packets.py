@@ -1,10 +1,10 @@
 """Packets: data that carries its own flag, so that a message needs no signal behind it.
 
-All ranks gather each other's numbers through putPackets and getPackets, once with 16-byte packets (two words of
-data, two flags) and once with 8-byte ones (a word and a flag). Every iteration has a flag of its own, the same on
-both sides; a packet counts as arrived when it shows that flag.
+All ranks gather each other's numbers through putPackets and getPackets: once with 16-byte packets (two words of data
+and two flags), once with 8-byte packets (one word and one flag). Every iteration has its own flag, the same on both
+sides. A packet has arrived when it shows that flag.
 
-Packets are stores into the peer's memory, so all ranks must be on one node.
+Packets are stored directly into the peer's memory, so all ranks must be on one node.
 
     mpiexec -n 4 python -m mpi4py examples/packets.py
 """
@@ -21,9 +21,9 @@ KERNEL = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
 
-// Block b talks to peer b. In own memory (`src` of the channels) row r is for rank r's data. In the packet buffers,
-// twice as wide, an iteration uses one of two halves in turn: a rank that sends iteration i + 2 has received i + 1
-// from that peer, which had read i before it sent that.
+// Block b talks to peer b. In the channels' source, this rank's own memory, row r holds the data of rank r. The packet
+// buffer has two halves, and its rows are twice as wide. Iterations use the halves in turn. That is safe: a rank that
+// sends iteration i + 2 has received i + 1 from that peer, and the peer had read i before it sent i + 1.
 template <class Packet>
 __device__ void gather(DeviceHandle<SmChannel>* channels, int rank, int ranks, size_t bytes, int flag) {
   const DeviceHandle<SmChannel> channel = channels[blockIdx.x];
@@ -41,7 +41,7 @@ extern "C" __global__ void gather_ll8(DeviceHandle<SmChannel>* channels, int ran
   gather<LL8Packet>(channels, rank, ranks, bytes, flag);
 }
 """
-COUNT = 256  # numbers of a rank
+COUNT = 256  # numbers of each rank
 ITERATIONS = 100
 
 
@@ -55,7 +55,7 @@ def main() -> None:
         channels = comm.sm_channels(packets, data)
         module = comm.compile(KERNEL)
 
-        flag = 0  # is raised before its first use: 0 is what fresh memory holds, and refused
+        flag = 0  # the first one used is 1: flag 0 is refused, because fresh memory holds 0
         for kernel in (module.gather_ll16, module.gather_ll8):
             began = time.perf_counter()
             for _ in range(ITERATIONS):
@@ -69,9 +69,9 @@ def main() -> None:
                 assert np.array_equal(data.numpy(), expected), f"iteration with flag {flag}"
             if rank == 0:
                 microseconds = (time.perf_counter() - began) / ITERATIONS * 1e6
-                print(f"{kernel.name:12s} {ITERATIONS} iterations, {microseconds:.0f} us each with upload and check")
+                print(f"{kernel.name:12s} {ITERATIONS} iterations, {microseconds:.0f} us each, with upload and check")
         if rank == 0:
-            print(f"OK: {ranks} ranks gathered each other's {COUNT} numbers, flags 1 to {flag}")
+            print(f"OK: {ranks} ranks gathered each other's {COUNT} numbers, with the flags 1 to {flag}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What moved a communicator's data, and how much the proxies moved: shared by the examples that report it."""
+"""Finds out what moved a communicator's data, and how much the proxies moved. Two of the examples report it."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from proxyccl.proxy.trigger import MAX_CHANNELS
 
 @dataclass(frozen=True)
 class ProxyTraffic:
-    """Triggers, and bytes that they moved, over all ranks."""
+    """What the proxies of all ranks did: for triggers that kernels pushed, and for collectives that streams rang in.
+
+    Attributes:
+        triggers: that kernels pushed.
+        puts: transfers of data, for triggers and for collectives.
+        bytes: that the puts moved.
+    """
 
     triggers: int
+    puts: int
     bytes: int
 
     def __sub__(self, earlier: ProxyTraffic) -> ProxyTraffic:
-        return ProxyTraffic(self.triggers - earlier.triggers, self.bytes - earlier.bytes)
+        return ProxyTraffic(self.triggers - earlier.triggers, self.puts - earlier.puts, self.bytes - earlier.bytes)
 
 
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
-    """The sum over all channels of all ranks up to now. All ranks call this together."""
+    """The sum over all channels of all ranks so far. All ranks call this together."""
     comm.barrier()
-    comm.synchronize()  # no rank still waits for a trigger, so all of them are counted
-    own = np.zeros(2, np.int64)
+    comm.synchronize()  # no rank waits for a proxy any more, so all is counted
+    own = np.zeros(3, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:
         for channel in range(MAX_CHANNELS):
             counters = proxy.counters(channel)
-            own += counters.triggers, counters.bytes
-    total = comm.empty(2, "int64").upload(own)
+            own += counters.triggers, counters.puts, counters.bytes
+    total = comm.empty(3, "int64").upload(own)
     comm.all_reduce(total)
-    triggers, moved = total.numpy()
-    return ProxyTraffic(int(triggers), int(moved))
+    return ProxyTraffic(*total.numpy().tolist())
 
 
 def channels_used(comm: Communicator, *, proxied: bool) -> str:
-    """Which kind of channel carries a collective's data from this rank to its peers.
+    """The kind of channel that carries a collective's data from this rank to its peers.
 
     Args:
         comm: the ranks.
-        proxied: whether the proxy was asked for by name.
+        proxied: whether the program asked for the proxy by name.
     """
     mapped = [comm.topology.accessible[peer] for peer in range(comm.world_size) if peer != comm.rank]
     if not mapped:

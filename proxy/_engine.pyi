@@ -1,6 +1,826 @@
-"""Made by cffi from build_engine.py."""
+"""Made by device/build_stubs.py from build_engine.py. To change it, run: make stubs."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Final, Literal, overload
 
-ffi: Any
-lib: Any
+from proxyccl.device._cdata import Array as Array
+from proxyccl.device._cdata import ArrayField as ArrayField
+from proxyccl.device._cdata import BaseFFI as BaseFFI
+from proxyccl.device._cdata import CData as CData
+from proxyccl.device._cdata import CharPointer as CharPointer
+from proxyccl.device._cdata import Field as Field
+from proxyccl.device._cdata import Initial as Initial
+from proxyccl.device._cdata import ItemPointer as ItemPointer
+from proxyccl.device._cdata import Number as Number
+from proxyccl.device._cdata import Passed as Passed
+from proxyccl.device._cdata import Pointer as Pointer
+from proxyccl.device._cdata import PointerField as PointerField
+from proxyccl.device._cdata import PointerTo as PointerTo
+from proxyccl.device._cdata import Uint32Pointer as Uint32Pointer
+from proxyccl.device._cdata import Uint64Pointer as Uint64Pointer
+from proxyccl.device._cdata import VoidPointer as VoidPointer
+
+class _ProxycclTrigger:
+    word0: int
+    word1: int
+
+class ProxycclTrigger(_ProxycclTrigger, CData): ...
+class ProxycclTriggerPointer(_ProxycclTrigger, ItemPointer[ProxycclTrigger]): ...
+
+class _ProxycclControl:
+    abort: int
+
+class ProxycclControl(_ProxycclControl, CData): ...
+class ProxycclControlPointer(_ProxycclControl, ItemPointer[ProxycclControl]): ...
+
+class _ProxycclCounters:
+    triggers: int
+    puts: int
+    bytes: int
+    signals: int
+    flushes: int
+    flush_ns: int
+    timed_flushes: int
+    errors: int
+
+class ProxycclCounters(_ProxycclCounters, CData): ...
+class ProxycclCountersPointer(_ProxycclCounters, ItemPointer[ProxycclCounters]): ...
+
+class _ProxycclChannelPlace:
+    connection: int
+    worker: int
+    ring: int
+
+class ProxycclChannelPlace(_ProxycclChannelPlace, CData): ...
+class ProxycclChannelPlacePointer(_ProxycclChannelPlace, ItemPointer[ProxycclChannelPlace]): ...
+
+class _ProxycclConnectionStats:
+    issued: int
+    completed: int
+    errors: int
+    in_use: int
+    peer: int
+    transport: ArrayField[bytes, CharPointer]
+    plan_wait: int
+
+class ProxycclConnectionStats(_ProxycclConnectionStats, CData): ...
+class ProxycclConnectionStatsPointer(_ProxycclConnectionStats, ItemPointer[ProxycclConnectionStats]): ...
+
+class _ProxycclTraceRecord:
+    word0: int
+    word1: int
+
+class ProxycclTraceRecord(_ProxycclTraceRecord, CData): ...
+class ProxycclTraceRecordPointer(_ProxycclTraceRecord, ItemPointer[ProxycclTraceRecord]): ...
+
+class _ProxycclWorkerStats:
+    looks: int
+    idle_ns: int
+    sleeps: int
+    slept_ns: int
+    started_ns: int
+    traced: int
+    trace_until: int
+    connections: ArrayField[ProxycclConnectionStats, ProxycclConnectionStatsPointer]
+
+class ProxycclWorkerStats(_ProxycclWorkerStats, CData): ...
+class ProxycclWorkerStatsPointer(_ProxycclWorkerStats, ItemPointer[ProxycclWorkerStats]): ...
+
+class _ProxycclObserved:
+    channels: ArrayField[ProxycclChannelPlace, ProxycclChannelPlacePointer]
+    workers: ArrayField[ProxycclWorkerStats, ProxycclWorkerStatsPointer]
+
+class ProxycclObserved(_ProxycclObserved, CData): ...
+class ProxycclObservedPointer(_ProxycclObserved, ItemPointer[ProxycclObserved]): ...
+class ProxycclConnection(CData): ...
+class ProxycclConnectionPointer(Pointer): ...
+class ProxycclWorker(CData): ...
+class ProxycclWorkerPointer(Pointer): ...
+
+class _ProxycclExitInfo:
+    worker: PointerField[ProxycclWorkerPointer]
+    trigger: ProxycclTrigger
+    ticket: int
+    channel: int
+    code: int
+    status: int
+    reason: PointerField[CharPointer]
+    connection: PointerField[ProxycclConnectionPointer]
+    plan: int
+    wait: int
+
+class ProxycclExitInfo(_ProxycclExitInfo, CData): ...
+class ProxycclExitInfoPointer(_ProxycclExitInfo, ItemPointer[ProxycclExitInfo]): ...
+
+class _ProxycclIdlePolicy:
+    spin_ns: int
+    yield_ns: int
+    max_sleep_ns: int
+
+class ProxycclIdlePolicy(_ProxycclIdlePolicy, CData): ...
+class ProxycclIdlePolicyPointer(_ProxycclIdlePolicy, ItemPointer[ProxycclIdlePolicy]): ...
+class ProxycclService(CData): ...
+class ProxycclServicePointer(Pointer): ...
+class ProxycclThread(CData): ...
+class ProxycclThreadPointer(Pointer): ...
+
+class _ProxycclPlanPost:
+    channel: int
+    memory: int
+    offset: int
+
+class ProxycclPlanPost(_ProxycclPlanPost, CData): ...
+class ProxycclPlanPostPointer(_ProxycclPlanPost, ItemPointer[ProxycclPlanPost]): ...
+
+class _ProxycclPlanSend:
+    channel: int
+    post_channel: int
+    src_memory: int
+    dst_memory: int
+    src_offset: int
+    dst_offset: int
+    bytes: int
+    gate: int
+
+class ProxycclPlanSend(_ProxycclPlanSend, CData): ...
+class ProxycclPlanSendPointer(_ProxycclPlanSend, ItemPointer[ProxycclPlanSend]): ...
+
+class _ProxycclPlanReceive:
+    channel: int
+    sends: int
+    stage: int
+
+class ProxycclPlanReceive(_ProxycclPlanReceive, CData): ...
+class ProxycclPlanReceivePointer(_ProxycclPlanReceive, ItemPointer[ProxycclPlanReceive]): ...
+
+class _ProxycclPlanWords:
+    bell: int
+    done: int
+    gate: int
+    stages: ArrayField[int, Uint64Pointer]
+
+class ProxycclPlanWords(_ProxycclPlanWords, CData): ...
+class ProxycclPlanWordsPointer(_ProxycclPlanWords, ItemPointer[ProxycclPlanWords]): ...
+
+class _ProxycclPlanSteps:
+    posts: PointerField[ProxycclPlanPostPointer]
+    sends: PointerField[ProxycclPlanSendPointer]
+    receives: PointerField[ProxycclPlanReceivePointer]
+    post_count: int
+    send_count: int
+    receive_count: int
+
+class ProxycclPlanSteps(_ProxycclPlanSteps, CData): ...
+class ProxycclPlanStepsPointer(_ProxycclPlanSteps, ItemPointer[ProxycclPlanSteps]): ...
+class ProxycclRuntimeTable(CData): ...
+class ProxycclRuntimeTablePointer(Pointer): ...
+
+class _ProxycclVerbsQp:
+    qp: int
+    send_cq: int
+
+class ProxycclVerbsQp(_ProxycclVerbsQp, CData): ...
+class ProxycclVerbsQpPointer(_ProxycclVerbsQp, ItemPointer[ProxycclVerbsQp]): ...
+
+class _ProxycclCall:
+    fields: ArrayField[int, Uint64Pointer]
+
+class ProxycclCall(_ProxycclCall, CData): ...
+class ProxycclCallPointer(_ProxycclCall, ItemPointer[ProxycclCall]): ...
+
+class _ProxycclCallEntry:
+    sequence: int
+    call: ProxycclCall
+
+class ProxycclCallEntry(_ProxycclCallEntry, CData): ...
+class ProxycclCallEntryPointer(_ProxycclCallEntry, ItemPointer[ProxycclCallEntry]): ...
+
+class _ProxycclCallers:
+    control: PointerField[ProxycclControlPointer]
+    own: PointerField[ProxycclCallEntryPointer]
+    peers: PointerField[PointerTo[ProxycclCallEntryPointer]]
+    peer_count: int
+    sequence: int
+    differing: int
+    different: ProxycclCall
+
+class ProxycclCallers(_ProxycclCallers, CData): ...
+class ProxycclCallersPointer(_ProxycclCallers, ItemPointer[ProxycclCallers]): ...
+
+class _ProxycclAnnouncement:
+    version: int
+    handle_bytes: int
+    for_proxies: int
+    handle: ArrayField[bytes, CharPointer]
+
+class ProxycclAnnouncement(_ProxycclAnnouncement, CData): ...
+class ProxycclAnnouncementPointer(_ProxycclAnnouncement, ItemPointer[ProxycclAnnouncement]): ...
+class ProxycclAnnouncements(CData): ...
+class ProxycclAnnouncementsPointer(Pointer): ...
+
+class _ProxycclCopyOptions:
+    stream: Field[VoidPointer, Pointer]
+    event: Field[VoidPointer, Pointer]
+
+class ProxycclCopyOptions(_ProxycclCopyOptions, CData): ...
+class ProxycclCopyOptionsPointer(_ProxycclCopyOptions, ItemPointer[ProxycclCopyOptions]): ...
+
+class _ProxycclVerbsOptions:
+    qp: int
+    send_depth: int
+    cq_depth: int
+    max_message: int
+    signal: int
+    signal_rkey: int
+    scratch_lkey: int
+    scratch: int
+
+class ProxycclVerbsOptions(_ProxycclVerbsOptions, CData): ...
+class ProxycclVerbsOptionsPointer(_ProxycclVerbsOptions, ItemPointer[ProxycclVerbsOptions]): ...
+
+class _ProxycclRemoteWriteTarget:
+    base: int
+    bytes: int
+
+class ProxycclRemoteWriteTarget(_ProxycclRemoteWriteTarget, CData): ...
+class ProxycclRemoteWriteTargetPointer(_ProxycclRemoteWriteTarget, ItemPointer[ProxycclRemoteWriteTarget]): ...
+
+class _ProxycclStagedOptions:
+    wire: ProxycclVerbsOptions
+    area: int
+    device_area: int
+    area_lkey: int
+    peer_area: int
+    ring_bytes: int
+    chunk_bytes: int
+    write_targets: PointerField[ProxycclRemoteWriteTargetPointer]
+    signals: int
+    signals_bytes: int
+    copy_out: ProxycclCopyOptions
+    copy_in: ProxycclCopyOptions
+
+class ProxycclStagedOptions(_ProxycclStagedOptions, CData): ...
+class ProxycclStagedOptionsPointer(_ProxycclStagedOptions, ItemPointer[ProxycclStagedOptions]): ...
+
+class Lib:
+    PROXYCCL_PLACE_HANDLER: Final[int]
+    PROXYCCL_PLAN_WAIT_SHIFT: Final[int]
+    PROXYCCL_NO_ID: Final[int]
+    PROXYCCL_UNREACHED: Final[int]
+    PROXYCCL_NO_MEMORY: Final[int]
+    PROXYCCL_OBSERVE_FORMAT: Final[int]
+    PROXYCCL_TRACE_RECORDS: Final[int]
+    PROXYCCL_TRACE_UNPUBLISHED: Final[int]
+    PROXYCCL_MARK_SHIFT: Final[int]
+    PROXYCCL_MARK_BITS: Final[int]
+    PROXYCCL_MARK_SEEN: Final[int]
+    PROXYCCL_MARK_ISSUED: Final[int]
+    PROXYCCL_MARK_COMPLETED: Final[int]
+    PROXYCCL_MARK_HANDLED: Final[int]
+    PROXYCCL_MARK_PLAN: Final[int]
+    PROXYCCL_EXIT_STOPPED: Final[int]
+    PROXYCCL_EXIT_HANDLER: Final[int]
+    PROXYCCL_EXIT_ERROR: Final[int]
+    PROXYCCL_EXIT_ABORTED: Final[int]
+    PROXYCCL_EXIT_NO_WORKERS: Final[int]
+    PROXYCCL_MAX_RINGS: Final[int]
+    PROXYCCL_MAX_CONNECTIONS: Final[int]
+    PROXYCCL_PLAN_STAGES: Final[int]
+    PROXYCCL_MAX_PLANS: Final[int]
+    PROXYCCL_VERBS_QP_OFFSET: Final[int]
+    PROXYCCL_VERBS_FOUND: Final[int]
+    PROXYCCL_VERBS_NO_OBJECT: Final[int]
+    PROXYCCL_VERBS_NO_POINTER: Final[int]
+    PROXYCCL_VERBS_OTHER_QP: Final[int]
+    PROXYCCL_VERBS_OTHER_PARTS: Final[int]
+    PROXYCCL_VERBS_FORBIDDEN: Final[int]
+    PROXYCCL_VERBS_NOT_BUILT: Final[int]
+    PROXYCCL_CALL_LOG_ENTRIES: Final[int]
+    PROXYCCL_CALL_FIELDS: Final[int]
+    PROXYCCL_CALL_ABORTED: Final[int]
+    PROXYCCL_CALL_DIFFERS: Final[int]
+    PROXYCCL_ANNOUNCEMENTS: Final[int]
+    PROXYCCL_ANNOUNCED_HANDLE_BYTES: Final[int]
+    PROXYCCL_ANNOUNCEMENT_PEERS: Final[int]
+    PROXYCCL_CPU_COPY_BYTES: Final[int]
+    PROXYCCL_VERBS_WRITE: Final[int]
+    PROXYCCL_VERBS_FETCH_ADD: Final[int]
+    PROXYCCL_VERBS_COMPLETION: Final[int]
+    PROXYCCL_VERBS_OPERATIONS: Final[int]
+    PROXYCCL_VERBS_CHAIN: Final[int]
+    PROXYCCL_VERBS_CHAIN_BYTES: Final[int]
+    PROXYCCL_STAGED_COPY_OUT: Final[int]
+    PROXYCCL_STAGED_COPY_IN: Final[int]
+    PROXYCCL_STAGED_REFUSED: Final[int]
+    PROXYCCL_STAGED_BAD_COUNT: Final[int]
+    PROXYCCL_STAGED_BAD_LENGTH: Final[int]
+    PROXYCCL_STAGED_BAD_RANGE: Final[int]
+    PROXYCCL_STAGED_BAD_WORD: Final[int]
+    PROXYCCL_STAGED_WRITE_TARGETS: Final[int]
+    PROXYCCL_STAGED_MESSAGES: Final[int]
+    PROXYCCL_STAGED_ALIGN: Final[int]
+    PROXYCCL_STAGED_WORDS_BYTES: Final[int]
+    def proxyccl_trace_read(
+        self,
+        stats: Passed[ProxycclWorkerStatsPointer],
+        next: Passed[Uint64Pointer],
+        records: Passed[ProxycclTraceRecordPointer],
+        room: int,
+        lost: Passed[Uint64Pointer],
+        /,
+    ) -> int: ...
+    def proxyccl_service_create(
+        self, control: Passed[ProxycclControlPointer], counters: Passed[ProxycclCountersPointer], /
+    ) -> ProxycclServicePointer: ...
+    def proxyccl_service_destroy(self, service: Passed[ProxycclServicePointer], /) -> None: ...
+    def proxyccl_service_set_memory(
+        self,
+        service: Passed[ProxycclServicePointer],
+        id: int,
+        base: Passed[CharPointer] | bytes,
+        bytes: int,
+        key: int,
+        rdma_only: int,
+        host: Passed[CharPointer] | bytes,
+        /,
+    ) -> int: ...
+    def proxyccl_service_set_channel(
+        self,
+        service: Passed[ProxycclServicePointer],
+        id: int,
+        connection: Passed[ProxycclConnectionPointer],
+        remote_semaphore: Passed[Uint64Pointer],
+        flushed: Passed[Uint64Pointer],
+        /,
+    ) -> int: ...
+    def proxyccl_service_set_handler(
+        self, service: Passed[ProxycclServicePointer], id: int, flushed: Passed[Uint64Pointer], /
+    ) -> int: ...
+    def proxyccl_service_set_plan_words(
+        self,
+        service: Passed[ProxycclServicePointer],
+        words: Passed[ProxycclPlanWordsPointer],
+        semaphores: Passed[Uint64Pointer],
+        /,
+    ) -> None: ...
+    def proxyccl_plan_words_end_waits(self, words: Passed[ProxycclPlanWordsPointer], /) -> None: ...
+    def proxyccl_service_add_plan(
+        self, service: Passed[ProxycclServicePointer], number: int, steps: Passed[ProxycclPlanStepsPointer], /
+    ) -> int: ...
+    def proxyccl_service_remove_plan(self, service: Passed[ProxycclServicePointer], number: int, /) -> int: ...
+    def proxyccl_worker_create(
+        self, service: Passed[ProxycclServicePointer], stats: Passed[ProxycclWorkerStatsPointer], /
+    ) -> ProxycclWorkerPointer: ...
+    def proxyccl_worker_destroy(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
+    def proxyccl_worker_add_ring(
+        self,
+        worker: Passed[ProxycclWorkerPointer],
+        slots: Passed[ProxycclTriggerPointer],
+        tail: Passed[Uint64Pointer],
+        size_log2: int,
+        /,
+    ) -> int: ...
+    def proxyccl_worker_add_connection(
+        self, worker: Passed[ProxycclWorkerPointer], connection: Passed[ProxycclConnectionPointer], /
+    ) -> int: ...
+    def proxyccl_worker_enter_context(
+        self, worker: Passed[ProxycclWorkerPointer], make_current: int, context: int, /
+    ) -> None: ...
+    def proxyccl_worker_stop(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
+    def proxyccl_worker_abandon(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
+    def proxyccl_worker_drain(self, worker: Passed[ProxycclWorkerPointer], /) -> int: ...
+    def proxyccl_worker_drained(self, worker: Passed[ProxycclWorkerPointer], /) -> int: ...
+    def proxyccl_worker_pause(self, worker: Passed[ProxycclWorkerPointer], /) -> int: ...
+    def proxyccl_worker_paused(self, worker: Passed[ProxycclWorkerPointer], /) -> int: ...
+    def proxyccl_worker_resume(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
+    def proxyccl_worker_handled(self, worker: Passed[ProxycclWorkerPointer], /) -> None: ...
+    def proxyccl_thread_create(self, idle: Passed[ProxycclIdlePolicyPointer], /) -> ProxycclThreadPointer: ...
+    def proxyccl_thread_destroy(self, thread: Passed[ProxycclThreadPointer], /) -> None: ...
+    def proxyccl_thread_add_worker(
+        self, thread: Passed[ProxycclThreadPointer], worker: Passed[ProxycclWorkerPointer], /
+    ) -> None: ...
+    def proxyccl_thread_run(
+        self, thread: Passed[ProxycclThreadPointer], info: Passed[ProxycclExitInfoPointer], /
+    ) -> int: ...
+    def proxyccl_runtime_table_fill(
+        self,
+        table: Passed[ProxycclRuntimeTablePointer],
+        copy: int,
+        write64: int,
+        event_record: int,
+        event_query: int,
+        /,
+    ) -> None: ...
+    def proxyccl_transport_refused(self, name: Passed[CharPointer] | bytes, options: Pointer, /) -> CharPointer: ...
+    def proxyccl_connection_create(
+        self, name: Passed[CharPointer] | bytes, options: Pointer, runtime: Passed[ProxycclRuntimeTablePointer], /
+    ) -> ProxycclConnectionPointer: ...
+    def proxyccl_connection_destroy(self, connection: Passed[ProxycclConnectionPointer], /) -> None: ...
+    def proxyccl_verbs_find_qp(
+        self, object: int, offset: int, qp_num: int, found: Passed[ProxycclVerbsQpPointer], /
+    ) -> int: ...
+    def proxyccl_verbs_check_qp(self, qp: int, qp_num: int, found: Passed[ProxycclVerbsQpPointer], /) -> int: ...
+    def proxyccl_calls_read(
+        self, log: Passed[ProxycclCallEntryPointer], sequence: int, call: Passed[ProxycclCallPointer], /
+    ) -> int: ...
+    def proxyccl_calls_agree(
+        self, callers: Passed[ProxycclCallersPointer], call: Passed[ProxycclCallPointer], /
+    ) -> int: ...
+    def proxyccl_calls_issue(
+        self,
+        callers: Passed[ProxycclCallersPointer],
+        call: Passed[ProxycclCallPointer],
+        launch: Pointer,
+        stream: int,
+        /,
+    ) -> int: ...
+    def proxyccl_calls_ring(
+        self,
+        callers: Passed[ProxycclCallersPointer],
+        call: Passed[ProxycclCallPointer],
+        operations: Pointer,
+        stream: int,
+        /,
+    ) -> int: ...
+    def proxyccl_announce(
+        self,
+        table: Passed[ProxycclAnnouncementsPointer],
+        entry: int,
+        handle: Passed[CharPointer] | bytes,
+        bytes: int,
+        /,
+    ) -> None: ...
+    def proxyccl_announcement_changes(self, table: Passed[ProxycclAnnouncementsPointer], /) -> int: ...
+    def proxyccl_announcement_read(
+        self, table: Passed[ProxycclAnnouncementsPointer], entry: int, copy: Passed[ProxycclAnnouncementPointer], /
+    ) -> int: ...
+    def proxyccl_announcement_reply(
+        self, table: Passed[ProxycclAnnouncementsPointer], entry: int, peer: int, version: int, address: int, /
+    ) -> None: ...
+    def proxyccl_announce_to_proxies(self, table: Passed[ProxycclAnnouncementsPointer], entry: int, /) -> None: ...
+    def proxyccl_announcement_reply_memory(
+        self, table: Passed[ProxycclAnnouncementsPointer], entry: int, peer: int, version: int, id: int, /
+    ) -> None: ...
+    def proxyccl_announcement_memory(
+        self, table: Passed[ProxycclAnnouncementsPointer], entry: int, peer: int, id: Passed[Uint32Pointer], /
+    ) -> int: ...
+    def proxyccl_announcement_reached(
+        self, table: Passed[ProxycclAnnouncementsPointer], entry: int, peer: int, address: Passed[Uint64Pointer], /
+    ) -> int: ...
+    def proxyccl_wake_signal_install(self, signal: int, eventfd: int, /) -> int: ...
+    def proxyccl_wake_signal_remove(self, signal: int, /) -> None: ...
+    def proxyccl_verbs_built(self) -> int: ...
+    def proxyccl_remote_write_target_set(
+        self, target: Passed[ProxycclRemoteWriteTargetPointer], base: int, bytes: int, /
+    ) -> None: ...
+
+class FFI(BaseFFI):
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTrigger *"], init: Initial[ProxycclTrigger] = ..., /
+    ) -> ProxycclTriggerPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTrigger[]"], init: int | Sequence[Initial[ProxycclTrigger]], /
+    ) -> Array[ProxycclTrigger, ProxycclTriggerPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclControl *"], init: Initial[ProxycclControl] = ..., /
+    ) -> ProxycclControlPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclControl[]"], init: int | Sequence[Initial[ProxycclControl]], /
+    ) -> Array[ProxycclControl, ProxycclControlPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCounters *"], init: Initial[ProxycclCounters] = ..., /
+    ) -> ProxycclCountersPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCounters[]"], init: int | Sequence[Initial[ProxycclCounters]], /
+    ) -> Array[ProxycclCounters, ProxycclCountersPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclChannelPlace *"], init: Initial[ProxycclChannelPlace] = ..., /
+    ) -> ProxycclChannelPlacePointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclChannelPlace[]"], init: int | Sequence[Initial[ProxycclChannelPlace]], /
+    ) -> Array[ProxycclChannelPlace, ProxycclChannelPlacePointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclConnectionStats *"], init: Initial[ProxycclConnectionStats] = ..., /
+    ) -> ProxycclConnectionStatsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclConnectionStats[]"], init: int | Sequence[Initial[ProxycclConnectionStats]], /
+    ) -> Array[ProxycclConnectionStats, ProxycclConnectionStatsPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["char *"], init: bytes = ..., /) -> CharPointer: ...
+    @overload
+    def new(self, cdecl: Literal["char[]"], init: int | Sequence[bytes], /) -> Array[bytes, CharPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTraceRecord *"], init: Initial[ProxycclTraceRecord] = ..., /
+    ) -> ProxycclTraceRecordPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTraceRecord[]"], init: int | Sequence[Initial[ProxycclTraceRecord]], /
+    ) -> Array[ProxycclTraceRecord, ProxycclTraceRecordPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclWorkerStats *"], init: Initial[ProxycclWorkerStats] = ..., /
+    ) -> ProxycclWorkerStatsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclWorkerStats[]"], init: int | Sequence[Initial[ProxycclWorkerStats]], /
+    ) -> Array[ProxycclWorkerStats, ProxycclWorkerStatsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclObserved *"], init: Initial[ProxycclObserved] = ..., /
+    ) -> ProxycclObservedPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclObserved[]"], init: int | Sequence[Initial[ProxycclObserved]], /
+    ) -> Array[ProxycclObserved, ProxycclObservedPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExitInfo *"], init: Initial[ProxycclExitInfo] = ..., /
+    ) -> ProxycclExitInfoPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExitInfo[]"], init: int | Sequence[Initial[ProxycclExitInfo]], /
+    ) -> Array[ProxycclExitInfo, ProxycclExitInfoPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclIdlePolicy *"], init: Initial[ProxycclIdlePolicy] = ..., /
+    ) -> ProxycclIdlePolicyPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclIdlePolicy[]"], init: int | Sequence[Initial[ProxycclIdlePolicy]], /
+    ) -> Array[ProxycclIdlePolicy, ProxycclIdlePolicyPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanPost *"], init: Initial[ProxycclPlanPost] = ..., /
+    ) -> ProxycclPlanPostPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanPost[]"], init: int | Sequence[Initial[ProxycclPlanPost]], /
+    ) -> Array[ProxycclPlanPost, ProxycclPlanPostPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanSend *"], init: Initial[ProxycclPlanSend] = ..., /
+    ) -> ProxycclPlanSendPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanSend[]"], init: int | Sequence[Initial[ProxycclPlanSend]], /
+    ) -> Array[ProxycclPlanSend, ProxycclPlanSendPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanReceive *"], init: Initial[ProxycclPlanReceive] = ..., /
+    ) -> ProxycclPlanReceivePointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanReceive[]"], init: int | Sequence[Initial[ProxycclPlanReceive]], /
+    ) -> Array[ProxycclPlanReceive, ProxycclPlanReceivePointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanWords *"], init: Initial[ProxycclPlanWords] = ..., /
+    ) -> ProxycclPlanWordsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanWords[]"], init: int | Sequence[Initial[ProxycclPlanWords]], /
+    ) -> Array[ProxycclPlanWords, ProxycclPlanWordsPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["uint64_t *"], init: int = ..., /) -> Uint64Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint64_t[]"], init: int | Sequence[int], /) -> Array[int, Uint64Pointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanSteps *"], init: Initial[ProxycclPlanSteps] = ..., /
+    ) -> ProxycclPlanStepsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclPlanSteps[]"], init: int | Sequence[Initial[ProxycclPlanSteps]], /
+    ) -> Array[ProxycclPlanSteps, ProxycclPlanStepsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRuntimeTable *"], init: Initial[ProxycclRuntimeTable] = ..., /
+    ) -> ProxycclRuntimeTablePointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRuntimeTable[]"], init: int | Sequence[Initial[ProxycclRuntimeTable]], /
+    ) -> Array[ProxycclRuntimeTable, ProxycclRuntimeTablePointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclVerbsQp *"], init: Initial[ProxycclVerbsQp] = ..., /
+    ) -> ProxycclVerbsQpPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclVerbsQp[]"], init: int | Sequence[Initial[ProxycclVerbsQp]], /
+    ) -> Array[ProxycclVerbsQp, ProxycclVerbsQpPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["ProxycclCall *"], init: Initial[ProxycclCall] = ..., /) -> ProxycclCallPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCall[]"], init: int | Sequence[Initial[ProxycclCall]], /
+    ) -> Array[ProxycclCall, ProxycclCallPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallEntry *"], init: Initial[ProxycclCallEntry] = ..., /
+    ) -> ProxycclCallEntryPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallEntry[]"], init: int | Sequence[Initial[ProxycclCallEntry]], /
+    ) -> Array[ProxycclCallEntry, ProxycclCallEntryPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallers *"], init: Initial[ProxycclCallers] = ..., /
+    ) -> ProxycclCallersPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallers[]"], init: int | Sequence[Initial[ProxycclCallers]], /
+    ) -> Array[ProxycclCallers, ProxycclCallersPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallEntry **"], init: Passed[ProxycclCallEntryPointer] = ..., /
+    ) -> PointerTo[ProxycclCallEntryPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCallEntry *[]"], init: int | Sequence[Passed[ProxycclCallEntryPointer]], /
+    ) -> Array[ProxycclCallEntryPointer, PointerTo[ProxycclCallEntryPointer]]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclAnnouncement *"], init: Initial[ProxycclAnnouncement] = ..., /
+    ) -> ProxycclAnnouncementPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclAnnouncement[]"], init: int | Sequence[Initial[ProxycclAnnouncement]], /
+    ) -> Array[ProxycclAnnouncement, ProxycclAnnouncementPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclAnnouncements *"], init: Initial[ProxycclAnnouncements] = ..., /
+    ) -> ProxycclAnnouncementsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclAnnouncements[]"], init: int | Sequence[Initial[ProxycclAnnouncements]], /
+    ) -> Array[ProxycclAnnouncements, ProxycclAnnouncementsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCopyOptions *"], init: Initial[ProxycclCopyOptions] = ..., /
+    ) -> ProxycclCopyOptionsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclCopyOptions[]"], init: int | Sequence[Initial[ProxycclCopyOptions]], /
+    ) -> Array[ProxycclCopyOptions, ProxycclCopyOptionsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclVerbsOptions *"], init: Initial[ProxycclVerbsOptions] = ..., /
+    ) -> ProxycclVerbsOptionsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclVerbsOptions[]"], init: int | Sequence[Initial[ProxycclVerbsOptions]], /
+    ) -> Array[ProxycclVerbsOptions, ProxycclVerbsOptionsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRemoteWriteTarget *"], init: Initial[ProxycclRemoteWriteTarget] = ..., /
+    ) -> ProxycclRemoteWriteTargetPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRemoteWriteTarget[]"], init: int | Sequence[Initial[ProxycclRemoteWriteTarget]], /
+    ) -> Array[ProxycclRemoteWriteTarget, ProxycclRemoteWriteTargetPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStagedOptions *"], init: Initial[ProxycclStagedOptions] = ..., /
+    ) -> ProxycclStagedOptionsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStagedOptions[]"], init: int | Sequence[Initial[ProxycclStagedOptions]], /
+    ) -> Array[ProxycclStagedOptions, ProxycclStagedOptionsPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclTrigger *"], value: CData | int, /) -> ProxycclTriggerPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclControl *"], value: CData | int, /) -> ProxycclControlPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclCounters *"], value: CData | int, /) -> ProxycclCountersPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclChannelPlace *"], value: CData | int, /) -> ProxycclChannelPlacePointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclConnectionStats *"], value: CData | int, /
+    ) -> ProxycclConnectionStatsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["char *"], value: CData | int, /) -> CharPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclTraceRecord *"], value: CData | int, /) -> ProxycclTraceRecordPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclWorkerStats *"], value: CData | int, /) -> ProxycclWorkerStatsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclObserved *"], value: CData | int, /) -> ProxycclObservedPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclConnection *"], value: CData | int, /) -> ProxycclConnectionPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclWorker *"], value: CData | int, /) -> ProxycclWorkerPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclExitInfo *"], value: CData | int, /) -> ProxycclExitInfoPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclIdlePolicy *"], value: CData | int, /) -> ProxycclIdlePolicyPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclService *"], value: CData | int, /) -> ProxycclServicePointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclThread *"], value: CData | int, /) -> ProxycclThreadPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclPlanPost *"], value: CData | int, /) -> ProxycclPlanPostPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclPlanSend *"], value: CData | int, /) -> ProxycclPlanSendPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclPlanReceive *"], value: CData | int, /) -> ProxycclPlanReceivePointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclPlanWords *"], value: CData | int, /) -> ProxycclPlanWordsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclPlanSteps *"], value: CData | int, /) -> ProxycclPlanStepsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclRuntimeTable *"], value: CData | int, /) -> ProxycclRuntimeTablePointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclVerbsQp *"], value: CData | int, /) -> ProxycclVerbsQpPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclCall *"], value: CData | int, /) -> ProxycclCallPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclCallEntry *"], value: CData | int, /) -> ProxycclCallEntryPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclCallers *"], value: CData | int, /) -> ProxycclCallersPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclCallEntry **"], value: CData | int, /
+    ) -> PointerTo[ProxycclCallEntryPointer]: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclAnnouncement *"], value: CData | int, /) -> ProxycclAnnouncementPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclAnnouncements *"], value: CData | int, /
+    ) -> ProxycclAnnouncementsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclCopyOptions *"], value: CData | int, /) -> ProxycclCopyOptionsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["void *"], value: CData | int, /) -> VoidPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclVerbsOptions *"], value: CData | int, /) -> ProxycclVerbsOptionsPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclRemoteWriteTarget *"], value: CData | int, /
+    ) -> ProxycclRemoteWriteTargetPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclStagedOptions *"], value: CData | int, /
+    ) -> ProxycclStagedOptionsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
+    @overload
+    def cast(self, cdecl: Literal["uintptr_t"], value: CData | int, /) -> Number: ...
+    def sizeof(
+        self,
+        cdecl: CData
+        | Literal[
+            "ProxycclTrigger",
+            "ProxycclControl",
+            "ProxycclCounters",
+            "ProxycclChannelPlace",
+            "ProxycclConnectionStats",
+            "char",
+            "ProxycclTraceRecord",
+            "ProxycclWorkerStats",
+            "ProxycclObserved",
+            "ProxycclExitInfo",
+            "ProxycclIdlePolicy",
+            "ProxycclPlanPost",
+            "ProxycclPlanSend",
+            "ProxycclPlanReceive",
+            "ProxycclPlanWords",
+            "uint64_t",
+            "ProxycclPlanSteps",
+            "ProxycclRuntimeTable",
+            "ProxycclVerbsQp",
+            "ProxycclCall",
+            "ProxycclCallEntry",
+            "ProxycclCallers",
+            "ProxycclCallEntry *",
+            "ProxycclAnnouncement",
+            "ProxycclAnnouncements",
+            "ProxycclCopyOptions",
+            "ProxycclVerbsOptions",
+            "ProxycclRemoteWriteTarget",
+            "ProxycclStagedOptions",
+            "uint32_t",
+        ],
+        /,
+    ) -> int: ...
+    def offsetof(self, cdecl: str, field: str, /) -> int: ...
+
+ffi: FFI
+lib: Lib

@@ -1,6 +1,26 @@
 """Declares the extension `proxyccl.proxy._engine`: the C engine and its transports. Run by setuptools at build time."""
 
+import re
+from pathlib import Path
+
 import cffi
+
+ROOT = Path(__file__).parent.parent
+ENGINE = ROOT / "proxy/engine"
+TRANSPORTS = re.findall(r"each\((\w+)\)", (ENGINE / "transports.h").read_text())
+OPTIONS = [f"{name}_transport.h" for name in TRANSPORTS if (ENGINE / f"{name}_transport.h").exists()]
+"""The headers of their options; a transport without options has none."""
+
+
+def declarations(header: Path) -> str:
+    """A header's declarations, for cffi: it reads no preprocessor lines."""
+    return "\n".join(line for line in header.read_text().split("\n") if not line.startswith("#"))
+
+
+def in_engine(pattern: str) -> list[str]:
+    """Paths of the engine's files, relative to the project as setuptools wants them."""
+    return sorted(f"proxy/engine/{path.name}" for path in ENGINE.glob(pattern))
+
 
 ffi = cffi.FFI()
 
@@ -12,15 +32,18 @@ typedef struct {
   uint64_t timed_flushes; uint64_t errors; ...;
 } ProxycclCounters;
 
-enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNTOLD, ... };
+enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNPUBLISHED, ... };
 #define PROXYCCL_PLACE_HANDLER ...
+#define PROXYCCL_PLAN_WAIT_SHIFT ...
 enum { PROXYCCL_MARK_SHIFT, PROXYCCL_MARK_BITS, ... };
 typedef enum {
-  PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, ...
+  PROXYCCL_MARK_SEEN, PROXYCCL_MARK_ISSUED, PROXYCCL_MARK_COMPLETED, PROXYCCL_MARK_HANDLED, PROXYCCL_MARK_PLAN,
+  ...
 } ProxycclTraceMark;
 typedef struct { uint32_t connection; uint16_t worker; uint16_t ring; ...; } ProxycclChannelPlace;
 typedef struct {
-  uint64_t issued; uint64_t completed; uint64_t errors; uint32_t in_use; uint32_t peer; char transport[...]; ...;
+  uint64_t issued; uint64_t completed; uint64_t errors; uint32_t in_use; uint32_t peer; char transport[...];
+  uint64_t plan_wait; ...;
 } ProxycclConnectionStats;
 typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTraceRecord;
 typedef struct {
@@ -38,10 +61,10 @@ typedef struct ProxycclWorker ProxycclWorker;
 typedef struct {
   ProxycclWorker *worker;
   ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason;
-  ProxycclConnection *connection; ...;
+  ProxycclConnection *connection; uint32_t plan; uint32_t wait; ...;
 } ProxycclExitInfo;
 typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...; } ProxycclIdlePolicy;
-enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, ... };
+enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, PROXYCCL_PLAN_STAGES, ... };
 
 typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclThread ProxycclThread;
@@ -49,10 +72,27 @@ typedef struct ProxycclThread ProxycclThread;
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service);
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
-                                uint32_t keyed);
+                                uint32_t rdma_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
+enum { PROXYCCL_MAX_PLANS, ... };
+#define PROXYCCL_NO_ID ...
+typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclPlanPost;
+typedef struct {
+  uint32_t channel; uint32_t post_channel; uint32_t src_memory; uint32_t dst_memory; uint64_t src_offset;
+  uint64_t dst_offset; uint64_t bytes; uint64_t gate; ...;
+} ProxycclPlanSend;
+typedef struct { uint32_t channel; uint32_t sends; uint32_t stage; ...; } ProxycclPlanReceive;
+typedef struct { uint64_t bell; uint64_t done; uint64_t gate; uint64_t stages[...]; ...; } ProxycclPlanWords;
+typedef struct {
+  const ProxycclPlanPost *posts; const ProxycclPlanSend *sends; const ProxycclPlanReceive *receives;
+  uint32_t post_count; uint32_t send_count; uint32_t receive_count; ...;
+} ProxycclPlanSteps;
+void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores);
+void proxyccl_plan_words_end_waits(ProxycclPlanWords *words);
+int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *steps);
+int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number);
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
@@ -74,39 +114,10 @@ ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info)
 typedef struct { ...; } ProxycclRuntimeTable;
 void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t event_record,
                                  uintptr_t event_query);
-ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event);
+const char *proxyccl_transport_refused(const char *name, const void *options);
+ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
+                                               const ProxycclRuntimeTable *runtime);
 void proxyccl_connection_destroy(ProxycclConnection *connection);
-const char *proxyccl_connection_transport(const ProxycclConnection *connection);
-
-typedef enum { PROXYCCL_VERBS_WRITE, PROXYCCL_VERBS_FETCH_ADD, ... } ProxycclVerbsSignal;
-enum { PROXYCCL_VERBS_COMPLETION, ... };
-enum { PROXYCCL_VERBS_OPERATIONS, PROXYCCL_VERBS_CHAIN, ... };
-typedef struct {
-  uintptr_t qp; uint32_t send_depth; uint32_t cq_depth; uint32_t max_message; uint32_t signal; uint32_t signal_rkey;
-  uint32_t scratch_lkey; uint64_t scratch; ...;
-} ProxycclVerbsOptions;
-int proxyccl_verbs_built(void);
-const char *proxyccl_verbs_refused(const ProxycclVerbsOptions *options);
-ProxycclConnection *proxyccl_verbs_connection(const ProxycclVerbsOptions *options);
-
-enum { PROXYCCL_STAGED_COPY_OUT, PROXYCCL_STAGED_COPY_IN, PROXYCCL_STAGED_REFUSED, ... };
-typedef enum {
-  PROXYCCL_STAGED_BAD_COUNT, PROXYCCL_STAGED_BAD_LENGTH, PROXYCCL_STAGED_BAD_RANGE, PROXYCCL_STAGED_BAD_WORD, ...
-} ProxycclStagedRefusal;
-enum {
-  PROXYCCL_STAGED_LANDINGS, PROXYCCL_STAGED_MESSAGES, PROXYCCL_STAGED_ALIGN, PROXYCCL_STAGED_WORDS_BYTES, ...
-};
-typedef struct { uint64_t base; uint64_t bytes; ...; } ProxycclLanding;
-void proxyccl_landing_set(ProxycclLanding *landing, uint64_t base, uint64_t bytes);
-typedef struct {
-  ProxycclVerbsOptions wire; uintptr_t area; uintptr_t device_area; uint32_t area_lkey; uint64_t peer_area;
-  uint64_t ring_bytes; uint64_t chunk_bytes; const ProxycclLanding *landings; uint64_t signals; uint64_t signals_bytes;
-  ...;
-} ProxycclStagedOptions;
-const char *proxyccl_staged_refused(const ProxycclStagedOptions *options);
-ProxycclConnection *proxyccl_staged_connection(const ProxycclStagedOptions *options,
-                                               const ProxycclRuntimeTable *runtime, void *const streams[2],
-                                               void *const events[2]);
 
 enum { PROXYCCL_VERBS_QP_OFFSET, ... };
 typedef enum {
@@ -116,13 +127,6 @@ typedef enum {
 typedef struct { uintptr_t qp; uintptr_t send_cq; ...; } ProxycclVerbsQp;
 ProxycclVerbsFinding proxyccl_verbs_find_qp(uintptr_t object, uint32_t offset, uint32_t qp_num, ProxycclVerbsQp *found);
 ProxycclVerbsFinding proxyccl_verbs_check_qp(uintptr_t qp, uint32_t qp_num, ProxycclVerbsQp *found);
-
-enum { PROXYCCL_VERBS_BARE_CHAIN, ... };
-typedef struct {
-  uintptr_t qp; uintptr_t cq; uint64_t local; uint64_t remote; uint32_t lkey; uint32_t rkey; uint32_t bytes;
-  uint32_t depth; uint32_t chain; uint32_t signal_every; uint64_t count; uint64_t timeout_ns; ...;
-} ProxycclVerbsBareWrites;
-int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options);
 
 enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, ... };
 typedef struct { uint64_t fields[...]; } ProxycclCall;
@@ -135,26 +139,42 @@ int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, Proxycc
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const void *launch,
                          uintptr_t stream);
+int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, const void *operations, uintptr_t stream);
+
+enum { PROXYCCL_ANNOUNCEMENTS, PROXYCCL_ANNOUNCED_HANDLE_BYTES, PROXYCCL_ANNOUNCEMENT_PEERS, ... };
+#define PROXYCCL_UNREACHED ...
+#define PROXYCCL_NO_MEMORY ...
+typedef struct {
+  uint32_t version; uint32_t handle_bytes; uint32_t for_proxies; char handle[...]; ...;
+} ProxycclAnnouncement;
+typedef struct { ...; } ProxycclAnnouncements;
+void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes);
+uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table);
+uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy);
+void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
+                                 uint64_t address);
+void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry);
+void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
+                                        uint32_t id);
+int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
+int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 
 int proxyccl_wake_signal_install(int signal, int eventfd);
 void proxyccl_wake_signal_remove(int signal);
-
-uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count, uint64_t
-timeout_ns); uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t
-first_ticket,
-                               uint64_t count, ProxycclTrigger trigger, uint64_t timeout_ns);
 """)
+
+for header in OPTIONS:
+    ffi.cdef(declarations(ENGINE / header))
 
 ffi.set_source(
     "proxyccl.proxy._engine",
-    """
+    "\n".join(f'#include "{header}"' for header in OPTIONS)
+    + """
+#include "announcements.h"
 #include "calls.h"
-#include "copy_transport.h"
 #include "engine.h"
-#include "staged_transport.h"
-#include "verbs_bare.h"
+#include "transports.h"
 #include "verbs_objects.h"
-#include "verbs_transport.h"
 #include "wake_signal.h"
 
 /* Drivers' entry points arrive as addresses. */
@@ -168,40 +188,16 @@ static void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t c
 static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make_current, uintptr_t context) {
   proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);
 }
-static void proxyccl_connection_destroy(ProxycclConnection *connection) { connection->transport->destroy(connection); }
-static const char *proxyccl_connection_transport(const ProxycclConnection *connection) { return
-connection->transport->name; }
 """,
-    sources=[
-        "proxy/engine/calls.c",
-        "proxy/engine/copy_transport.c",
-        "proxy/engine/engine.c",
-        "proxy/engine/observe.c",
-        "proxy/engine/staged_transport.c",
-        "proxy/engine/verbs_bare.c",
-        "proxy/engine/verbs_objects.c",
-        "proxy/engine/verbs_transport.c",
-        "proxy/engine/wake_signal.c",
-    ],
+    sources=in_engine("*.c"),
     depends=[
+        *in_engine("*.h"),
         "device/launch.h",
-        "proxy/engine/calls.h",
-        "proxy/engine/copy_transport.h",
-        "proxy/engine/engine.h",
-        "proxy/engine/observe.h",
-        "proxy/engine/ring.h",
-        "proxy/engine/runtime_table.h",
-        "proxy/engine/staged_transport.h",
-        "proxy/engine/trace.h",
-        "proxy/engine/transport.h",
-        "proxy/engine/verbs_bare.h",
-        "proxy/engine/verbs_objects.h",
-        "proxy/engine/verbs_transport.h",
-        "proxy/engine/wake_signal.h",
+        "device/stream_operations.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
     ],
-    # The last is there where `make` had to fetch libibverbs' headers.
+    # The last exists where `make` had to fetch libibverbs' headers.
     include_dirs=["proxy/engine", "device", "device/include", "build/rdma-headers/usr/include"],
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
 )

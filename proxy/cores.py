@@ -1,7 +1,8 @@
-"""Which cores a thread may run on, as people write them: numbers and ranges, or those of a NUMA node."""
+"""Cores that a thread may run on: lists of them as people write them, and those of a process."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
@@ -11,15 +12,15 @@ _DIGITS = 5  # of a core's number
 
 
 def parse_cores(text: str, near: int | None = None) -> list[int]:
-    """The numbers of cores.
+    """The numbers of the cores in a list.
 
     Args:
-        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for those of a NUMA node; ``near`` for those of the
+        text: numbers and ranges, such as ``0-3,8``; ``node:1`` for the cores of a NUMA node; ``near`` for those of the
             node `near`.
-        near: the node that the device is next to; None where there is no such device, or its node is not known.
+        near: the NUMA node next to the device; None if there is no device, or its node is unknown.
 
     Raises:
-        ArgumentError: it names none.
+        ArgumentError: the text names no cores.
     """
     if text == "near":
         if near is None:
@@ -39,3 +40,11 @@ def parse_cores(text: str, near: int | None = None) -> list[int]:
             raise ArgumentError("cores", f"{part!r} is neither a core's number nor a range such as 0-3")
         cores.update(range(int(ends[0]), int(ends[1]) + 1))
     return sorted(cores)
+
+
+def cores_of(pid: int) -> set[int]:
+    """The cores that a process of this machine may run on; none if it has ended or can't be seen from here."""
+    try:
+        return os.sched_getaffinity(pid)
+    except ProcessLookupError:
+        return set()

@@ -1,39 +1,41 @@
-"""What a communicator asks of a proxy, whoever runs it: a service in the same process, or a daemon that is asked over a
-socket.
+"""What a communicator asks of a proxy.
 
-Memory is named by its address in the caller's process and by a handle, as the proxy may be in another: each takes
-the one that is good for it.
+Two classes implement it: a service in the communicator's own process, and a client of the node daemon. So callers name
+memory twice, by its address in their process and by a handle: a service takes the address, the daemon opens the handle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Event, Stream
+from proxyccl.device.runtime import Event, PinnedMemory, Stream
+from proxyccl.proxy.codec import Message, Uint32, Uint64
 from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
 from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 
 Handler = Callable[[Trigger], None]
 
-Handle = Callable[[], bytes]
-"""Gives the bytes by which another process opens memory; raises ArgumentError for memory that is private to its own."""
+HandleProvider = Callable[[], bytes]
+"""Returns the bytes by which another process opens memory. Raises ArgumentError for memory that no other process can
+open.
+"""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """A way to one peer. Belongs to one worker, and so do the channels over it: a connection has no locks.
+    """A connection to one peer. One worker serves it and all channels over it, so it needs no locks.
 
     Attributes:
-        number: among the proxy's, from 0.
+        number: its number in the proxy, from 0.
         worker: number of its worker.
-        peer: the rank that it leads to, or None where nobody said.
+        peer: the rank at its other end; None if unknown.
         transport: the transport's name.
-        pointer: the engine's; None where the proxy is another process.
-        owned: what is closed after it, in this order.
+        pointer: the engine's ProxycclConnection; None where the proxy is another process.
+        owned: resources to close after it, in this order.
     """
 
     number: int
@@ -46,7 +48,15 @@ class Connection:
 
 @dataclass(frozen=True)
 class ChannelCounters:
-    """What one channel did so far."""
+    """What a proxy did for one channel so far.
+
+    Attributes:
+        triggers: triggers that it acted on.
+        puts: triggers among them that moved data, and sends of plans that did.
+        bytes: bytes that the puts moved.
+        signals: triggers that signalled, and sends of plans, all of which do.
+        flushes: triggers that flushed.
+    """
 
     triggers: int
     puts: int
@@ -57,16 +67,18 @@ class ChannelCounters:
 
 @dataclass(frozen=True)
 class ProxyFailure:
-    """Why a worker ended on its own account.
+    """The error that ended a worker.
 
     Attributes:
-        code: an error code of control.h.
-        channel: channel id, or None.
+        code: a ProxycclErrorCode (control.h).
+        channel: channel id; None if no channel is concerned.
         trigger: the trigger that failed, or None.
-        status: the transport's or driver's status.
-        reason: in words.
+        status: status of the transport or the driver; 0 if neither failed.
+        reason: the error in words.
         exception: what a handler raised, or None.
-        peer: the peer of the connection that failed, or that the trigger was for; None where there is none.
+        peer: the peer of the connection that failed or that the trigger named; None if there is none.
+        plan: number of the plan that failed; 0 if none is concerned.
+        wait: after a time-out, what was waited for: a ProxycclWaitKind (control.h).
     """
 
     code: int
@@ -76,115 +88,39 @@ class ProxyFailure:
     reason: str
     exception: BaseException | None = None
     peer: int | None = None
+    plan: int = 0
+    wait: int = 0
 
 
-@dataclass(frozen=True)
-class VerbsOptions:
-    """A queue pair and how to use it (verbs_transport.h).
-
-    Attributes:
-        qp: address of the ibv_qp, connected and ready to send. No other may use it, nor its queue of send completions.
-        send_depth: work requests that its send queue takes.
-        cq_depth: completions that its queue of send completions takes. Fewer than `send_depth` leave that much of the
-            send queue unused.
-        max_message: bytes that one request may carry; longer puts become several.
-        signal_rkey: remote key of the memory that the peer's semaphore words lie in.
-        fetch_add: signal by an atomic add of one, for a device that takes no inline data.
-        scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
-        scratch_lkey: their local key.
-    """
-
-    qp: int
-    send_depth: int
-    cq_depth: int
-    max_message: int
-    signal_rkey: int
-    fetch_add: bool = False
-    scratch: int = 0
-    scratch_lkey: int = 0
-
-
-@dataclass(frozen=True)
-class StagedOptions:
-    """A queue pair and the memory that stands between it and what it can't reach (staged_transport.h).
+class RdmaEndpointInfo(Message, frozen=True):
+    """What a rank tells a peer about its endpoint of an RDMA connection.
 
     Attributes:
-        wire: the queue pair; its `signal_rkey` is of the peer's area.
-        area: address of this end's, `staged_area_bytes` of zeroed pinned memory that is registered.
-        device_area: the device's address of it.
-        area_lkey: its local key.
-        peer_area: the peer's, by the address that the peer has registered.
-        ring_bytes: of the two rings in an area; the same on both ends, and a multiple of 64.
-        chunk_bytes: of a put, are moved at a time.
-        landings: address of the table of own memory that peers may have data put in (`Landings`).
-        signals: address of the own words that the peer may signal.
-        signals_bytes: their size.
-    """
-
-    wire: VerbsOptions
-    area: int
-    device_area: int
-    area_lkey: int
-    peer_area: int
-    ring_bytes: int
-    chunk_bytes: int
-    landings: int
-    signals: int
-    signals_bytes: int
-
-
-@dataclass(frozen=True)
-class RdmaEnd:
-    """One end of a way to a peer by RDMA, as the peer is told of it.
-
-    Attributes:
-        endpoint: address of its queue pair (`EndpointAddress`).
-        segment: address of the rank's control segment, as peers name it.
-        rkey: remote key of that segment or, where data is staged, of the area.
-        area: address of the area; 0 where data is not staged.
-        ring_bytes: of each of the rings in it.
+        endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
+        segment: address of the rank's control segment, as the peer's device names it.
+        rkey: remote key of that segment or, where data is staged, of the staging area.
+        area: address of the staging area; 0 where data is not staged.
+        ring_bytes: bytes of each ring in that area.
     """
 
     endpoint: bytes
-    segment: int
-    rkey: int
-    area: int = 0
-    ring_bytes: int = 0
-
-    def encode(self) -> dict[str, Any]:
-        """As values that JSON has."""
-        return {**asdict(self), "endpoint": self.endpoint.hex()}
-
-    @classmethod
-    def decode(cls, values: Any) -> RdmaEnd:
-        """The inverse of `encode`.
-
-        Raises:
-            ArgumentError: these values are no end.
-        """
-        names = {field.name for field in fields(cls)}
-        if not isinstance(values, dict) or values.keys() != names or not isinstance(values["endpoint"], str):
-            raise ArgumentError("peer", "what it tells of its end of an RDMA connection makes no sense")
-        for name in names - {"endpoint"}:
-            if type(values[name]) is not int or not 0 <= values[name] < 1 << (32 if name == "rkey" else 64):
-                raise ArgumentError("peer", f"its end of an RDMA connection has {values[name]!r:.40} for {name}")
-        try:
-            return cls(**{**values, "endpoint": bytes.fromhex(values["endpoint"])})
-        except ValueError:
-            raise ArgumentError("peer", "the endpoint of its RDMA connection is no bytes in hexadecimal") from None
+    segment: Uint64
+    rkey: Uint32
+    area: Uint64 = 0
+    ring_bytes: Uint64 = 0
 
 
 @dataclass(frozen=True)
 class RdmaMemory:
-    """Own memory as peers reach it by one transport; made by `RdmaContext.expose`.
+    """Own memory that peers reach by one transport; made by `RdmaContext.expose`.
 
     Attributes:
-        transport: "verbs" or "staged".
-        address: by which peers name its first byte.
-        key: by which they name the memory: a remote key, or the number of a landing.
-        local_key: by which own requests do; 0 where data is staged.
-        copied: whether copies of the proxy reach it by the same address.
-        owner: what its context knows it by.
+        transport: the transport's name.
+        address: address of its first byte, as peers name it.
+        key: key by which peers name it: a remote key, or the number of a target.
+        local_key: key by which this rank's own requests name it; 0 where data is staged.
+        copied: whether the proxy's copies reach it by the same address.
+        owner: what the context needs to withdraw it.
     """
 
     transport: str
@@ -196,69 +132,74 @@ class RdmaMemory:
 
 
 class RdmaContext(Protocol):
-    """An opened RDMA device, with all that one rank has on it: its ends of connections, and memory that peers reach."""
+    """One rank's use of RDMA: its endpoints, and the memory that peers reach.
 
-    def refusal(self) -> str:
-        """Why the device can't register the memory of the rank's GPU; empty if it can.
+    The first call that names a transport opens its device. That call also raises ArgumentError if an option names
+    something that does not exist, and RuntimeUnavailableError if no device can be used; the message says why.
+    """
 
-        Raises ResourceError: the system or the device has no room.
+    def unsupported_reason(self, transport: str) -> str:
+        """Why a transport's device can't register the memory of the rank's GPU; empty if it can, or need not.
+
+        Raises:
+            ResourceError: the system or the device has no room.
         """
         ...
 
-    def make_end(self, peer: int, transport: str) -> RdmaEnd:
-        """This rank's end of a way to a peer.
+    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
+        """Makes this rank's endpoint of a connection to a peer.
 
         Args:
-            peer: its rank.
-            transport: "verbs", or "staged" for data that goes through pinned memory.
+            peer: the peer's rank.
+            transport: name of a transport that uses RDMA.
 
         Raises:
-            ArgumentError: there is one already, or no such transport.
+            ArgumentError: the peer has an endpoint already, or there is no such transport.
             ResourceError: the device or the system has no room.
         """
         ...
 
-    def connect_end(self, peer: int, theirs: RdmaEnd, timeout: float) -> None:
-        """Makes the end ready to send to the peer's. It does not wait for the peer.
+    def connect_endpoint(self, peer: int, theirs: RdmaEndpointInfo, timeout: float) -> None:
+        """Connects this rank's endpoint to the peer's. It does not wait for the peer.
 
         Args:
-            peer: its rank.
-            theirs: what the peer's `make_end` gave.
+            peer: the peer's rank.
+            theirs: what the peer's `make_endpoint` returned.
             timeout: seconds to keep trying while the network does not know the peer.
 
         Raises:
-            ArgumentError: the peer's end makes no sense, or can't be reached from here.
+            ArgumentError: the peer's endpoint is malformed, or can't be reached from here.
             TransportError: the system refuses to connect.
         """
         ...
 
     def open_connection(self, peer: int) -> Connection:
-        """The proxy's way to a peer, over a connected end."""
+        """The proxy's connection over a connected endpoint."""
         ...
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
-        """Lets peers reach own memory. Each call is paired with a `withdraw`.
+        """Lets peers reach own memory. Pair each call with a `withdraw`.
 
         Args:
-            ptr: its address in the caller's process.
+            ptr: the memory's address in the caller's process.
             nbytes: its size.
-            transport: by which.
-            handle: by which another process opens it, and what tells its allocation from all others; empty where
-                nothing does.
+            transport: name of the transport.
+            handle: handle by which another process opens it, which also identifies its allocation; empty if it has
+                none.
 
         Raises:
             ArgumentError: the proxy can't reach the memory.
-            ResourceError: there is no room.
+            ResourceError: the device or the system has no room.
             RuntimeUnavailableError: the device can't register it.
         """
         ...
 
     def withdraw(self, memory: RdmaMemory) -> None:
-        """Ends `expose`. No trigger, of a peer either, may name the memory any more."""
+        """Ends `expose`. No trigger may name the memory any more, on this rank or on a peer."""
         ...
 
     def close(self) -> None:
-        """Frees it all. The proxy must have ended."""
+        """Frees endpoints, registrations and devices. The proxy must have ended."""
         ...
 
 
@@ -276,7 +217,7 @@ class Proxy(Protocol):
 
     @property
     def handling(self) -> dict[int, float]:
-        """The channel of each handler that runs, and time.monotonic() when it began."""
+        """The handlers that run now: for each one's channel, time.monotonic() when it began."""
         ...
 
     def flushed(self, channel: int) -> int:
@@ -284,8 +225,16 @@ class Proxy(Protocol):
         ...
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete; None where this process
-        can't tell, and for a handler.
+        """Triggers and sends of plans that a channel's connection was given and that are not known to be complete.
+
+        None for a handler's channel, and where this process can't tell.
+        """
+        ...
+
+    def plan_waits(self) -> list[PlanWait]:
+        """What plans that make no progress wait for, or waited for when a failure stopped them.
+
+        Empty where this process can't tell.
         """
         ...
 
@@ -294,77 +243,160 @@ class Proxy(Protocol):
         ...
 
     @property
-    def extents_pointer(self) -> int:
-        """The device's address of the table that says for each memory id how many bytes follow it."""
+    def memory_limits_pointer(self) -> int:
+        """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""
         ...
 
     def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
         ...
 
-    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: Handle | None = None) -> int:
-        """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB. Returns the first.
+    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
+        """Registers memory under a free id, or under consecutive ones if it is longer than 4 GiB.
 
-        Raises ArgumentError for memory that the proxy can't reach, ResourceError when no ids are left.
+        Args:
+            base: its address in the caller's process.
+            nbytes: its size.
+            key: its key for own requests of transports that use RDMA; 0 for none.
+            handle: gives the handle by which another process opens it.
+
+        Returns:
+            The first id.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ResourceError: no ids are left.
         """
         ...
 
-    def add_keyed_memory(self, address: int, nbytes: int, key: int) -> int:
-        """Registers memory that RDMA knows by an address and a key: own, or a peer's. Returns the first id.
+    def add_pinned_memory(self, memory: PinnedMemory) -> int:
+        """Registers pinned memory, this rank's own or a peer's that was opened here.
 
-        A trigger that has it copied is refused.
+        Where source and destination of a put are such memory, the CPU copies up to `PROXYCCL_CPU_COPY_BYTES`
+        (copy_transport.h), in less time than a copy engine takes. RDMA does not reach the memory by this id.
 
-        Raises ResourceError when no ids are left.
+        Args:
+            memory: stays open until `remove_memory`.
+
+        Returns:
+            The first id.
+
+        Raises:
+            ArgumentError: the proxy can't reach the memory.
+            ClosedError: the memory is closed.
+            ResourceError: no ids are left.
+        """
+        ...
+
+    def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
+        """Registers memory that only RDMA reaches, by an address and a key: own memory, or a peer's.
+
+        The engine refuses a trigger on a channel that would copy from or to it.
+
+        Returns:
+            The first id.
+
+        Raises:
+            ResourceError: no ids are left.
         """
         ...
 
     def remove_memory(self, first: int, nbytes: int) -> None:
-        """Gives ids back. No trigger may name them any more."""
+        """Frees a memory's ids. No trigger may name them any more."""
         ...
 
-    def connect_copy(self, *, peer: int | None = None) -> Connection:
-        """A connection that copies within the node."""
+    def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
+        """A connection that copies within the host.
+
+        Args:
+            peer: the rank at the other end, for failures to name.
+            transport: name of a transport that uses no RDMA.
+            private: whether its channels copy from memory that only the caller's process can reach.
+
+        Raises:
+            ArgumentError: the transport uses RDMA, or does not exist.
+            ResourceError: the worker has no room for another connection.
+        """
         ...
 
     def open_rdma(
         self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> RdmaContext:
-        """Opens an RDMA device for this rank, once. It is closed behind the proxy.
+        """The rank's RDMA context. Called once; the caller closes it after the proxy.
 
         Args:
-            options: which device, and its settings.
-            signals: where in the control segment, in bytes, the words lie that peers' proxies may signal.
-            near: NUMA node that the device is to be near to; None: all are equally near.
+            options: which device to use, and its settings.
+            signals: range of the control segment, in bytes, with the words that peers' proxies may signal.
+            near: NUMA node that the device should be near to; None if all are equally near.
             local_rank: the rank's number on its host.
 
         Raises:
-            ArgumentError: an option names what is not there.
-            RuntimeUnavailableError: there is no device that can be used; the message says why.
+            ArgumentError: `signals` leaves the control segment.
         """
         ...
 
     def reserve_channel(self, connection: Connection) -> int:
-        """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""
+        """Reserves a channel id for a connection. The engine refuses triggers on it until `set_channel`."""
         ...
 
     def set_channel(
-        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: Handle | None = None
+        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. `remote_semaphore` is the word that its signals count up."""
+        """Puts a reserved channel in use.
+
+        Args:
+            channel: its id.
+            connection: the connection that it was reserved for.
+            remote_semaphore: address, as the transport reaches it, of the word that its signals count up.
+            handle: gives the handle by which another process opens that word.
+        """
         ...
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
-        """Gives a connection's channel ids back."""
+        """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
+        ...
+
+    @property
+    def plan_pointers(self) -> PlanPointers:
+        """The words through which streams ring plans."""
+        ...
+
+    def add_plan(self, plan: ProxyPlan) -> int:
+        """Sets a plan, which streams may then ring. Its channels must have connections of this proxy.
+
+        Returns:
+            Its number, from 1.
+
+        Raises:
+            ArgumentError: an id is out of range, or a send names no destination.
+            ResourceError: no numbers are left.
+        """
+        ...
+
+    def remove_plan(self, number: int) -> None:
+        """Frees a plan. No stream may ring it any more. Raises ResourceError if it runs."""
+        ...
+
+    def end_waits(self) -> None:
+        """Ends the waits of streams for plans and their stages. For after a failure, when no worker does it."""
         ...
 
     def add_handler(self, handler: Handler) -> int:
-        """A channel whose triggers are passed to a Python function of this process."""
+        """Makes a channel whose triggers are passed to a Python function of this process. Returns its id."""
         ...
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = ...) -> bool:
-        """Waits until what the rings held is done and nothing is outstanding; False if that did not come to be."""
+        """Waits until all triggers in the rings are done and nothing is outstanding.
+
+        Args:
+            timeout: in seconds.
+            given_up: polled meanwhile; the wait ends when it returns True.
+
+        Returns:
+            False if the wait ended early.
+        """
         ...
 
     def close(self, timeout: float = ...) -> bool:
-        """Drains the rings and frees everything; False if that did not end in time."""
+        """Drains the rings and frees everything. False if a worker did not end in time."""
         ...

@@ -1,4 +1,4 @@
-"""What the system says of a process on this machine, by its number."""
+"""What the system knows about a process on this machine, by its process id."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 
 
 def stat_of(path: Path) -> list[str]:
-    """The fields of a process's or a thread's `stat` file behind its name, from the third of proc(5), the state, on.
+    """The fields of a process's or a thread's `stat` file (proc(5)) from the third, the state, on.
 
     Raises:
-        FileNotFoundError, ProcessLookupError: it is gone.
+        FileNotFoundError, ProcessLookupError: the process has ended.
     """
     return path.read_text().rpartition(")")[2].split()
 
 
 def start_of(pid: int) -> int | None:
-    """When a process started, in ticks since the system did; None where there is none, or a zombie.
+    """When a process started, in ticks since the system's start; None if there is none, or a zombie.
 
-    With the number it names one process only: numbers are used again.
+    Together with the process id it identifies one process: the system reuses ids.
     """
     try:
         fields = stat_of(Path(f"/proc/{pid}/stat"))
@@ -28,17 +28,17 @@ def start_of(pid: int) -> int | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether there is such a process, and a signal has stopped it."""
+    """Whether a process exists and is stopped by a signal."""
     return _status(pid, "State").startswith("T")
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
-    """Whether there is such a process, and it has a handler for a signal."""
+    """Whether a process exists and has a handler for a signal."""
     return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 def _status(pid: int, name: str) -> str:
-    """What /proc/PID/status has under a name; empty where there is no such process."""
+    """A field of /proc/PID/status; empty if there is no such process."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):

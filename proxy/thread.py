@@ -1,7 +1,7 @@
 """A thread that runs workers of the engine, of one service or of many.
 
-It enters the C engine and stays there without the GIL; it comes back when one of its workers has something to tell. It
-knows no service: who hands a worker over says who is told of its end.
+It enters the C engine and stays there without the GIL until the engine returns for one of its workers. It knows nothing
+of services: whoever adds a worker passes a function to call then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
@@ -19,7 +18,7 @@ ffi, lib = _engine.ffi, _engine.lib
 
 _LONGEST_US = 1e9
 
-OnExit = Callable[[int, Any], None]
+OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
 """Called in the thread with a ProxycclExit and a ProxycclExitInfo, which is good until it returns."""
 
 
@@ -27,16 +26,19 @@ OnExit = Callable[[int, Any], None]
 class IdlePolicy:
     """What a thread does when the rings of all its workers are empty.
 
-    Sleeps grow with the time that it has been idle, so that waking late adds at most a 32nd to a pause. The defaults
-    cost about 3 % of a core on a virtual machine with two; with `max_sleep_us` of 200 it is 11 %.
-    `proxyccl bench ring` measures both.
+    It spins, then yields, then sleeps for a 32nd of the time that it has been idle, so waking late adds at most a 32nd
+    to a pause. The defaults cost about 3 % of a core on a virtual machine with two cores; a `max_sleep_us` of 200 costs
+    11 %. `proxyccl bench ring` measures both.
 
     Attributes:
-        spin_us: first it spins for this long. Where cores are fewer than threads this is what a kernel that pushes
-            and waits for the core pays each time; where there are enough, yielding answers as fast.
-        yield_us: then it yields the core between looks for this long.
-        max_sleep_us: then it sleeps between looks, for a 32nd of the time idle, up to this. That is the most that
-            waking costs, beside what the system takes.
+        spin_us: how long it spins. If there are fewer cores than threads, a kernel that pushes and then needs the core
+            waits this long each time; if there are enough cores, yielding answers as fast.
+        yield_us: how long it then yields the core between two polls.
+        max_sleep_us: the longest sleep between two polls after that, and so the longest delay of waking, apart from the
+            system's own.
+
+    Raises:
+        ArgumentError: a time is out of range.
     """
 
     spin_us: float = 5.0
@@ -57,12 +59,12 @@ def _pin(cores: Collection[int]) -> None:
 
 
 class ProxyThread:
-    """Runs workers in turn, and waits where it has none.
+    """Runs workers in turn, and waits while it has none.
 
     Args:
-        name: the thread's.
+        name: the thread's name.
         idle: what it does when there is nothing to do.
-        cores: numbers of those that it may run on; None for any that its process may.
+        cores: numbers of the cores that it may run on; None for all of its process.
         begin: called in the thread before anything else.
 
     Raises:
@@ -96,22 +98,22 @@ class ProxyThread:
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller runs in it."""
+        """Whether the caller runs in this thread."""
         return self._thread is threading.current_thread()
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The thread's name."""
         return self._thread.name
 
     @property
     def native_id(self) -> int:
-        """The system's number of the thread."""
+        """The system's thread id."""
         number = self._thread.native_id
         assert number is not None
         return number
 
-    def add(self, worker: Any, on_exit: OnExit) -> None:
+    def add(self, worker: _engine.ProxycclWorkerPointer, on_exit: OnExit) -> None:
         """Hands a worker over. It comes back with the first exit that is not for a handler."""
         with self._changed:
             self._on_exit[int(ffi.cast("uintptr_t", worker))] = on_exit
@@ -139,12 +141,12 @@ class ProxyThread:
                 continue
             worker = int(ffi.cast("uintptr_t", info.worker))
             with self._changed:
-                of_handler = reason == lib.PROXYCCL_EXIT_HANDLER
-                on_exit = self._on_exit[worker] if of_handler else self._on_exit.pop(worker)
+                runs_on = reason == lib.PROXYCCL_EXIT_HANDLER
+                on_exit = self._on_exit[worker] if runs_on else self._on_exit.pop(worker)
             on_exit(reason, info)
 
     def close(self, timeout: float) -> bool:
-        """Ends the thread when its workers have come back. False if that did not happen in time."""
+        """Ends the thread when it runs no worker any more. False if that did not happen in time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -152,7 +154,7 @@ class ProxyThread:
             self._thread.join(timeout)
         if self._thread.is_alive():
             return False
-        if self._pointer is not None:
-            lib.proxyccl_thread_destroy(self._pointer)  # not at this object's end: the thread may be in it then
-            self._pointer = None
+        pointer = vars(self).pop("_pointer", None)  # gone: a later call fails in Python, not in C
+        if pointer is not None:
+            lib.proxyccl_thread_destroy(pointer)  # not at this object's end: the thread may be in it then
         return True

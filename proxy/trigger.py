@@ -1,4 +1,4 @@
-"""Triggers as Python sees them. The layout is trigger.h's, read from the compiled module, never repeated here."""
+"""Triggers in Python. Their layout comes from trigger.h, through the compiled module."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_MEMORIES: int = lib.PROXYCCL_MAX_MEMORIES
 MAX_CHANNELS: int = lib.PROXYCCL_MAX_CHANNELS
 WINDOW_BYTES: int = lib.PROXYCCL_WINDOW_BYTES
 PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
-"""Of the bit in a slot's second word that the ring owns."""
+"""Position, in a slot's second word, of the parity bit, which belongs to the ring."""
 
 
 class Operation(enum.IntFlag):
-    """What a trigger asks for; bits combine. `CUSTOM`, no bit, goes to the channel's Python handler."""
+    """What a trigger asks for. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler."""
 
     CUSTOM = lib.PROXYCCL_OP_CUSTOM
     DATA = lib.PROXYCCL_OP_DATA
@@ -45,23 +45,25 @@ _FIELDS = {
 
 
 def full_parity(ticket: Any, size_log2: int) -> Any:
-    """That bit in a slot that holds the trigger of a ticket, in a ring of 2**size_log2 slots (trigger.h).
+    """The parity bit of a slot that holds the trigger of a ticket, in a ring of 2**size_log2 slots (trigger.h).
 
-    Numbers, or arrays of them.
+    Takes a number or an array.
     """
     return ~(ticket >> size_log2) & 1
 
 
 @dataclass(frozen=True)
 class Trigger:
-    """One trigger: what a kernel pushed into the ring.
+    """A trigger that a kernel pushed into a ring.
 
     Attributes:
-        operation: what is asked for.
+        operation: what it asks for.
         channel: channel id, 0 to 1023.
-        size: bytes, below 4 GiB.
-        src_memory, src_offset: own memory id (0 to 511) and byte offset (below 4 GiB) in it.
-        dst_memory, dst_offset: the same for the destination.
+        size: bytes to move, below 4 GiB.
+        src_memory: memory id of the source, 0 to 511.
+        src_offset: byte offset in the source, below 4 GiB.
+        dst_memory: memory id of the destination, 0 to 511.
+        dst_offset: byte offset in the destination, below 4 GiB.
     """
 
     operation: Operation
@@ -88,7 +90,7 @@ class Trigger:
 
     @classmethod
     def decode(cls, word0: int, word1: int) -> Trigger:
-        """The trigger in two words; the parity bit is ignored."""
+        """The trigger in two words. The parity bit is ignored."""
         words = (word0, word1)
         values: dict[str, Any] = {
             name: words[w] >> shift & ((1 << bits) - 1) for name, (w, shift, bits) in _FIELDS.items()

@@ -6,27 +6,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from daemons import running_daemon
-from devices import ON_HOST, RUNTIME
 
-HOST_ONLY_FILES = {
-    "test_emulator.py": "the host runtime's own",
-    "test_nvrtc.py": "a compiler alone",
-    "test_packet_epochs.py": "writes the kernels' counters, which only the host runtime's CPU can",
-    "test_sanitizer.py": "the host runtime's own",
-    "test_verbs_transport.py": "a device of its own, in the CPU's memory",
-}
-IN_DAEMON = os.environ.get("PROXYCCL_PROXY") == "daemon"
-OWN_PROXY_FILES = {
-    "test_observe.py": "looks in a directory of its own, and starts a daemon where it wants one",
-    "test_trace.py": "the same",
-    "test_proxy_thread.py": "services of its own",
-    "test_staged_transport.py": "the same",
-    "test_verbs_transport.py": "the same",
-    "test_sanitizer.py": "sees one process",
-    "test_rdma_bring_up.py": "a stand-in for RDMA, in its own process",
-}
-collect_ignore = ["rdma"]  # runs in a machine of its own: make test-rdma
+from support.daemons import running_daemon
+from support.devices import ON_HOST, RUNTIME
+from support.once import shared_directory
+
+PLACE = os.environ.get("PROXYCCL_PROXY", "")
+IN_DAEMON = PLACE == "daemon"
+collect_ignore = ["rdma/soft_roce"]  # runs in a machine of its own: make test-rdma
 # Open MPI wants to be told what MPICH does unasked: run as root, on more ranks than cores, bound to no core. Versions 4
 # and 5 have different names for it.
 OPEN_MPI = {
@@ -41,16 +28,18 @@ OPEN_MPI = {
 
 @pytest.fixture(autouse=True, scope="session")
 def _private_directories(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Compiled kernels of the test run stay out of the user's cache; a directory that is named is kept for the next.
-    So do reports.
+    """Compiled kernels of the test run stay out of the user's cache, and pytest-xdist's workers share them; a directory
+    that is named is kept for the next run. Reports stay out of the user's directory too.
     """
-    os.environ.setdefault("PROXYCCL_CACHE", str(tmp_path_factory.mktemp("cache")))
+    os.environ.setdefault("PROXYCCL_CACHE", str(shared_directory(tmp_path_factory) / "cache"))
     os.environ["PROXYCCL_REPORT_DIR"] = str(tmp_path_factory.mktemp("reports"))
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """With PROXYCCL_PROXY=daemon, and none named to use, one daemon serves all ranks of the test run."""
+    """With PROXYCCL_PROXY=daemon, and none named to use, one daemon serves all ranks of the test run; of a run with
+    pytest-xdist, all ranks of a worker.
+    """
     if not IN_DAEMON or "PROXYCCL_DAEMON_SOCKET" in os.environ:
         yield
         return
@@ -61,26 +50,29 @@ def _node_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     assert daemon.ended == 0, daemon.log
 
 
-def pytest_configure(config: pytest.Config) -> None:
+@pytest.fixture(autouse=True)
+def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes sense for a proxy in the rank's process alone gets one, whatever the runtime's default."""
+    if request.node.get_closest_marker("own_proxy") is not None:
+        monkeypatch.setenv("PROXYCCL_PROXY", "thread")
+
+
+def pytest_configure() -> None:
     os.environ.update({name: value for name, value in OPEN_MPI.items() if name not in os.environ})
-    config.addinivalue_line("markers", "host_only(reason): makes sense on the host runtime alone")
-    config.addinivalue_line("markers", "own_proxy(reason): makes sense for a proxy in the rank's process alone")
-    config.addinivalue_line("markers", "gpu_only: needs a GPU, or what stands in for one")
 
 
 def pytest_report_header() -> str:
-    return f"runtime: {RUNTIME}, proxies in {'the node daemon' if IN_DAEMON else 'their ranks'}"
+    places = {"thread": "their ranks", "process": "a daemon of the job's own", "daemon": "the node daemon"}
+    return f"runtime: {RUNTIME}, proxies in {places.get(PLACE, 'the default place')}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects, and so counts, what does not make sense on this runtime."""
 
     def belongs(item: pytest.Item) -> bool:
-        if IN_DAEMON and (item.get_closest_marker("own_proxy") or item.path.name in OWN_PROXY_FILES):
+        if PLACE in {"process", "daemon"} and item.get_closest_marker("own_proxy"):
             return False
-        if ON_HOST:
-            return item.get_closest_marker("gpu_only") is None
-        return item.get_closest_marker("host_only") is None and item.path.name not in HOST_ONLY_FILES
+        return item.get_closest_marker("gpu_only" if ON_HOST else "host_only") is None
 
     deselected = [item for item in items if not belongs(item)]
     if deselected:

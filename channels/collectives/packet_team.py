@@ -6,13 +6,10 @@ know it gets as one parameter (packet_team.h).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.dtypes import DType
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""
@@ -20,9 +17,8 @@ SLOT_PACKETS = 2048
 """Packets that a block may take from a rank in one epoch: 16 KiB of data. Fewer where SCRATCH_BYTES do not suffice."""
 SCRATCH_BYTES = 32 * 1024 * 1024
 
-_PACKET_BYTES = 16
+PACKET_BYTES = 16
 _PAYLOAD_BYTES = 8
-_ACCUMULATOR_BYTES = 4  # the least that a partial result takes (reduce.h)
 _WARP = 64  # lanes of a warp on the target that has most
 
 
@@ -34,25 +30,25 @@ class PacketTeam:
         epochs: the blocks' counters of epochs, uint32 each, in device memory.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        runtime, ranks = communicator.runtime, communicator.world_size
+    def __init__(self, group: Group) -> None:
+        runtime, ranks = group.runtime, group.world_size
         defaults = runtime.launch_defaults
         self.blocks, self._threads = defaults.packet_blocks, defaults.packet_threads
-        self._max_threads = defaults.threads
+        self._max_threads = max(defaults.threads, defaults.packet_threads)
         self._ranks = ranks
         slots = 2 * self.blocks * lib.PROXYCCL_PACKET_SLOTS_PER_RANK * ranks
-        self._slot_packets = min(SLOT_PACKETS, SCRATCH_BYTES // (slots * _PACKET_BYTES))
-        self._scratch = communicator.empty((slots * self._slot_packets * _PACKET_BYTES,), "uint8")
-        self._memory = communicator.register(self._scratch)
+        self._slot_packets = min(SLOT_PACKETS, SCRATCH_BYTES // (slots * PACKET_BYTES))
+        self._scratch = allocate(group, (slots * self._slot_packets * PACKET_BYTES,), "uint8")
+        self._memory = register(group, self._scratch)
         self.epochs = runtime.allocate(self.blocks * ffi.sizeof("uint32_t"))
 
         team = self._team = ffi.new("ProxycclPacketTeam *")
-        team.rank, team.world_size, team.slot_packets = communicator.rank, ranks, self._slot_packets
-        team.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
+        team.rank, team.world_size, team.slot_packets = group.rank, ranks, self._slot_packets
+        team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         team.epochs = ffi.cast("uint32_t *", self.epochs.ptr)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
         for peer in range(ranks):
-            if peer != communicator.rank:
+            if peer != group.rank:
                 team.remote[peer] = ffi.cast("char *", self._memory.peer_ptr(peer))
 
     def launch(self, algorithm: str, dtype: DType, count: int) -> tuple[int, int, bytes]:
@@ -74,6 +70,6 @@ class PacketTeam:
     def _packets(self, algorithm: str, dtype: DType, count: int) -> int:
         """Packets that a rank exchanges with each peer, once or in each step."""
         if algorithm == "recursive_doubling":
-            return -(-count * max(dtype.itemsize, _ACCUMULATOR_BYTES) // _PAYLOAD_BYTES)
+            return -(-count * dtype.accumulator_itemsize // _PAYLOAD_BYTES)
         packets = -(-count * dtype.itemsize // _PAYLOAD_BYTES)
         return -(-packets // self._ranks) if algorithm == "two_shot_packets" else packets

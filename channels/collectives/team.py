@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.collectives import packet_team
+from proxyccl.channels.collectives.links import Links
 from proxyccl.channels.collectives.packet_team import PacketTeam
-from proxyccl.channels.proxy_channel import connect_handles
-from proxyccl.channels.sm_channel import SmSemaphores
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
+from proxyccl.proxy.codec import Codec
 
 if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.channels.proxy_channel import ProxyChannel
+    from proxyccl.device._native import ProxycclTeamPointer  # the stub's; cffi has no such name
 
-_SHORTEST_PIECE = 16 * 1024
-"""Bytes below which a piece is not worth its signal: two 16-byte accesses of each thread of a large block."""
+_FLAG = Codec(bool, 16, "flag")
 _SHORTEST_PROXIED_PIECE = 512 * 1024
-"""The same where the proxy sends it: what a copy engine moves while the next two calls into the driver are made."""
+"""Bytes below which a piece that the proxy sends is not worth its signal: what a copy engine moves while the next two
+calls into the driver are made."""
+_PROXIED_PARTS = 4
+"""Pieces at least of what the proxy sends."""
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 class Team:
@@ -27,88 +35,104 @@ class Team:
     Raises ResourceError for more members than a block of the shipped kernels has threads.
 
     Args:
-        communicator: whose ranks.
-        proxied: reach every peer through the proxy, even those that are mapped.
+        group: whose ranks.
         members: the ranks of this rank's team, itself included; None for all. What the kernels call a rank is a
             number in this list.
 
     Attributes:
+        all_mapped: whether every member's memory is mapped by all: then each block has a lane of its own.
         blocks: the most blocks of a kernel of this team.
         packets: what the packet algorithms use; None where a peer is not mapped, or there are too many.
     """
 
-    def __init__(self, communicator: Communicator, *, proxied: bool, members: list[int] | None = None) -> None:
-        runtime, rank = communicator.runtime, communicator.rank
-        members = list(range(communicator.world_size)) if members is None else members
+    def __init__(self, group: Group, *, members: list[int] | None = None) -> None:
+        runtime, rank = group.runtime, group.rank
+        members = list(range(group.world_size)) if members is None else members
         ranks = len(members)
         if ranks > lib.PROXYCCL_MAX_BLOCK_THREADS:
             raise ResourceError(f"collectives serve at most {lib.PROXYCCL_MAX_BLOCK_THREADS} ranks, not {ranks}")
-        accessible = communicator.topology.accessible
-        via_proxy = [peer for peer in members if peer != rank and (proxied or not accessible[peer])]
-        mapped = [peer for peer in members if peer != rank and peer not in via_proxy]
+        accessible = group.topology.accessible
+        via_proxy = [peer for peer in members if peer != rank and not accessible[peer]]
         # All ranks of the team use one grid, and lanes of one kind (team.h).
-        flags = communicator.all_gather_bytes(b"0" if via_proxy else b"1", "the first collective")
-        everyone_mapped = all(flags[peer] == b"1" for peer in members)
+        flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first collective")
+        self.all_mapped = ranks <= lib.PROXYCCL_MAX_MAPPED_RANKS and all(flags[peer] for peer in members)
         defaults = runtime.launch_defaults
-        self.blocks = defaults.blocks if everyone_mapped else defaults.copy_blocks
-        self._bytes_per_block = defaults.bytes_per_block
-        self.threads = max(defaults.threads, -(-ranks // 32) * 32)
-        lanes = self.blocks if everyone_mapped else 1
+        self.blocks = defaults.blocks if self.all_mapped else defaults.copy_blocks
+        self._bytes_per_block, self._meeting_bytes = defaults.bytes_per_block, defaults.meeting_bytes
+        self.threads = max(defaults.threads, ranks)
+        lanes = self.blocks if self.all_mapped else 1
 
-        buffers = lib.PROXYCCL_EXCHANGE_BUFFERS * defaults.exchange_bytes
-        self._scratch = communicator.empty((buffers if everyone_mapped else 2 * buffers,), "uint8")
-        memory = communicator.register(self._scratch)
-        self._semaphores = SmSemaphores(communicator, lanes)
-        self.proxy_channels: dict[int, list[ProxyChannel]] = {}
-        self._kept: list[object] = [memory]
-        if b"0" in flags:
-            self.proxy_channels, kept = connect_handles(communicator, memory, memory, via_proxy, lanes)
-            self._kept.append(kept)
+        buffers = (
+            lib.PROXYCCL_ROUND_BUFFERS * defaults.exchange_bytes
+            + lib.PROXYCCL_PIPELINE_BUFFERS * defaults.pipeline_bytes
+        )
+        outputs = _round_up(2 * lanes * ranks * packet_team.PACKET_BYTES, 128)
+        self._writes_outputs = self.all_mapped and members == list(range(group.world_size))
+        self._scratch = allocate(group, (buffers + outputs if self.all_mapped else 2 * buffers + outputs,), "uint8")
+        memory = register(group, self._scratch)
+        self._kept = memory
+        self._links = Links(group, memory, members, via_proxy, lanes, proxied_anywhere=not all(flags))
+        self.proxy_channels = self._links.proxy_channels
+        links = self._links.table
 
-        links = ffi.new("ProxycclLink []", lanes * ranks)
-        for lane in range(lanes):
-            for number, peer in enumerate(members):
-                link = links[lane * ranks + number]
-                link.peer = peer
-                if peer in mapped:
-                    self._semaphores.fill(link.semaphore, peer, lane)
-                    link.remote = ffi.cast("char *", memory.peer_ptr(peer))
-                elif peer in via_proxy:
-                    link.proxied = 1
-                    ffi.memmove(
-                        ffi.addressof(link, "proxy"),
-                        self.proxy_channels[peer][lane].device_handle,
-                        ffi.sizeof("ProxycclProxyChannel"),
-                    )
-
-        team_bytes = -(-ffi.sizeof("ProxycclTeam") // 128) * 128
-        self._memory = runtime.allocate(team_bytes + ffi.sizeof(links))
-        team = ffi.new("ProxycclTeam *")
-        team.rank, team.world_size, team.divisor = members.index(rank), ranks, communicator.world_size
-        team.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
-        team.links = ffi.cast("ProxycclLink *", self._memory.ptr + team_bytes)
+        epochs_offset = ffi.sizeof("ProxycclTeamCounters")
+        counters_bytes = _round_up(epochs_offset + lanes * ffi.sizeof("uint32_t"), 128)
+        self._memory = runtime.allocate(counters_bytes + ffi.sizeof(links))
+        raw = self._links.raw
+        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        team = self._team = ffi.new("ProxycclTeam *")
+        team.rank, team.world_size, team.divisor = members.index(rank), ranks, group.world_size
+        team.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        team.counters = ffi.cast("ProxycclTeamCounters *", self._memory.ptr)
+        team.epochs = ffi.cast("uint32_t *", self._memory.ptr + epochs_offset)
+        team.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         team.scratch = ffi.cast("char *", self._scratch.ptr)
-        team.exchange_bytes, team.staging_offset, team.lanes = defaults.exchange_bytes, buffers, lanes
-        team.shortest_piece = _SHORTEST_PIECE if everyone_mapped else _SHORTEST_PROXIED_PIECE
-        for offset, data in ((0, team), (team_bytes, links)):
-            raw = bytes(ffi.buffer(data))
-            runtime.copy(self._memory.ptr + offset, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
-        with_packets = everyone_mapped and ranks == communicator.world_size <= packet_team.MAX_RANKS
-        self.packets = PacketTeam(communicator) if with_packets else None
+        team.exchange_bytes, team.pipeline_bytes = defaults.exchange_bytes, defaults.pipeline_bytes
+        team.outputs_offset, team.staging_offset, team.lanes = buffers, buffers + outputs, lanes
+        for number in range(min(ranks, lib.PROXYCCL_MAX_MAPPED_RANKS)):
+            team.remote[number] = links[number].remote
+        with_packets = self.all_mapped and ranks == group.world_size <= packet_team.MAX_RANKS
+        self.packets = PacketTeam(group) if with_packets else None
 
     def grid(self, nbytes: int) -> int:
         """Blocks for a collective of `nbytes` bytes a rank: few for a short one, which is soonest done."""
         return max(1, min(self.blocks, -(-nbytes // self._bytes_per_block)))
 
+    def parameter(self, *, nbytes: int = 0, reached_at: Sequence[int] | None = None) -> bytes:
+        """A kernel's ProxycclTeam.
+
+        Args:
+            nbytes: bytes of a share, for kernels that learn of peers' outputs before they send: it pays from
+                `meeting_bytes` on.
+            reached_at: by rank, the address at which its kernels reach this rank's output; None if not all do.
+        """
+        return bytes(ffi.buffer(self._call(nbytes, reached_at)))
+
+    def pipeline(self, count: int, itemsize: int, reached_at: Sequence[int] | None = None) -> tuple[int, bytes]:
+        """Blocks of a two-shot kernel for `count` elements a rank, and its ProxycclTeam."""
+        team = self._call(0, reached_at)
+        aligned = 16 // itemsize  # shares and pieces start on 16 bytes where the array does
+        team.share = _round_up(-(-count // team.world_size), aligned)
+        team.slot_bytes = team.pipeline_bytes // (team.world_size - 1) // 128 * 128
+        team.piece = min(team.slot_bytes // itemsize, team.share)
+        if not self.all_mapped:  # even a message that fits at once is cut, so that its transfers overlap
+            part = _round_up(-(-team.share // _PROXIED_PARTS), aligned)
+            team.piece = min(team.piece, max(part, _SHORTEST_PROXIED_PIECE // itemsize))
+        team.pieces = -(-team.share // team.piece)
+        return self.grid(count * itemsize), bytes(ffi.buffer(team))
+
+    def _call(self, nbytes: int, reached_at: Sequence[int] | None) -> ProxycclTeamPointer:
+        team = ffi.new("ProxycclTeam *", self._team[0])
+        if self._writes_outputs:
+            team.meet = nbytes >= self._meeting_bytes
+            for rank, address in enumerate(reached_at or ()):
+                team.reached_at[rank] = ffi.cast("char *", address)
+        return team
+
     def close(self) -> None:
         """Frees the memory. No kernel of any rank may use it any more."""
         self._scratch.free()
         self._memory.close()
-        self._semaphores.close()
+        self._links.close()
         if self.packets is not None:
             self.packets.close()
-
-    @property
-    def device_pointer(self) -> int:
-        """Address of the ProxycclTeam."""
-        return self._memory.ptr

@@ -1,58 +1,234 @@
-"""Chooses all-reduce algorithms by what they take on this machine, now."""
+"""Chooses the algorithms of all collectives by what they take on this machine, now."""
 
 from __future__ import annotations
 
-import json
+import numbers
 import statistics
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
-from proxyccl.channels.collectives.selection import Selector
+from proxyccl.channels.collectives.all_gather import all_gather
+from proxyccl.channels.collectives.all_reduce import all_reduce
+from proxyccl.channels.collectives.all_to_all import all_to_all
+from proxyccl.channels.collectives.barrier import barrier
+from proxyccl.channels.collectives.broadcast import broadcast
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
+from proxyccl.channels.collectives.selection import (
+    CASES,
+    PACKET_ALGORITHMS,
+    Case,
+    Selector,
+    SizeTable,
+    sending_no_sums,
+)
+from proxyccl.channels.memory import allocate, deregister, register
+from proxyccl.device.arrays import Array
+from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.codec import Codec
 
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
+_TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
+_GOES_ON = Codec(bool, 16, "flag")
+_LARGEST_BY_PACKETS = 4 << 20
+"""Bytes beyond which packet algorithms, which send twice the data, are not tried."""
+_SMALLEST = 10  # powers of two
+_LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
-SIZES = tuple(1 << shift for shift in range(10, 24, 2))
-"""Bytes measured: 1 KiB to 4 MiB, by fours."""
+Times = Mapping[int, Mapping[str, float]]
+"""Seconds by size in bytes and algorithm."""
+
+
+def default_sizes(runtime: str) -> tuple[int, ...]:
+    """Bytes that are measured unless the caller names some: 1 KiB to 4 MiB on the host runtime, to 64 MiB on GPUs, by
+    fours.
+    """
+    return tuple(1 << shift for shift in range(_SMALLEST, _LARGEST[runtime] + 1, 2))
+
+
+def require_arguments(sizes: Sequence[int], iterations: int, seconds: float) -> None:
+    """Raises ArgumentError unless `tune` can measure these."""
+    whole = all(isinstance(size, int) and size > 0 for size in sizes)
+    if not sizes or not whole or any(size >= following for size, following in pairwise(sizes)):
+        raise ArgumentError("sizes", f"must be positive numbers of bytes in rising order, not {list(sizes)!r}")
+    if not isinstance(iterations, int) or iterations < 1:
+        raise ArgumentError("iterations", f"must be a positive integer, not {iterations!r}")
+    if not isinstance(seconds, numbers.Real) or not 0 < seconds < float("inf"):
+        raise ArgumentError("seconds", f"must be a positive number of seconds, not {seconds!r}")
+
+
+@dataclass
+class _Trial:
+    """One algorithm for the calls of one case, at one size.
+
+    Attributes:
+        case: the calls.
+        algorithm: the algorithm.
+        call: makes the call.
+        seconds: what it took on this rank each time.
+    """
+
+    case: Case
+    algorithm: str
+    call: Callable[[], object]
+    seconds: list[float] = field(default_factory=list)
+
+
+class _Arrays:
+    """Input and output for all cases: a pair that is symmetric, and a pair that is not. All ranks make it together."""
+
+    def __init__(self, collectives: Collectives, nbytes: int) -> None:
+        self._group = group = collectives.group
+        self._pairs = {
+            symmetric: [allocate(group, nbytes, "uint8", symmetric=symmetric).fill(0) for _ in range(2)]
+            for symmetric in (True, False)
+        }
+        for array in self._pairs[True]:
+            register(group, array, symmetric=True)  # which waits until all peers have mapped it
+
+    def part(self, number: int, count: int, dtype: str, *, symmetric: bool) -> Array:
+        """The first elements of the input (0) or the output (1)."""
+        memory = self._pairs[symmetric][number].memory
+        return Array(self._group.runtime, memory, (count,), as_dtype(dtype))
+
+    def close(self) -> None:
+        """Frees them. Not collective; no queued work of any rank may use them."""
+        for array in self._pairs[True]:
+            deregister(self._group, array)
+        for pair in self._pairs.values():
+            for array in pair:
+                array.free()
 
 
 def measure(
-    communicator: Communicator, sizes: Sequence[int] = SIZES, iterations: int = 5
-) -> dict[int, dict[str, float]]:
-    """Seconds that a float32 sum takes, by size in bytes and algorithm: the median of the slowest rank's times.
+    collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float
+) -> dict[Case, dict[int, dict[str, float]]]:
+    """What each algorithm takes for each case: the median of the slowest rank's times, in seconds.
 
-    All ranks call this together, and all get the same numbers.
+    When the time is over it ends behind the calls under way. Sizes for which there was no time are missing, but not the
+    first one. All ranks call this together, and all get the same numbers.
+
+    Args:
+        collectives: the ranks'.
+        sizes: bytes of the larger of a rank's input and output, in rising order.
+        iterations: calls of each algorithm at each size.
+        seconds: about how long it may take.
     """
-    candidates = [name for name in communicator.collectives.algorithms() if name != "proxy"]
-    times: dict[int, dict[str, float]] = {}
+    exchange, ends = collectives.group.exchange, time.monotonic() + seconds
+    arrays = _Arrays(collectives, max(sizes) + collectives.group.world_size * as_dtype("float32").itemsize)
+    times: dict[Case, dict[int, dict[str, float]]] = {case: {} for case in CASES}
     for size in sizes:
-        x = communicator.empty(max(1, size // 4), "float32").fill(0)
-        mine: dict[str, list[float]] = {name: [] for name in candidates}
-        for iteration in range(iterations + 1):
-            for name in candidates:
-                communicator.barrier()
-                communicator.synchronize()
-                start = time.perf_counter()
-                communicator.all_reduce(x, algorithm=name)
-                communicator.synchronize()
-                if iteration > 0:  # the first makes plans and touches memory
-                    mine[name].append(time.perf_counter() - start)
-        everyone = [json.loads(data) for data in communicator.all_gather_bytes(json.dumps(mine).encode())]
-        times[size] = {
-            name: statistics.median(max(ranks) for ranks in zip(*(other[name] for other in everyone), strict=True))
-            for name in candidates
-        }
+        trials = list(_trials(collectives, arrays, size))
+        is_first = size == sizes[0]
+        complete = _take_turns(collectives, trials, iterations, ends, at_least=1 if is_first else 0)
+        if complete or is_first:
+            everyone = exchange.all_gather([trial.seconds for trial in trials], _TIMES, "tune: times")
+            for trial, of_ranks in zip(trials, zip(*everyone, strict=True), strict=True):
+                slowest = [max(taken) for taken in zip(*of_ranks, strict=True)]
+                times[trial.case].setdefault(size, {})[trial.algorithm] = statistics.median(slowest)
+        if not complete:
+            break
+    arrays.close()
     return times
 
 
-def selector_from(times: dict[int, dict[str, float]]) -> Selector:
-    """The table that takes the fastest algorithm for each size measured; halfway between two sizes it changes over."""
+def _take_turns(
+    collectives: Collectives, trials: Sequence[_Trial], iterations: int, ends: float, *, at_least: int
+) -> bool:
+    """Times each trial `iterations` times, in turn. Returns whether there was time for that, by the clock of rank 0.
+
+    Args:
+        collectives, iterations: as for `measure`.
+        trials: what is timed.
+        ends: when the time is over.
+        at_least: iterations that are made even then.
+    """
+    for iteration in range(iterations + 1):
+        for trial in trials:
+            taken = _timed(collectives, trial.call)
+            if iteration > 0:  # the first makes plans, compiles kernels and touches memory
+                trial.seconds.append(taken)
+        goes_on = collectives.group.exchange.all_gather(time.monotonic() < ends, _GOES_ON, "tune: time left")[0]
+        if not goes_on and at_least <= iteration < iterations:
+            return False
+    return True
+
+
+def _timed(collectives: Collectives, call: Callable[[], object]) -> float:
+    barrier(collectives, None)
+    collectives.group.synchronize()
+    start = time.perf_counter()
+    call()
+    collectives.group.synchronize()
+    return time.perf_counter() - start
+
+
+def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_Trial]:
+    for case in CASES:
+        for algorithm in collectives.algorithms(case.collective):
+            if algorithm in PACKET_ALGORITHMS and size > _LARGEST_BY_PACKETS:
+                continue
+            if (
+                case.elements == "16-bit floats"
+                and sending_no_sums(algorithm, collectives.group.world_size) != algorithm
+            ):
+                continue
+            yield _Trial(case, algorithm, _call(collectives, arrays, case, algorithm, size))
+
+
+def _call(collectives: Collectives, arrays: _Arrays, case: Case, algorithm: str, size: int) -> Callable[[], object]:
+    collective, ranks = case.collective, collectives.group.world_size
+    dtype = "bfloat16" if case.elements == "16-bit floats" else "float32"
+    share = max(1, size // as_dtype(dtype).itemsize // ranks)
+    whole = share * ranks
+    x = arrays.part(0, share if collective == "all_gather" else whole, dtype, symmetric=case.symmetric)
+    out = arrays.part(1, share if collective == "reduce_scatter" else whole, dtype, symmetric=case.symmetric)
+    request = collectives.request(collective, algorithm, None, case.symmetric)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: all_reduce(collectives, x, "sum", out, request, None),
+        "reduce_scatter": lambda: reduce_scatter(collectives, x, "sum", out, request, None),
+        "all_gather": lambda: all_gather(collectives, x, out, request, None),
+        "all_to_all": lambda: all_to_all(collectives, x, out, request, None),
+        "broadcast": lambda: broadcast(collectives, x, 0, out, request, None),
+    }
+    return calls[collective]
+
+
+def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
+    """The table that takes the fastest algorithm for each size measured; halfway between two sizes it changes over.
+
+    Args:
+        times: what was measured.
+        beyond: the table for what is larger than the largest size measured; None to go on with the fastest there.
+    """
     sizes = sorted(times)
     best = [min(times[size], key=lambda name: times[size][name]) for size in sizes]
-    limits = [
-        (int((smaller * larger) ** 0.5), name)
-        for smaller, larger, name, following in zip(sizes, sizes[1:], best, best[1:], strict=False)
-        if name != following
-    ]
-    return Selector(tuple(limits), best[-1])
+    halfway = [int((smaller * larger) ** 0.5) for smaller, larger in pairwise(sizes)]
+    limits, last = list(zip(halfway, best[:-1], strict=True)), best[-1]
+    if beyond is not None:
+        limits += [(sizes[-1], last), *(limit for limit in beyond.limits if limit[0] > sizes[-1])]
+        last = beyond.beyond
+    followers = [*(name for _, name in limits[1:]), last]
+    changes = tuple(limit for limit, follower in zip(limits, followers, strict=True) if limit[1] != follower)
+    return SizeTable(changes, last)
+
+
+def tune(collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float) -> Selector:
+    """The tables for these ranks.
+
+    If the largest size measured is as large as `default_sizes` go, what is fastest there is used beyond it too.
+    Otherwise the defaults are. Arguments as for `measure`.
+    """
+    group = collectives.group
+    runtime = group.runtime.name
+    defaults = Selector.for_ranks(group.world_size, runtime, levels=group.topology.has_levels())
+    if group.world_size == 1:
+        return defaults  # a copy, whatever is chosen
+    measured = measure(collectives, sizes, iterations, seconds)
+    goes_on = max(measured[CASES[0]]) >= default_sizes(runtime)[-1]
+    return Selector(
+        {case: table_from(times, None if goes_on else defaults.tables[case]) for case, times in measured.items()}
+    )

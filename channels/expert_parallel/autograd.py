@@ -1,32 +1,51 @@
-"""Dispatch and combine for torch's backward pass, in which each is the other's adjoint. Imported where torch is loaded.
+"""Dispatch and combine for torch's backward pass, where each is the other's adjoint. Imported only if torch is loaded.
 
-Every rank that records a call must run its backward pass, as every rank must make the call. What a fixed maximum leaves
-undefined is zero here, rows and gradients alike, since experts take their own gradients from both.
+Every rank that records a call must run its backward pass, as every rank must make the call. With `max_recv_tokens`,
+rows past the received ones are zero here, and so are their gradients, since experts compute their own gradients from
+both.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
 
-if TYPE_CHECKING:
-    from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
-    from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-    from proxyccl.device.arrays import ArrayView
-    from proxyccl.device.runtime import StreamLike
+from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.runtime import StreamLike
+
+
+class Layer(Protocol):
+    """The part of `EPAll2AllLayer` that is recorded here."""
+
+    ctx: DispatchCombineContext
+
+    def dispatch(self, *arguments: Any, **options: Any) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        """See `EPAll2AllLayer.dispatch`."""
+        ...
+
+    def redispatch(self, *arguments: Any, **options: Any) -> Any:
+        """See `EPAll2AllLayer.redispatch`."""
+        ...
+
+    def combine(self, *arguments: Any, **options: Any) -> Any:
+        """See `EPAll2AllLayer.combine`."""
+        ...
 
 
 def dispatch(
-    layer: EPAll2AllLayer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
+    layer: Layer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
 ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
     """`EPAll2AllLayer.dispatch`, recorded."""
     rows, row_weights, desc = _Dispatch.apply(layer, tokens, expert_ids, weights, scatter, stream)
     return rows, row_weights, desc
 
 
-def combine(layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike) -> Any:
+def combine(layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike) -> Any:
     """`EPAll2AllLayer.combine` without `out`, recorded."""
     return _Combine.apply(layer, rows, desc, weights, stream)
 
@@ -36,7 +55,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, layer: EPAll2AllLayer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
+        ctx: Any, layer: Layer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         rows, row_weights, desc = layer.dispatch(tokens, expert_ids, weights, scatter, stream=stream)
         outputs = ((rows, ctx.needs_input_grad[1]), (row_weights, ctx.needs_input_grad[3]))
@@ -54,7 +73,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
         if ctx.needs_input_grad[1]:
             tokens_grad = layer.combine(rows_grad.contiguous(), desc)
         if ctx.needs_input_grad[3]:
-            values, stream = _given(layer, row_weights_grad.contiguous())
+            values, stream = _view_and_stream(layer, row_weights_grad.contiguous())
             weights_grad = layer.ctx.collect(desc, values, stream)
         return None, tokens_grad, None, weights_grad, None, None
 
@@ -63,9 +82,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     """A row's gradient is its token's, times its weight; a weight's is the product of that gradient and its row."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: EPAll2AllLayer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike
-    ) -> Any:
+    def forward(ctx: Any, layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike) -> Any:
         output = layer.combine(rows, desc, weights=weights, stream=stream)
         ctx.layer, ctx.desc = layer, desc
         ctx.save_for_backward(rows if ctx.needs_input_grad[3] else None, weights)
@@ -82,20 +99,20 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
             weights_grad = torch.einsum("rh,rh->r", rows.to(wide), rows_grad.to(wide)).to(weights.dtype)
             _clear_rest(weights_grad, desc)
         if weights is not None and ctx.needs_input_grad[1]:
-            values, stream = _given(layer, rows_grad)
-            layer.ctx.scale(values, _given(layer, weights)[0], stream)
+            values, stream = _view_and_stream(layer, rows_grad)
+            layer.ctx.scale(values, _view_and_stream(layer, weights)[0], stream)
         _clear_rest(rows_grad, desc)
         return None, rows_grad if ctx.needs_input_grad[1] else None, None, weights_grad, None
 
 
-def _given(layer: EPAll2AllLayer, x: Any) -> tuple[ArrayView, StreamLike]:
-    """A tensor for the layer's context, and the stream on which torch works with it."""
-    comm = layer.ctx.communicator
-    return comm.collectives.input(x, "gradient"), comm.stream_for(None, x)
+def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:
+    """A view of a tensor, and the stream on which torch uses the tensor."""
+    group = layer.ctx.group
+    return input_view(group, x, "gradient"), group.launches.stream_for(None, x)
 
 
 def _clear_rest(rows: Any, desc: EPAllToAllLayoutDesc) -> None:
-    """Zeroes the rows that are not filled, without waiting for how many they are."""
+    """Zeroes the rows that are not filled, without waiting for their number."""
     if rows is None or desc.num_recv_tokens is None:
         return
     rest = torch.arange(rows.shape[0], device=rows.device) >= desc.num_recv_tokens

@@ -7,14 +7,13 @@ from functools import cached_property
 from typing import Any
 
 from proxyccl.device._native import lib
-from proxyccl.device.dtypes import DType, as_dtype
+from proxyccl.device.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError
 
-TOKEN_DTYPES = ("bfloat16", "float16", "float32", "float64")
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
-_MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit numbers in the tables
-_MAX_TOKENS = 2**24  # kernels multiply them by the number of their blocks in 32 bits
+_MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit integers in the tables
+_MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class EPConfig:
 
     Attributes:
         max_tokens: the most tokens of one rank in one dispatch.
-        hidden: elements of a token.
+        hidden: elements of a token's row.
         topk: experts that each token chooses, 1 to 16.
         num_experts: experts of all ranks together; a multiple of world_size. Rank r has those from
             r * num_experts_per_rank on.
@@ -32,10 +31,10 @@ class EPConfig:
         local_world_size: number of ranks of a node.
         token_dtype: "bfloat16", "float16", "float32" or "float64" (a name, or torch's or numpy's type).
         weight_dtype: of the routing weights: one of the same.
-        offset_dtype: of the descriptor's tables: int32.
+        offset_dtype: of the descriptor's tables; only int32.
 
     Raises:
-        ArgumentError: one of them is wrong, by itself or beside the others.
+        ArgumentError: a value is out of range, or does not fit another one.
     """
 
     max_tokens: int
@@ -58,21 +57,21 @@ class EPConfig:
             raise ArgumentError("rank", f"must be from 0 to {self.world_size - 1}, not {self.rank!r}")
         if self.world_size % self.local_world_size:
             raise ArgumentError(
-                "local_world_size", f"{self.local_world_size} does not divide the world size {self.world_size}"
+                "local_world_size", f"must divide the world size {self.world_size}, not {self.local_world_size}"
             )
         if self.num_experts % self.world_size:
             raise ArgumentError(
-                "num_experts", f"{self.num_experts} experts can't be shared evenly by {self.world_size} ranks"
+                "num_experts", f"must be a multiple of the world size {self.world_size}, not {self.num_experts}"
             )
         if self.topk > MAX_TOPK:
-            raise ArgumentError("topk", f"{self.topk} is more than {MAX_TOPK}")
+            raise ArgumentError("topk", f"must be at most {MAX_TOPK}, not {self.topk}")
         if self.max_tokens > _MAX_TOKENS:
-            raise ArgumentError("max_tokens", f"{self.max_tokens} is more than {_MAX_TOKENS}")
+            raise ArgumentError("max_tokens", f"must be at most {_MAX_TOKENS}, not {self.max_tokens}")
         if self.world_size * self.max_tokens * self.topk > _MAX_SLOTS:
             raise ArgumentError(
                 "max_tokens",
-                f"{self.max_tokens} tokens of {self.topk} experts on {self.world_size} ranks are more than "
-                f"{_MAX_SLOTS} rows",
+                f"{self.max_tokens} tokens of {self.topk} experts on {self.world_size} ranks make too many rows; "
+                f"expected at most {_MAX_SLOTS}",
             )
         for argument, known in (
             ("token_dtype", TOKEN_DTYPES),
@@ -81,7 +80,7 @@ class EPConfig:
         ):
             element = as_dtype(getattr(self, argument), argument)
             if element.name not in known:
-                raise ArgumentError(argument, f"{element} is none of {', '.join(known)}")
+                raise ArgumentError(argument, f"must be one of {', '.join(known)}, not {element}")
 
     @property
     def num_experts_per_rank(self) -> int:

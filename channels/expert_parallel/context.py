@@ -1,32 +1,30 @@
-"""Dispatch and combine between ranks: launches, arguments, and the word that the CPU needs of a dispatch."""
+"""Launches dispatch and combine, fills in their arguments, and reads a dispatch's number of rows on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from proxyccl.channels.collectives.operations import encode_call
+from proxyccl.channels.calls import CollectiveCall
+from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.arrays import ExpertArrays
+from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
+from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import Array, ArrayView
-from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, WaitTimeoutError
 from proxyccl.device.kernel import Launch
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.device.runtime import StreamLike
+from proxyccl.device.runtime import StreamLike
+from proxyccl.proxy.codec import Codec
 
 ROUTE: int = lib.PROXYCCL_EXPERT_ROUTE
 GATHER: int = lib.PROXYCCL_EXPERT_GATHER
@@ -35,14 +33,17 @@ RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
 
-_SPINS = 2000  # looks at the report before the thread gives way: a count takes some 20 us on a GPU
+_ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
+    dict[str, int | float | bool | str | None], 64 << 10, name="arguments"
+)
+_SPINS = 2000  # polls of the count before the thread sleeps; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
 _TOKENS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True)
 class DispatchInputs:
-    """What a dispatch is given, and reads until its end.
+    """The arrays that a dispatch reads until its end.
 
     Attributes:
         tokens: [T, elements of a row].
@@ -58,14 +59,17 @@ class DispatchInputs:
 
 
 class DispatchCombineContext:
-    """The buffers of an expert-parallel layer, and its dispatch and combine as kernels know them.
+    """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
     All ranks make it together, with `create`, and make the same calls in the same order. `EPAll2AllLayer` and
-    `DispatchCombine` are what it is for; by itself it is for whoever schedules phases by hand.
+    `DispatchCombine` are built on it. Use it directly to schedule phases by hand.
 
     Attributes:
         ep_config: sizes and types.
         communicator: the ranks.
+        group: the same ranks, for the library's own modules.
+        arrays: makes the arrays of results.
+        nodes: who is on which node.
         workspace: memory that peers reach.
     """
 
@@ -88,14 +92,17 @@ class DispatchCombineContext:
             raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
-        # Every block must hear all others, so there are no more than have something to do.
+        # Every block waits for all others, so there are no more blocks than have work.
         self.blocks = min(num_sm, runtime.launch_defaults.blocks, -(-config.max_tokens // _TOKENS_PER_BLOCK))
         self.ep_config = config
         self.communicator = communicator
+        self.group = group = communicator.group
+        self.arrays = ExpertArrays(group)
         self._owns_communicator = owns_communicator
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
-        told, announced = (shipped("expert_dispatch.h", f"expert_dispatch{kind}") for kind in ("", "_announced"))
+        by_counts = shipped("expert_dispatch.h", "expert_dispatch")
+        by_announcements = shipped("expert_dispatch.h", "expert_dispatch_announced")
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
         combines = {
             name: shipped("expert_combine.h", "expert_combine", name)
@@ -103,25 +110,26 @@ class DispatchCombineContext:
         }
         quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantized else None
         self._pack = shipped("expert_quantize.h", "expert_pack") if quantized else None
-        if use_aot:  # those that are asked for later are loaded now
+        if use_aot:  # load now what is used later
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
         self.workspace = ExpertWorkspace(
-            communicator,
+            group,
             config,
             blocks=self.blocks,
             threads=threads,
             local_combine=local_combine,
             proxied=proxied,
         )
-        communicator.keep(self.workspace)  # a rank may be done with a call, and forget its layer, before its peers are
+        self.nodes = Nodes(config, group.topology, self.workspace.members)
+        group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
         self._dispatch_call = ffi.new("ProxycclDispatch *")
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
         self._grid = (self.blocks, threads)
-        dispatch = announced if self.workspace.experts.id_packets else told
+        dispatch = by_announcements if self.workspace.experts.id_packets else by_counts
         self._dispatch = dispatch.prepare(*self._grid, experts, bytes(ffi.buffer(self._dispatch_call)))
 
         filled = bytes(ffi.buffer(self._combine_call))
@@ -146,8 +154,8 @@ class DispatchCombineContext:
             ResourceError: no memory or channel ids are left.
         """
         communicator, owned = as_communicator(ep_group, ep_config)
-        with closing_if_refused(communicator, owned=owned):
-            agree_on(communicator, ep_config)
+        with closing_on_error(communicator, owned=owned):
+            agree_on(communicator.group, ep_config)
             return cls(communicator, ep_config, capacity=capacity, owns_communicator=owned)
 
     def finalize(self) -> None:
@@ -155,31 +163,31 @@ class DispatchCombineContext:
         if self._closed:
             return
         self._closed = True
-        comm = self.communicator
-        if not comm.closed and not comm.control.aborted:
-            comm.synchronize()
-            comm.drain()
-            comm.all_gather_bytes(b"", "finalize")  # nobody frees what a peer may still write to
-            comm.let_go(self.workspace)
+        group = self.group
+        if group.failure.usable:
+            group.synchronize()
+            group.links.drain()
+            group.exchange.barrier("finalize")  # nobody frees what a peer may still write to
+            group.let_go(self.workspace)
             self.workspace.close()
         if self._owns_communicator:
-            comm.close()
+            self.communicator.close()
 
     def require_usable(self) -> None:
-        """Raises ClosedError after `finalize`, and what ended the communicator."""
+        """Raises ClosedError after `finalize`, or the error that ended the communicator."""
         if self._closed:
             raise ClosedError("the expert-parallel layer was finalized")
-        self.communicator.require_usable()
+        self.group.failure.require_usable()
 
     # -- the output buffer ---
 
     @property
     def dispatch_output_buf(self) -> Array:
-        """[rows, hidden]: room for what a dispatch brings, for callers that keep it in one place."""
+        """[rows, hidden]: a buffer for received rows, for callers that reuse one."""
         return self.reallocate_dispatch_output_buf(0)[0]
 
     def reallocate_dispatch_output_buf(self, dispatch_recv_tokens: int) -> tuple[Array, Array]:
-        """Makes the output buffer larger if it has fewer rows. Not collective: peers don't reach into it.
+        """Makes the output buffer larger if it has fewer rows. Not collective, as peers don't access it.
 
         Args:
             dispatch_recv_tokens: rows that are needed.
@@ -194,85 +202,93 @@ class DispatchCombineContext:
             rows = self._capacity = max(self._capacity, dispatch_recv_tokens)
             config = self.ep_config
             self._output_buf = (
-                self.communicator.empty((rows, config.hidden), config.token),
-                self.communicator.empty((rows,), config.weight),
+                allocate(self.group, (rows, config.hidden), config.token),
+                allocate(self.group, (rows,), config.weight),
             )
         return self._output_buf
 
     # -- dispatch ---
 
-    def describe(self, call: str, given: DispatchInputs) -> EPAllToAllLayoutDesc:
-        """A descriptor for a new dispatch, on whose call the ranks agree."""
+    def describe(self, call: str, inputs: DispatchInputs) -> EPAllToAllLayoutDesc:
+        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ."""
         self._number += 1
-        name = call + (" with weights" if given.weights is not None else "")
-        name += " by indices" if given.scatter is not None else ""
+        name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
         self._agree(name, self.ep_config.token.name, self._number)
-        tokens = given.tokens
-        return EPAllToAllLayoutDesc(self, self._number, tokens.shape[0], tokens.owner, scatter=given.scatter)
+        tokens = inputs.tokens
+        return EPAllToAllLayoutDesc(
+            self,
+            self.arrays,
+            self.ep_config,
+            self.nodes,
+            self._number,
+            tokens.shape[0],
+            tokens.owner,
+            scatter=inputs.scatter,
+        )
 
-    def begin(self, phases: int, desc: EPAllToAllLayoutDesc, given: DispatchInputs, stream: StreamLike) -> None:
-        """Queues the start of a dispatch: its counts, and its rows where `phases` has SEND."""
-        call = self._fill_inputs(phases, desc, given)
-        self._launch(self._dispatch, call, stream, (desc, desc.table_owners, given))
+    def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
+        """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
+        call = self._fill_inputs(phases, desc, inputs)
+        self._launch(self._dispatch, call, stream, (desc, desc.table_owners, inputs))
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
-        """Waits, on the CPU and for this dispatch alone, until its number of rows is known. Returns it.
+        """Waits on the CPU until this dispatch's number of rows is known, but not for the stream. Returns the number.
 
         Raises:
             CommunicatorError: a peer failed.
         """
-        report, ticket, comm = self.workspace.report, desc.number, self.communicator
-        deadline = time.monotonic() + 2 * comm.timeout
+        received, ticket, group = self.workspace.received_rows, desc.number, self.group
+        deadline = time.monotonic() + 2 * group.timeout
         spins = 0
-        while report.ticket != ticket:
+        while received.ticket != ticket:
             spins += 1
             if spins % _SPINS == 0:
-                comm.check()
+                group.failure.check()
                 if time.monotonic() > deadline:
-                    raise WaitTimeoutError(f"the counts of dispatch {ticket} did not come within {comm.timeout:g} s")
+                    raise WaitTimeoutError(f"no counts of dispatch {ticket} came in {2 * group.timeout:g} s")
                 time.sleep(1e-5)
-        comm.check()
-        return int(report.rows)
+        group.failure.check()
+        return int(received.rows)
 
     def bad_expert(self, argument: str) -> ArgumentError | None:
-        """What is to be said of the first bad expert id of the last dispatch whose rows are known, if there is one."""
-        report, config = self.workspace.report, self.ep_config
-        if report.bad_rank == lib.PROXYCCL_NO_PEER:
+        """The error for the first bad expert id of the last dispatch whose rows are known; None if all ids are good."""
+        received, config = self.workspace.received_rows, self.ep_config
+        if received.bad_rank == lib.PROXYCCL_NO_PEER:
             return None
-        token, k = divmod(int(report.bad_slot), config.topk)
+        token, k = divmod(int(received.bad_slot), config.topk)
         return ArgumentError(
             argument,
-            f"[{token}, {k}] on rank {report.bad_rank} is none of the {config.num_experts} experts, nor "
-            f"{config.num_experts}, which drops the slot",
+            f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected 0 to {config.num_experts}, where "
+            f"{config.num_experts} drops the slot",
         )
 
     def bad_indices(self) -> bool:
-        """Whether full_scatter_indices were no permutation, in a dispatch that has ended since this was last asked."""
-        report = self.workspace.report
-        bad, report.bad_index = bool(report.bad_index), 0
+        """Whether full_scatter_indices were no permutation, in a dispatch that has ended since the last call."""
+        received = self.workspace.received_rows
+        bad, received.bad_index = bool(received.bad_index), 0
         return bad
 
     def most_rows(self) -> int:
-        """The most rows of any rank in the dispatches that have ended since this was last asked."""
-        report = self.workspace.report
-        most, report.most_rows = int(report.most_rows), 0
+        """The most rows of any rank in the dispatches that have ended since the last call."""
+        received = self.workspace.received_rows
+        most, received.most_rows = int(received.most_rows), 0
         return most
 
     def receive(
         self,
         phases: int,
         desc: EPAllToAllLayoutDesc,
-        given: DispatchInputs,
+        inputs: DispatchInputs,
         rows: int,
         output: tuple[ArrayView | None, ...] | None,
         received: ArrayView | None,
         stream: StreamLike,
     ) -> None:
-        """Queues the end of a dispatch, into the first `rows` rows of `output`, which are rows, weights, and scales in
-        a layer that has them; None takes nothing in.
+        """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
+        scales. With None it receives nothing.
         """
         desc.size_rows(rows if output is not None else 0)
-        call = self._fill_inputs(phases, desc, given)
+        call = self._fill_inputs(phases, desc, inputs)
         if output is not None:
             call.capacity, call.scale_bytes = rows, self._scale_bytes
             for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
@@ -280,22 +296,24 @@ class DispatchCombineContext:
                     setattr(call, name, ffi.cast("char *", view.ptr))
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
-        first_rows = desc.pointer("first_rows") if given.scatter is not None and desc.rows else 0
+        first_rows = desc.pointer("first_rows") if inputs.scatter is not None and desc.rows else 0
         fill = (lambda handle: self._fill(first_rows, 4 * rows, handle)) if first_rows else None
-        kept = (desc, desc.table_owners, given, output, received)
+        kept = (desc, desc.table_owners, inputs, output, received)
         self._launch(self._dispatch, call, stream, kept, before=fill)
 
     def repeat(self, desc: EPAllToAllLayoutDesc, tokens: ArrayView, output: ArrayView, stream: StreamLike) -> None:
-        """Queues a dispatch of other tokens by a layout that exists. They may have another element type and length."""
+        """Queues a dispatch of other tokens with an existing layout. Their element type and row length may differ."""
         call = self._fill_dispatch(SEND | RECEIVE, tokens, desc)
-        call.again, call.capacity, call.output = 1, desc.rows, ffi.cast("char *", output.ptr)
+        call.redispatch, call.capacity, call.output = 1, desc.rows, ffi.cast("char *", output.ptr)
         own = desc.pointer("expert_ids") + 4 * self.workspace.node * self.ep_config.max_tokens * self.ep_config.topk
         call.expert_ids = ffi.cast("int32_t *", own)
         self._agree("redispatch", tokens.dtype.name, desc.number)
         self._launch(self._dispatch, call, stream, (desc, desc.table_owners, tokens.owner, output.owner))
 
     def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
-        """Queues what makes float8 rows of tokens, with their scales behind them: uint8 [T, hidden + scales]."""
+        """Queues the conversion of tokens to float8 rows with their scales behind them: uint8 [T, hidden + bytes of
+        scales].
+        """
         assert self._quantize is not None
         packed = self._packed(tokens)
         call = self._combine_call
@@ -305,23 +323,23 @@ class DispatchCombineContext:
         return packed
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
-        """Queues the same from rows that are in float8 already, and their scales."""
+        """Queues the same for rows that are already in float8, and their scales."""
         assert self._pack is not None
         packed = self._packed(rows)
         pointers = (rows.ptr, scales.ptr, packed.ptr)
         launch = self._pack.prepare(*self._grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
-        self.communicator.launch(launch, stream, (rows.owner, scales.owner, packed.owner))
+        self.group.launches.launch(launch, stream, (rows.owner, scales.owner, packed.owner))
         return packed
 
     def _packed(self, rows: ArrayView) -> ArrayView:
         shape = (rows.shape[0], self.ep_config.hidden + self._scale_bytes)
-        return self.communicator.collectives.input(self.new_array(rows.owner, shape, "uint8"), "input")
+        return input_view(self.group, self.arrays.new(rows.owner, shape, "uint8"), "input")
 
-    def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, given: DispatchInputs) -> Any:
-        call = self._fill_dispatch(phases, given.tokens, desc)
-        call.expert_ids = ffi.cast("int32_t *", given.expert_ids.ptr)
-        call.weights = ffi.cast("char *", given.weights.ptr if given.weights is not None else 0)
-        call.scatter = ffi.cast("int32_t *", given.scatter.ptr if given.scatter is not None else 0)
+    def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> Any:
+        call = self._fill_dispatch(phases, inputs.tokens, desc)
+        call.expert_ids = ffi.cast("int32_t *", inputs.expert_ids.ptr)
+        call.weights = ffi.cast("char *", inputs.weights.ptr if inputs.weights is not None else 0)
+        call.scatter = ffi.cast("int32_t *", inputs.scatter.ptr if inputs.scatter is not None else 0)
         return call
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
@@ -345,7 +363,7 @@ class DispatchCombineContext:
         output: ArrayView | None,
         stream: StreamLike,
     ) -> None:
-        """Queues a combine, or the part of one that `phases` says."""
+        """Queues those phases of a combine."""
         filled = self._combine_call
         filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
         filled.hidden = rows.shape[1]
@@ -354,7 +372,7 @@ class DispatchCombineContext:
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
         desc.fill(filled.layout)
         if phases & SEND:
-            self._agree(call + (" with weights" if weights is not None else ""), rows.dtype.name, desc.number)
+            self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
         owners = (desc, desc.table_owners, rows.owner, weights and weights.owner, output and output.owner)
         self._launch(self._combine[rows.dtype.name], filled, stream, owners)
 
@@ -367,37 +385,38 @@ class DispatchCombineContext:
         self._launch(self._scale, call, stream, (rows.owner, weights.owner))
 
     def collected_type(self, values: ArrayView) -> str:
-        """The type of values that `collect` can bring back: theirs, if it is the tokens' or the weights'."""
+        """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""
         name = values.dtype.name
         return name if name in self._combine else self.ep_config.weight.name
 
     def collect(self, desc: EPAllToAllLayoutDesc, values: ArrayView, stream: StreamLike) -> Any:
-        """Queues what brings a value for each row back to its slot: [T, topk] of the values' type, zero where there is
-        none. It is a combine of rows that are zero but for the slot's own column.
+        """Queues the return of each row's value to the row's slot: [T, topk] of the values' type, zero for slots
+        without a row. It is a combine of rows that are zero except in the slot's own column.
         """
-        config, comm, element = self.ep_config, self.communicator, values.dtype
-        matrix = self.new_array(values.owner, (desc.rows, config.topk), element)
-        slots = self.new_array(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)
-        spread, slotted = comm.collectives.input(matrix, "values"), comm.collectives.input(slots, "values")
-        kernel = comm.runtime.shipped("expert_dispatch.h", "expert_spread")
+        config, group, element = self.ep_config, self.group, values.dtype
+        matrix = self.arrays.new(values.owner, (desc.rows, config.topk), element)
+        slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)
+        spread, slotted = input_view(group, matrix, "values"), input_view(group, slots, "values")
+        kernel = group.runtime.shipped("expert_dispatch.h", "expert_spread")
         launch = kernel.prepare(
             *self._grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )
         if desc.rows:
-            comm.launch(launch, stream, (values.owner, desc, desc.table_owners, matrix))
+            group.launches.launch(launch, stream, (values.owner, desc, desc.table_owners, matrix))
         self.combine("collect", SEND | RECEIVE, desc, spread, None, slotted, stream)
         return slots
 
     # -- launching ---
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """The stream of a call; what is none is refused before anything is agreed."""
-        stream = self.communicator.stream_for(stream, x)
-        self.communicator.runtime.stream_handle(stream)
+        """The stream of a call. Refuses an invalid stream before the ranks compare the call."""
+        stream = self.group.launches.stream_for(stream, x)
+        self.group.runtime.stream_handle(stream)
         return stream
 
     def _agree(self, call: str, dtype: str, number: int) -> None:
-        self.communicator.agree(encode_call(call, dtype, root=number % 2**31, count=self.ep_config.hidden))
+        call_of = CollectiveCall(call, dtype, root=number % 2**31, count=self.ep_config.hidden)
+        self.group.launches.agree(call_of)
 
     def _launch(
         self, launch: Launch, call: Any, stream: StreamLike, owners: tuple[object, ...], before: Any = None
@@ -410,108 +429,44 @@ class DispatchCombineContext:
                 before(handle)
             launch(handle)
 
-        self.communicator.launch(plan, stream, owners)
+        self.group.launches.launch(plan, stream, owners)
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
-        self.communicator.runtime.fill(ptr, 0xFF, nbytes, handle)
-
-    # -- arrays ---
-
-    def new_array(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
-        """A new array of the library that `like` is of: torch's, numpy's on the host, else `Communicator.empty`'s."""
-        element = as_dtype(dtype)
-        if hasattr(like, "new_empty"):
-            return like.new_empty(shape, dtype=getattr(sys.modules["torch"], element.name))
-        if self.runtime_name == "host" and not isinstance(like, Array):
-            return np.empty(shape, element.numpy())
-        return self.communicator.empty(shape, element)
-
-    @staticmethod
-    def address(array: Any) -> int:
-        """Where an array of `new_array` lies."""
-        if hasattr(array, "data_ptr"):
-            return int(array.data_ptr())
-        return int(array.ptr if isinstance(array, Array) else array.__array_interface__["data"][0])
-
-    def download_view(self, view: ArrayView) -> NDArray[Any]:
-        """The same of a view."""
-        self.communicator.synchronize()
-        values = np.empty(view.shape, view.dtype.numpy())
-        if view.nbytes:
-            self.communicator.runtime.copy(values.ctypes.data, view.ptr, view.nbytes)
-        return values
-
-    def download(self, array: Any) -> NDArray[Any]:
-        """A copy in host memory, when what is queued has been done."""
-        if isinstance(array, Array):
-            return array.numpy()
-        self.communicator.synchronize()
-        if hasattr(array, "detach"):
-            copied: NDArray[Any] = array.detach().cpu().numpy()
-            return copied
-        return np.asarray(array.get() if hasattr(array, "get") else array)
-
-    def upload(self, like: Any, values: NDArray[Any]) -> Any:
-        """Values in an array of the library that `like` is of."""
-        array = self.new_array(like, values.shape, str(values.dtype))
-        if isinstance(array, Array):
-            return array.upload(values)
-        if hasattr(array, "copy_"):
-            return array.copy_(sys.modules["torch"].from_numpy(values))
-        array[...] = values
-        return array
-
-    # -- who is where ---
-
-    def counterpart(self, node: int) -> int:
-        """The rank of a node (as the configuration counts them) with this rank's number within its own."""
-        config = self.ep_config
-        members = self.communicator.topology.node_members()
-        if len(members) == config.num_nodes:
-            return members[node][self.communicator.local_rank]
-        return node * config.local_world_size + config.rank % config.local_world_size
-
-    def node_of(self, rank: int) -> int:
-        """A rank's node, as the kernels count them."""
-        return next(n for n, members in enumerate(self.workspace.members) if rank in members)
+        self.group.runtime.fill(ptr, 0xFF, nbytes, handle)
 
 
 def as_communicator(group: Any, config: EPConfig) -> tuple[Communicator, bool]:
-    """The communicator of a group, and whether it was made here. See `EPAll2AllLayer` for what a group may be.
+    """The communicator of a group, and whether it was made here. See `EPAll2AllLayer` for the types of groups.
 
     Raises:
         ArgumentError: rank, world_size or local_world_size are not the group's.
     """
-    from proxyccl.channels.communicator import Communicator
-
     owned = not isinstance(group, Communicator)
     communicator = group if not owned else _open(group, config.local_world_size)
-    with closing_if_refused(communicator, owned=owned):
+    with closing_on_error(communicator, owned=owned):
         for argument, mine, actual in (
             ("rank", config.rank, communicator.rank),
             ("world_size", config.world_size, communicator.world_size),
             ("local_world_size", config.local_world_size, communicator.local_world_size),
         ):
             if mine != actual:
-                raise ArgumentError(argument, f"is {mine}, the group's is {actual}")
-        communicator.require_usable()
+                raise ArgumentError(argument, f"is {mine}; expected the group's, {actual}")
+        communicator.group.failure.require_usable()
     return communicator, owned
 
 
 @contextlib.contextmanager
-def closing_if_refused(communicator: Communicator, *, owned: bool) -> Iterator[None]:
-    """A block whose exception closes the communicator, if it was made for what the block makes."""
+def closing_on_error(communicator: Communicator, *, owned: bool) -> Iterator[None]:
+    """Closes the communicator if the block raises and the communicator is `owned`, that is, was made for it."""
     try:
         yield
     except BaseException:
         if owned:
-            communicator.close(_collective=False)
+            communicator.group.close(collective=False)
         raise
 
 
 def _open(group: Any, local_world_size: int) -> Communicator:
-    from proxyccl.channels.communicator import Communicator
-
     kind = type(group).__module__.split(".")[0]
     if kind == "torch":
         return Communicator.from_torch(group, local_world_size=local_world_size)
@@ -522,21 +477,19 @@ def _open(group: Any, local_world_size: int) -> Communicator:
     )
 
 
-def agree_on(
-    communicator: Communicator, config: EPConfig, others: Mapping[str, Any] = {}, names: Mapping[str, str] = {}
-) -> None:
+def agree_on(group: Group, config: EPConfig, others: Mapping[str, Any] = {}, names: Mapping[str, str] = {}) -> None:
     """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together.
 
     Args:
-        communicator: the ranks.
+        group: the ranks.
         config: compared but for `rank`.
-        others: further arguments that must agree.
+        others: further arguments that must be equal.
         names: what the caller calls some of the configuration's fields.
     """
     fields: dict[str, Any] = {name: value for name, value in asdict(config).items() if name != "rank"}
     fields |= {"token_dtype": config.token.name, "weight_dtype": config.weight.name, "offset_dtype": "int32"}
-    mine = json.dumps(dict(others) | {names.get(name, name): value for name, value in fields.items()}).encode()
-    everyone = [json.loads(data) for data in communicator.all_gather_bytes(mine, "an expert-parallel layer")]
+    mine = dict(others) | {names.get(name, name): value for name, value in fields.items()}
+    everyone = group.exchange.all_gather(mine, _ARGUMENTS, "an expert-parallel layer")
     for rank, theirs in enumerate(everyone):
         for argument, value in everyone[0].items():
             if theirs.get(argument) != value:

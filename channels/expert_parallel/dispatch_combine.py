@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, output_array
 from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.context import (
@@ -24,10 +26,7 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.device.runtime import StreamLike
+from proxyccl.device.runtime import StreamLike
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class _Prepared:
     Attributes:
         counts: int64 [world_size, experts]: rows of each rank for each expert.
         per_expert: int64 [experts_per_rank]: rows of each of this rank's experts.
-        row_weights: float32 [R], where weights were given.
+        row_weights: float32 [R], if weights were given.
     """
 
     tokens: ArrayView
@@ -56,7 +55,7 @@ class DispatchCombine:
 
     The flow is `prepare`, `dispatch`, the caller's experts, `combine`::
 
-        moe = proxyccl.DispatchCombine(comm, hidden=64, max_tokens=256, experts_per_rank=2, topk=2)
+        moe = proxyccl.DispatchCombine(group, hidden=64, max_tokens=256, experts_per_rank=2, topk=2)
         moe.prepare(tokens, expert_ids, weights)    # [T, 64], [T, 2], [T, 2]
         rows, counts = moe.dispatch()               # [R, 64], ordered by local expert; rows of each expert
         results = np.concatenate([
@@ -76,8 +75,8 @@ class DispatchCombine:
         experts_per_rank: experts of each rank.
         topk: experts that each token chooses.
         dtype: "float32", "float64", "float16" or "bfloat16", of tokens and rows.
-        algorithm: None, or "proxy" to move all data through the proxy. Without it data takes the links of the
-            topology: mapped memory, and the proxy where there is none.
+        algorithm: "proxy" to move all data through the proxy. None to use mapped memory, and the proxy only for peers
+            whose memory is not mapped.
         num_sm: the most blocks of a kernel.
 
     Raises:
@@ -97,12 +96,12 @@ class DispatchCombine:
         algorithm: str | None = None,
         num_sm: int = 20,
     ) -> None:
-        communicator.require_usable()
+        communicator.group.failure.require_usable()
         element = as_dtype(dtype)
         if element.name not in TOKEN_DTYPES:
-            raise ArgumentError("dtype", f"{element} is none of {', '.join(TOKEN_DTYPES)}")
+            raise ArgumentError("dtype", f"must be one of {', '.join(TOKEN_DTYPES)}, not {element}")
         if algorithm not in (None, "proxy"):
-            raise ArgumentError("algorithm", f"{algorithm!r} is neither None nor 'proxy'")
+            raise ArgumentError("algorithm", f"must be None or 'proxy', not {algorithm!r}")
         if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
             raise ArgumentError("experts_per_rank", f"must be a positive integer, not {experts_per_rank!r}")
         config = EPConfig(
@@ -116,7 +115,7 @@ class DispatchCombine:
             token_dtype=element,
         )
         others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
-        agree_on(communicator, config, others, {"token_dtype": "dtype"})
+        agree_on(communicator.group, config, others, {"token_dtype": "dtype"})
         self._ctx = DispatchCombineContext(communicator, config, num_sm=num_sm, proxied=algorithm == "proxy")
         self.hidden, self.max_tokens, self.experts_per_rank, self.topk = hidden, max_tokens, experts_per_rank, topk
         self.dtype = element
@@ -135,7 +134,7 @@ class DispatchCombine:
 
     @property
     def rows_sent(self) -> NDArray[np.int64]:
-        """[world_size]: slots of this rank's tokens for each rank's experts, its own included."""
+        """[world_size]: slots of this rank's tokens for the experts of each rank, this one included."""
         own = self._require_prepared().counts[self._ctx.ep_config.rank]
         rows: NDArray[np.int64] = own.reshape(-1, self.experts_per_rank).sum(axis=1)
         return rows
@@ -143,19 +142,19 @@ class DispatchCombine:
     def prepare(
         self, tokens: Any, expert_ids: Any, weights: Any = None, *, stream: StreamLike = None
     ) -> NDArray[np.int64]:
-        """Exchanges the routing, and returns when it is known how many rows every rank gets.
+        """Exchanges the routing. Returns when the number of rows of every rank is known.
 
-        The tokens are read again by `dispatch`: leave them unchanged until then.
+        `dispatch` reads the tokens again: leave them unchanged until then.
 
         Args:
             tokens: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks.
             expert_ids: int32 [T, topk]: the experts of each token. The id `num_experts` drops the slot: nothing is
                 sent for it, and it adds nothing.
-            weights: float32 [T, topk]: the weight of each expert's result; None for 1. On all ranks alike.
+            weights: float32 [T, topk]: the weight of each expert's result; None for 1. All ranks give it, or none.
             stream: where to queue the work; None for the default stream.
 
         Returns:
-            [experts_per_rank]: rows that each of this rank's experts gets. Their sum is R.
+            [experts_per_rank]: rows of each of this rank's experts. Their sum is R.
 
         Raises:
             ArgumentError: an argument is wrong on this rank; or an expert id of any rank is out of range, which is
@@ -164,32 +163,32 @@ class DispatchCombine:
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._prepared = None
-        ctx, comm = self._ctx, self._ctx.communicator
-        view = input_array(comm, tokens, "tokens", (-1, self.hidden), self.dtype.name)
+        ctx, group = self._ctx, self._ctx.group
+        view = input_array(group, tokens, "tokens", (-1, self.hidden), self.dtype.name)
         count = view.shape[0]
         if count > self.max_tokens:
-            raise ArgumentError("tokens", f"{count} tokens are more than max_tokens, {self.max_tokens}")
-        ids = input_array(comm, expert_ids, "expert_ids", (count, self.topk), "int32")
+            raise ArgumentError("tokens", f"has {count} tokens; expected at most max_tokens, {self.max_tokens}")
+        ids = input_array(group, expert_ids, "expert_ids", (count, self.topk), "int32")
         scales = None
         if weights is not None:
-            scales = input_array(comm, weights, "weights", (count, self.topk), "float32")
+            scales = input_array(group, weights, "weights", (count, self.topk), "float32")
         stream = ctx.stream_for(stream, tokens)
 
-        given = DispatchInputs(view, ids, scales)
-        desc = ctx.describe("prepare", given)
-        ctx.begin(ROUTE | GATHER, desc, given, stream)
+        inputs = DispatchInputs(view, ids, scales)
+        desc = ctx.describe("prepare", inputs)
+        ctx.begin(ROUTE | GATHER, desc, inputs, stream)
         rows = ctx.await_rows(desc)
         bad = ctx.bad_expert("expert_ids")
         if bad is not None:
-            ctx.receive(LAYOUT, desc, given, 0, None, None, stream)
+            ctx.receive(LAYOUT, desc, inputs, 0, None, None, stream)
             raise bad
         row_weights = None
         if scales is not None:
-            made = ctx.new_array(view.owner, (rows,), "float32")
-            row_weights = input_array(comm, made, "weights", (rows,), "float32")
-        ctx.receive(LAYOUT, desc, given, rows, (None, row_weights), None, stream)
-        counts = ctx.download(desc.counts).astype(np.int64)
-        first = comm.rank * self.experts_per_rank
+            made = ctx.arrays.new(view.owner, (rows,), "float32")
+            row_weights = input_array(group, made, "weights", (rows,), "float32")
+        ctx.receive(LAYOUT, desc, inputs, rows, (None, row_weights), None, stream)
+        counts = ctx.arrays.download(desc.counts).astype(np.int64)
+        first = group.rank * self.experts_per_rank
         per_expert: NDArray[np.int64] = counts[:, first : first + self.experts_per_rank].sum(axis=0)
         self._prepared = _Prepared(view, desc, counts, per_expert, row_weights)
         return per_expert.copy()
@@ -200,7 +199,7 @@ class DispatchCombine:
         """Sends each token's row to its experts: one row for each slot that is not dropped.
 
         Args:
-            x: [T, hidden] of `dtype`, to send over the routing that was prepared; None for the prepared tokens.
+            x: [T, hidden] of `dtype`, to send with the prepared routing; None for the prepared tokens.
             weighted: multiply each row by its slot's weight, rounded once to `dtype`.
             out: at least R rows of `hidden`, of which the first R are written; None for a new array of R rows.
             stream: where to queue it. With None the call waits on the host runtime, and uses the default stream on a
@@ -215,12 +214,12 @@ class DispatchCombine:
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        prepared, comm = self._require_prepared(), self._ctx.communicator
+        prepared, group = self._require_prepared(), self._ctx.group
         source = prepared.tokens
         if x is not None:
-            source = input_array(comm, x, "x", prepared.tokens.shape, self.dtype.name)
+            source = input_array(group, x, "x", prepared.tokens.shape, self.dtype.name)
         shape = (prepared.desc.rows, self.hidden)
-        result, target = output_array(self._ctx, out, source, shape, self.dtype, spare_rows=True)
+        result, target = output_array(group, out, source, shape, self.dtype, spare_rows=True)
         stream = self._ctx.stream_for(stream, source.owner)
         self._ctx.repeat(prepared.desc, source, target, stream)
         if weighted and prepared.row_weights is not None:
@@ -228,14 +227,13 @@ class DispatchCombine:
         return result, prepared.per_expert.copy()
 
     def combine(self, rows: Any, *, weighted: bool = True, out: Any = None, stream: StreamLike = None) -> Any:
-        """Sends the experts' rows back, and sums those of each token.
+        """Sends the experts' rows back, and sums the rows of each token.
 
-        The sum is made in the order of k, in float32 (float64 for float64), and rounded once; across nodes each node's
-        part of it is.
+        The sum is made in the order of k, in float32 (float64 for float64), and rounded once. Across nodes each node's
+        partial sum is rounded too.
 
         Args:
-            rows: [R, hidden] of `dtype`, in the order in which `dispatch` gave them; spare rows behind them are
-                ignored.
+            rows: [R, hidden] of `dtype`, in the order of `dispatch`; further rows are ignored.
             weighted: multiply each row by its slot's weight.
             out: [T, hidden]; None for a new array.
             stream: as for `dispatch`.
@@ -243,34 +241,34 @@ class DispatchCombine:
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        prepared, comm = self._require_prepared(), self._ctx.communicator
-        source = input_array(comm, rows, "rows", (-1, self.hidden), self.dtype.name)
+        prepared, group = self._require_prepared(), self._ctx.group
+        source = input_array(group, rows, "rows", (-1, self.hidden), self.dtype.name)
         if source.shape[0] < prepared.desc.rows:
-            raise ArgumentError("rows", f"has {source.shape[0]} rows, {prepared.desc.rows} came to this rank")
+            raise ArgumentError("rows", f"has {source.shape[0]} rows; expected at least {prepared.desc.rows}")
         shape = (prepared.tokens.shape[0], self.hidden)
-        result, target = output_array(self._ctx, out, source, shape, self.dtype)
+        result, target = output_array(group, out, source, shape, self.dtype)
         stream = self._ctx.stream_for(stream, rows)
         scales = prepared.row_weights if weighted else None
         self._ctx.combine("combine", SEND | RECEIVE, prepared.desc, source, scales, target, stream)
         return result
 
     def collect(self, values: Any, *, stream: StreamLike = None) -> Any:
-        """Brings a number for each row back to the slot that the row is for.
+        """Brings each row's value back to the row's slot.
 
         Args:
-            values: [R] of float32 or `dtype`, in the order of `dispatch`.
+            values: [R] of float32 or `dtype`: a value for each row, in the order of `dispatch`.
             stream: as for `dispatch`.
 
         Returns:
             [T, topk] of the same type; zero for dropped slots. Raises as `dispatch`.
         """
-        prepared, comm = self._require_prepared(), self._ctx.communicator
-        dtype = self._ctx.collected_type(comm.collectives.input(values, "values"))
-        view = input_array(comm, values, "values", (prepared.desc.rows,), dtype)
+        prepared, group = self._require_prepared(), self._ctx.group
+        dtype = self._ctx.collected_type(input_view(group, values, "values"))
+        view = input_array(group, values, "values", (prepared.desc.rows,), dtype)
         return self._ctx.collect(prepared.desc, view, self._ctx.stream_for(stream, values))
 
     def _require_prepared(self) -> _Prepared:
         self._ctx.require_usable()
         if self._prepared is None:
-            raise ArgumentError("prepare", "no routing: call prepare() first")
+            raise ArgumentError("prepare", "has not been called; it must come first")
         return self._prepared

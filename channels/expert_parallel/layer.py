@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.expert_parallel.arguments import input_array, output_array
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.context import (
@@ -20,19 +22,16 @@ from proxyccl.channels.expert_parallel.context import (
     DispatchInputs,
     agree_on,
     as_communicator,
-    closing_if_refused,
+    closing_on_error,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError
-
-if TYPE_CHECKING:
-    from proxyccl.device.runtime import StreamLike
-
+from proxyccl.device.runtime import StreamLike
 
 _FLOAT8 = "float8_e4m3fn"
-_OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # of what EPConfig calls otherwise
+_OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class PendingDispatch:
     """A dispatch that was sent; `EPAll2AllLayer.dispatch_recv` takes it."""
 
     desc: EPAllToAllLayoutDesc
-    given: DispatchInputs
+    inputs: DispatchInputs
     stream: StreamLike
 
 
@@ -55,21 +54,22 @@ class PendingCombine:
 
 
 class EPAll2AllLayer:
-    """Sends tokens to the ranks of their experts, and sums what the experts made of them.
+    """Sends tokens to the ranks of their experts, and sums the experts' results.
 
-    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node,
-    where it is passed on; it is spread over the rows of its experts where it arrives. All ranks construct the layer
-    together and make the same calls in the same order; their numbers of tokens may differ.
+    Each token's row goes once to every rank of its node that has one of its experts, and once to each other node that
+    has one. The receiver copies it to the rows of its experts. All ranks construct the layer together and make the same
+    calls in the same order; their numbers of tokens may differ.
 
-    Calls are queued on the caller's stream. In the exact mode `dispatch` waits, on the CPU, for the number of rows that
-    come, and for nothing else; with `max_recv_tokens` it waits for nothing and can be captured in a graph.
+    Calls are queued on the caller's stream. Without `max_recv_tokens` (the exact mode) `dispatch` waits on the CPU for
+    the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
 
-    Where torch records gradients, `dispatch` and `combine` are recorded if an input requires one: on all ranks alike,
-    since the backward pass calls the layer too. Calls in two halves and `redispatch` are not.
+    If torch records gradients and an input requires one, `dispatch` and `combine` are recorded. This must be so on all
+    ranks or on none, since the backward pass calls the layer too. `redispatch` and the calls in two halves are not
+    recorded.
 
     Args:
-        ep_group: a `Communicator`, an MPI communicator or a torch process group. One that is no Communicator gets
-            one of its own, which `finalize` closes.
+        ep_group: a `Communicator`, an MPI communicator or a torch process group. For the last two the layer makes a
+            Communicator, which `finalize` closes.
         max_tokens: the most tokens of one rank in one dispatch.
         hidden: elements of a token.
         topk: experts that each token chooses, 1 to 16.
@@ -79,11 +79,11 @@ class EPAll2AllLayer:
         world_size: ranks of the group.
         dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
         weight_dtype: of routing weights: one of the same.
-        num_sm: the most blocks, and so multiprocessors, that a kernel of the layer takes.
-        enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. Less crosses the link; the
-            result is rounded twice. For one node.
-        use_aot: take kernels that were compiled beforehand (`proxyccl compile`), and none that would have to be now.
-        max_recv_tokens: None for outputs of the exact size, or the number of rows that every output has.
+        num_sm: the most blocks, and so the most multiprocessors, that a kernel of the layer uses.
+        enable_local_combine: sum a token's rows on each rank first, rounded to `dtype`. This sends less data, but
+            rounds the result twice. Only on one node.
+        use_aot: use only kernels that were compiled beforehand (`proxyccl compile`).
+        max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens as they are, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` keeps to `dtype`.
         capacity: see `DispatchCombineContext.create`.
@@ -132,15 +132,15 @@ class EPAll2AllLayer:
             message = str(error).removeprefix(f"{error.argument}: ")
             raise ArgumentError(_OWN_NAMES[error.argument], message) from None
         if enable_local_combine and not config.is_intra_node:
-            raise ArgumentError("enable_local_combine", "is for one node; across nodes each node's sum is sent")
+            raise ArgumentError("enable_local_combine", "is only for one node; across nodes each node sends a sum")
         if max_recv_tokens is not None and (not isinstance(max_recv_tokens, int) or max_recv_tokens < 1):
             raise ArgumentError("max_recv_tokens", f"must be a positive number of rows, not {max_recv_tokens!r}")
         if dispatch_dtype is not None:
             if as_dtype(dispatch_dtype, "dispatch_dtype").name != _FLOAT8:
-                raise ArgumentError("dispatch_dtype", f"{dispatch_dtype!r} is neither None nor {_FLOAT8}")
+                raise ArgumentError("dispatch_dtype", f"must be None or {_FLOAT8}, not {dispatch_dtype!r}")
             if hidden % SCALED_ELEMENTS:
                 raise ArgumentError(
-                    "hidden", f"{hidden} is no multiple of {SCALED_ELEMENTS}, which have a scale in common"
+                    "hidden", f"must be a multiple of {SCALED_ELEMENTS}, the elements that share a scale, not {hidden}"
                 )
         communicator, owned = as_communicator(ep_group, config)
         options = {
@@ -152,8 +152,8 @@ class EPAll2AllLayer:
         self.ep_config = config
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
-        with closing_if_refused(communicator, owned=owned):
-            agree_on(communicator, config, options, _OWN_NAMES)
+        with closing_on_error(communicator, owned=owned):
+            agree_on(communicator.group, config, options, _OWN_NAMES)
             self.ctx = DispatchCombineContext(
                 communicator,
                 config,
@@ -188,14 +188,14 @@ class EPAll2AllLayer:
         self.ctx.finalize()
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
-        """Waits, on the stream, until all ranks have come here.
+        """Waits on the stream until all ranks have made this call.
 
         Args:
             stream: as for `Communicator.barrier`.
-            intra_node_only: wait for the ranks of this node only. All ranks of the group call it all the same.
+            intra_node_only: wait only for the ranks of this node. All ranks of the group must call it even so.
         """
         self.ctx.require_usable()
-        self.ctx.communicator.collectives.barrier(stream, intra_node_only=intra_node_only)
+        barrier(self.ctx.communicator.collectives, stream, intra_node_only=intra_node_only)
 
     # -- dispatch ---
 
@@ -215,22 +215,21 @@ class EPAll2AllLayer:
                 also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`.
-            weight: [T, topk] of `weight_dtype`, to be sent along, or None; on all ranks alike.
-            full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot, if all ranks'
-                outputs were one buffer and all ranks' tokens one array, both in the order of ranks. It must be a
-                permutation of each rank's rows.
+            weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
+            full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
+                numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
+                rows.
             stream: where to queue it; as for `Communicator.all_reduce`.
 
         Returns:
             The rows, [R, hidden]: one for each slot of this rank's experts, ordered by expert, then the source's rank,
-            then token, then k, unless full_scatter_indices say otherwise; their weights, [R], or None; and the
-            descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of
-            float32. With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are
-            filled.
+            then token, then k, unless full_scatter_indices give another order; their weights, [R], or None; and the
+            descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of float32.
+            With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
 
         Raises:
             ArgumentError: an argument is wrong on this rank, and nothing was done; or an expert id is out of range on
-                any rank, which all ranks raise, and the layer can go on.
+                any rank, which all ranks raise, and the layer stays usable.
             CapacityError: more rows came to a rank than max_recv_tokens; see `check`.
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
@@ -241,13 +240,13 @@ class EPAll2AllLayer:
                 self, input, exp_indices, weight, full_scatter_indices, stream
             )
             return recorded
-        given, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
+        inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         if self.max_recv_tokens is None:
             self._refuse_capture(stream)
-        pending = PendingDispatch(self.ctx.describe("dispatch", given), given, stream)
+        pending = PendingDispatch(self.ctx.describe("dispatch", inputs), inputs, stream)
         if self.max_recv_tokens is not None:
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, stream)
-        self.ctx.begin(ROUTE | GATHER, pending.desc, given, stream)
+        self.ctx.begin(ROUTE | GATHER, pending.desc, inputs, stream)
         return self._receive_exact(SEND | RECEIVE, pending, stream)
 
     def dispatch_send(
@@ -259,20 +258,20 @@ class EPAll2AllLayer:
         *,
         stream: StreamLike = None,
     ) -> PendingDispatch:
-        """The first half of `dispatch`: queues what sends, and waits for nobody.
+        """The first half of `dispatch`: queues the sends and does not wait.
 
         The arguments must stay as they are until `dispatch_recv`. One dispatch can be under way at a time.
         """
-        given, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
-        desc = self.ctx.describe("dispatch_send", given)
-        self.ctx.begin(ROUTE | SEND, desc, given, stream)
-        self._sent = PendingDispatch(desc, given, stream)
+        inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
+        desc = self.ctx.describe("dispatch_send", inputs)
+        self.ctx.begin(ROUTE | SEND, desc, inputs, stream)
+        self._sent = PendingDispatch(desc, inputs, stream)
         return self._sent
 
     def dispatch_recv(
         self, pending: PendingDispatch, *, stream: StreamLike = None
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """The second half: takes in what came. Returns and raises as `dispatch`."""
+        """The second half of `dispatch`: receives the rows. Returns and raises as `dispatch`."""
         self.ctx.require_usable()
         if pending is not self._sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
@@ -282,11 +281,11 @@ class EPAll2AllLayer:
             return self._receive_fixed(GATHER | RECEIVE, pending, stream)
         self._refuse_capture(stream)
         self._sent = None
-        self.ctx.begin(GATHER, pending.desc, pending.given, stream)
+        self.ctx.begin(GATHER, pending.desc, pending.inputs, stream)
         return self._receive_exact(RECEIVE, pending, stream)
 
     def redispatch(self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None) -> Any:
-        """Sends other values of the same tokens by the routing of an earlier dispatch: nothing is counted again.
+        """Sends other values of the same tokens with the routing of an earlier dispatch. Nothing is counted again.
 
         It is the adjoint of `combine`.
 
@@ -305,7 +304,7 @@ class EPAll2AllLayer:
 
     def _redispatch(self, tokens: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         self._refuse_under_way()
-        output = self.ctx.new_array(tokens.owner, (desc.rows, tokens.shape[1]), tokens.dtype)
+        output = self.ctx.arrays.new(tokens.owner, (desc.rows, tokens.shape[1]), tokens.dtype)
         self.ctx.repeat(desc, tokens, self._view(output), self.ctx.stream_for(stream, tokens.owner))
         return output
 
@@ -316,11 +315,11 @@ class EPAll2AllLayer:
         rows = self.ctx.await_rows(desc)
         bad = self.ctx.bad_expert("exp_indices")
         if bad is not None:
-            end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must be let pass
-            self.ctx.receive(end, desc, pending.given, 0, None, None, stream)
+            end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
+            self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
             raise bad
-        output, weights, views = self._new_output(pending.given, rows)
-        self.ctx.receive(phases, desc, pending.given, rows, views, None, stream)
+        output, weights, views = self._new_output(pending.inputs, rows)
+        self.ctx.receive(phases, desc, pending.inputs, rows, views, None, stream)
         self._check_if_done(stream)
         return output, weights, desc
 
@@ -328,18 +327,18 @@ class EPAll2AllLayer:
         self, phases: int, pending: PendingDispatch, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         assert self.max_recv_tokens is not None
-        desc, given = pending.desc, pending.given
-        output, weights, views = self._new_output(given, self.max_recv_tokens)
-        desc.num_recv_tokens = self.ctx.new_array(given.tokens.owner, (1,), "int32")
+        desc, inputs = pending.desc, pending.inputs
+        output, weights, views = self._new_output(inputs, self.max_recv_tokens)
+        desc.num_recv_tokens = self.ctx.arrays.new(inputs.tokens.owner, (1,), "int32")
         received = self._view(desc.num_recv_tokens)
-        self.ctx.receive(phases, desc, given, self.max_recv_tokens, views, received, stream)
+        self.ctx.receive(phases, desc, inputs, self.max_recv_tokens, views, received, stream)
         self._check_if_done(stream)
         return output, weights, desc
 
-    def _new_output(self, given: DispatchInputs, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
-        """What the caller gets: rows and weights; and where they, and the scales of the rows, lie."""
-        config, like, new = self.ep_config, given.tokens.owner, self.ctx.new_array
-        weights = None if given.weights is None else new(like, (rows,), config.weight)
+    def _new_output(self, inputs: DispatchInputs, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
+        """Returns new rows and weights for the caller, and views of them and of the rows' scales."""
+        config, like, new = self.ep_config, inputs.tokens.owner, self.ctx.arrays.new
+        weights = None if inputs.weights is None else new(like, (rows,), config.weight)
         output = new(like, (rows, config.hidden), _FLOAT8 if self.quantized else config.token)
         views = self._view(output), None if weights is None else self._view(weights)
         if not self.quantized:
@@ -358,17 +357,17 @@ class EPAll2AllLayer:
         out: Any = None,
         stream: StreamLike = None,
     ) -> Any:
-        """Sends the experts' rows back, and sums those of each token.
+        """Sends the experts' rows back, and sums the rows of each token.
 
         On one node the sum is made in the order of k, in float32 (float64 for float64), and rounded once. With
-        enable_local_combine each rank's part is rounded, and the parts are summed in the order of ranks. Across nodes
-        each node's part is.
+        enable_local_combine each rank's partial sum is rounded, and these are summed in the order of ranks. Across
+        nodes the same holds for each node's partial sum.
 
         Args:
             input: [R, hidden] of `dtype`, in the order of the dispatch's output.
             ep_a2a_layout_desc: of that dispatch.
-            weights: float32 [R]: what each row is multiplied by in the sum, such as the weights that the dispatch
-                returned; None for 1. On all ranks alike.
+            weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
+                None for 1. All ranks give it, or none.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
@@ -378,7 +377,7 @@ class EPAll2AllLayer:
         autograd = _recording(input, weights)
         if autograd is not None:
             if out is not None:
-                raise ArgumentError("out", "can't be given where torch records the call for a backward pass")
+                raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
             return autograd.combine(self, input, ep_a2a_layout_desc, weights, stream)
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
         output, target = self._combine_output(out, rows, desc)
@@ -393,7 +392,7 @@ class EPAll2AllLayer:
         weights: Any = None,
         stream: StreamLike = None,
     ) -> PendingCombine:
-        """The first half of `combine`: queues what sends, and waits for nobody.
+        """The first half of `combine`: queues the sends and does not wait.
 
         `input` and `weights` must stay as they are until `combine_recv`. One combine can be under way at a time.
         """
@@ -403,7 +402,7 @@ class EPAll2AllLayer:
         return self._returned
 
     def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
-        """The second half: sums what came. Returns and raises as `combine`."""
+        """The second half of `combine`: sums the received rows. Returns and raises as `combine`."""
         self.ctx.require_usable()
         if pending is not self._returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
@@ -416,8 +415,10 @@ class EPAll2AllLayer:
     # -- checking ---
 
     def check(self) -> None:
-        """Raises what the dispatches that have ended since the last check found, the same on all ranks that have waited
-        for them: with max_recv_tokens nothing else tells, as dispatch does not wait.
+        """Raises the errors of the dispatches that have ended since the last check: the same on all ranks that have
+        waited for them.
+
+        With max_recv_tokens nothing else raises these errors, as dispatch does not wait.
 
         Raises:
             CapacityError: more rows came to a rank than max_recv_tokens. Those that did not fit were left out, and
@@ -427,14 +428,14 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices")
         if self.ctx.bad_indices():
-            raise ArgumentError("full_scatter_indices", "are no permutation of this rank's rows")
+            raise ArgumentError("full_scatter_indices", "must be a permutation of this rank's rows")
         if self.max_recv_tokens is None:
             return
         if bad is not None:
             raise bad
         if most > self.max_recv_tokens:
             raise CapacityError(
-                f"{most} rows came to a rank, max_recv_tokens is {self.max_recv_tokens}; what did not fit was left out",
+                f"a rank received {most} rows; those beyond max_recv_tokens, {self.max_recv_tokens}, were left out",
                 most,
             )
 
@@ -449,12 +450,12 @@ class EPAll2AllLayer:
         config = self.ep_config
         pair = isinstance(input, tuple)
         if pair and (not self.quantized or len(input) != 2):
-            raise ArgumentError("input", "a pair of rows and scales is for a layer with dispatch_dtype")
+            raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
         rows, dtype = (input[0], _FLOAT8) if pair else (input, config.token.name)
         tokens = self._input(rows, "input", (-1, config.hidden), dtype)
         count = tokens.shape[0]
         if count > config.max_tokens:
-            raise ArgumentError("input", f"{count} tokens are more than max_tokens, {config.max_tokens}")
+            raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {config.max_tokens}")
         ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
         weights = scatter = None
         if weight is not None:
@@ -474,7 +475,7 @@ class EPAll2AllLayer:
     ) -> tuple[EPAllToAllLayoutDesc, ArrayView, ArrayView | None, StreamLike]:
         desc = self._own_desc(desc)
         if self._returned is not None:
-            raise ArgumentError("combine", "another one is under way: combine_recv comes first")
+            raise ArgumentError("combine", "another combine is under way; call combine_recv first")
         config = self.ep_config
         rows = self._input(input, "input", (desc.rows, config.hidden), config.token.name)
         scales = None if weights is None else self._input(weights, "weights", (desc.rows,), "float32")
@@ -482,35 +483,36 @@ class EPAll2AllLayer:
 
     def _combine_output(self, out: Any, rows: ArrayView, desc: EPAllToAllLayoutDesc) -> tuple[Any, ArrayView]:
         shape = (desc.num_dispatch_token_cur_rank, self.ep_config.hidden)
-        return output_array(self.ctx, out, rows, shape, self.ep_config.token)
+        return output_array(self.ctx.group, out, rows, shape, self.ep_config.token)
 
     def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
         self.ctx.require_usable()
         if not isinstance(desc, EPAllToAllLayoutDesc) or desc.owner is not self.ctx:
-            raise ArgumentError("ep_a2a_layout_desc", "is not of a dispatch of this layer")
+            raise ArgumentError("ep_a2a_layout_desc", "is not the descriptor of a dispatch of this layer")
         return desc
 
     def _refuse_under_way(self) -> None:
         self.ctx.require_usable()
         if self._sent is not None:
-            raise ArgumentError("dispatch", "another one is under way: dispatch_recv comes first")
+            raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
 
     def _refuse_capture(self, stream: StreamLike) -> None:
-        runtime = self.ctx.communicator.runtime
+        runtime = self.ctx.group.runtime
         if runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream)):
             raise ArgumentError(
-                "max_recv_tokens", "a dispatch that is captured in a graph can't wait for its size: give a maximum"
+                "max_recv_tokens",
+                "is needed to capture a dispatch in a graph, which can't wait for its size",
             )
 
     def _view(self, array: Any) -> ArrayView:
-        return self.ctx.communicator.collectives.input(array, "out")
+        return input_view(self.ctx.group, array, "out")
 
     def _input(self, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
-        return input_array(self.ctx.communicator, x, argument, shape, dtype)
+        return input_array(self.ctx.group, x, argument, shape, dtype)
 
 
 def _recording(*inputs: Any) -> ModuleType | None:
-    """What records a call for torch's backward pass, where one of its inputs asks for that."""
+    """The module that records a call for torch's backward pass, if one of its inputs requires a gradient; else None."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.is_grad_enabled():
         return None

@@ -1,60 +1,65 @@
-"""The descriptor of one dispatch: where every row came from, for combine and for whoever wants to look."""
+"""The descriptor of one dispatch: where every row came from, for combine and for inspection."""
 
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.channels.expert_parallel.arrays import ExpertArrays
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays import ArrayView
-
-if TYPE_CHECKING:
-    from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 
 Tables = dict[str, Any]
 
 
 class EPAllToAllLayoutDesc:
-    """Where a dispatch put what: `combine` needs it, and `redispatch`.
+    """Describes where a dispatch put its rows. `combine` and `redispatch` need it.
 
-    The tables lie on the device, in arrays of the library that the tokens came from. Those that are only for looking at
-    (`token_dst_scatter_idx`, `send_reqs_recv_tensor`) are made when they are first asked for, which waits for the
-    dispatch. Row numbers count the rows of one rank's output. A *counterpart* is the rank of another node that has
-    this rank's number within it.
+    The tables lie on the device, in arrays of the tokens' library. Those only for inspection (`token_dst_scatter_idx`,
+    `send_reqs_recv_tensor`) are made on first access, which waits for the dispatch. Row numbers count the rows of one
+    rank's output. A *counterpart* is the rank of another node with this rank's number within its node.
 
     Attributes:
+        owner: the context whose dispatch it describes.
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
-        num_recv_tokens: int32 [1]: rows that came, at most those of the output; None in the exact mode, where the
-            output has that many.
+        num_recv_tokens: int32 [1]: number of received rows, at most those of the output; None in the exact mode, where
+            it is the output's.
     """
 
     def __init__(
         self,
-        context: DispatchCombineContext,
+        owner: object,
+        arrays: ExpertArrays,
+        config: EPConfig,
+        nodes: Nodes,
         number: int,
         tokens: int,
         like: Any,
         *,
         scatter: ArrayView | None = None,
     ) -> None:
-        self._context = context
+        self.owner = owner
+        self._arrays = arrays
+        self._config = config
+        self._nodes = nodes
         self._like = like
         self._scatter = scatter
         self._tables: Tables = {}
         self._pointers: dict[str, int] = {}
-        config = context.ep_config
-        nodes, ranks = context.workspace.nodes, config.world_size
+        ranks = config.world_size
         shapes: dict[str, tuple[int, ...]] = {
             "tokens": (ranks,),
             "counts": (ranks, config.num_experts),
             "rows": (ranks, config.max_tokens, config.topk),
-            "expert_ids": (nodes, config.max_tokens, config.topk),
+            "expert_ids": (nodes.count, config.max_tokens, config.topk),
         }
-        if nodes > 1:
-            shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes, config.max_tokens)}
+        if nodes.count > 1:
+            shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes.count, config.max_tokens)}
         for name, shape in shapes.items():
             self._allocate(name, shape)
         self.number = number
@@ -63,24 +68,19 @@ class EPAllToAllLayoutDesc:
         self.rows = 0
 
     def _allocate(self, name: str, shape: tuple[int, ...]) -> None:
-        table = self._context.new_array(self._like, shape, "int32")
-        self._tables[name], self._pointers[name] = table, self._context.address(table)
+        table = self._arrays.new(self._like, shape, "int32")
+        self._tables[name], self._pointers[name] = table, self._arrays.address(table)
 
     def size_rows(self, rows: int) -> None:
-        """Makes the tables that have an entry for each row of the output."""
+        """Allocates the tables that have an entry for each row of the output."""
         self.rows = rows
-        topk = self._context.ep_config.topk
+        topk = self._config.topk
         for name, shape in (("first_rows", (rows,)), ("token_rows", (rows, topk)), ("row_slots", (rows,))):
             self._allocate(name, shape)
 
     @property
-    def owner(self) -> DispatchCombineContext:
-        """The context whose dispatch it describes."""
-        return self._context
-
-    @property
     def table_owners(self) -> tuple[Any, ...]:
-        """The arrays, to be kept alive while kernels use them."""
+        """The arrays, which must be kept alive while kernels use them."""
         return tuple(self._tables.values())
 
     def pointer(self, name: str) -> int:
@@ -92,7 +92,7 @@ class EPAllToAllLayoutDesc:
         for name, pointer in self._pointers.items():
             setattr(layout, name, ffi.cast("int32_t *", pointer))
 
-    # -- what a caller may look at ---
+    # -- what a caller may inspect ---
 
     @property
     def num_input_tokens_per_rank(self) -> Any:
@@ -106,40 +106,35 @@ class EPAllToAllLayoutDesc:
 
     @property
     def skipped_token_mapping_indices(self) -> Any:
-        """int32 [R]: for each row the first row of the same token on this rank, which for that one is itself."""
+        """int32 [R]: for each row, the first row of the same token on this rank, which may be the row itself."""
         return self._tables["first_rows"]
 
     @property
     def skipped_token_topk_mapping_indices(self) -> Any:
-        """int32 [R, topk]: entry [r, k], where r is the first row of a token on this rank, is the row of its slot k; -1
-        where that is elsewhere or dropped, and in the lines of other rows.
+        """int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k] is the row of the token's slot
+        k, or -1 if that slot is dropped or on another rank. For other r all entries are -1.
         """
         return self._tables["token_rows"]
 
-    @property
-    def row_topk_indices(self) -> Any:
-        """int32 [R]: which of its token's slots each row is for, 0 to topk - 1."""
-        return self._tables["row_slots"]
-
     @cached_property
     def topk_indices_tensor(self) -> Any:
-        """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a is of the
-        tokens of the counterpart on node a, -1 past their number.
+        """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a has those of
+        the counterpart on node a, and -1 past its tokens.
         """
         ids = self._expert_ids()
-        if self._context.ep_config.is_intra_node:
+        if self._config.is_intra_node:
             return self._upload(ids[0])
-        most = self._context.ep_config.max_tokens
+        most = self._config.max_tokens
         padded = [np.pad(of_node, ((0, most - len(of_node)), (0, 0)), constant_values=-1) for of_node in ids]
         return self._upload(np.stack(padded))
 
     @cached_property
     def token_dst_scatter_idx(self) -> Any:
-        """int32 [nnodes, max_tokens, topk]: the row of each slot in the output of its expert's rank: in entry a of the
-        tokens of the counterpart on node a. For this rank's own node all slots; for others those of this node's
-        experts. -1 elsewhere.
+        """int32 [nnodes, max_tokens, topk]: the row of each slot in the output of its expert's rank. Entry a is for the
+        tokens of the counterpart on node a: on this rank's node for all slots, on others for slots of this node's
+        experts. All other entries are -1.
         """
-        config, context = self._context.ep_config, self._context
+        config = self._config
         counts = self._download("counts").astype(np.int64)
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
@@ -150,7 +145,7 @@ class EPAllToAllLayoutDesc:
         tokens = self._download("tokens")
         result = np.full((config.num_nodes, config.max_tokens, config.topk), -1, np.int32)
         for node, ids in enumerate(self._expert_ids()):
-            source = context.counterpart(node)
+            source = self._nodes.counterpart(node)
             slots = ids.reshape(-1)
             kept = slots < config.num_experts
             if self._scatter is None:
@@ -163,7 +158,7 @@ class EPAllToAllLayoutDesc:
                 rows[kept] = first[slots[kept], source] + positions[kept]
             else:
                 begin = int(tokens[:source].sum())
-                given = context.download_view(self._scatter)[begin : begin + len(ids)].reshape(-1).astype(np.int64)
+                given = self._arrays.download_view(self._scatter)[begin : begin + len(ids)].reshape(-1).astype(np.int64)
                 rows = given - rows_before[np.minimum(slots // per_rank, config.world_size - 1)]
             if node != own_node:
                 kept = kept & (slots // (per_rank * config.local_world_size) == own_node)
@@ -172,10 +167,10 @@ class EPAllToAllLayoutDesc:
 
     @cached_property
     def send_reqs_recv_tensor(self) -> Any:
-        """None on one node. Else int32 [nnodes, 2, max_tokens]: for each node the runs of consecutive tokens of the
-        counterpart there that came to this node, first tokens in [a, 0] and ends in [a, 1]; -1 past their number.
+        """None on one node. Else int32 [nnodes, 2, max_tokens]: the runs of consecutive tokens that came to this node
+        from the counterpart on node a, with first tokens in [a, 0] and ends in [a, 1]; -1 past the last run.
         """
-        config = self._context.ep_config
+        config = self._config
         if config.is_intra_node:
             return None
         own_node = config.rank // config.local_world_size
@@ -187,20 +182,19 @@ class EPAllToAllLayoutDesc:
         return self._upload(result)
 
     def _expert_ids(self) -> list[NDArray[np.int32]]:
-        """For each node the ids of its counterpart's tokens."""
-        context = self._context
+        """For each node, the expert ids of the tokens of its counterpart."""
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []
-        for node in range(context.ep_config.num_nodes):
-            source = context.counterpart(node)
-            per_node.append(ids[context.node_of(source), : int(tokens[source])])
+        for node in range(self._config.num_nodes):
+            source = self._nodes.counterpart(node)
+            per_node.append(ids[self._nodes.of(source), : int(tokens[source])])
         return per_node
 
     def _download(self, name: str) -> NDArray[np.int32]:
-        return self._context.download(self._tables[name])
+        return self._arrays.download(self._tables[name])
 
     def _upload(self, values: NDArray[Any]) -> Any:
-        return self._context.upload(self._like, np.ascontiguousarray(values, np.int32))
+        return self._arrays.upload(self._like, np.ascontiguousarray(values, np.int32))
 
     def __repr__(self) -> str:
         return (

@@ -1,23 +1,26 @@
-"""The memory that expert parallelism's kernels share between ranks, and its geometry (device/kernels/experts.h)."""
+"""The memory that expert-parallel kernels share between ranks, and its layout (device/kernels/experts.h)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
+from proxyccl.channels.topology import Topology
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
+from proxyccl.proxy.codec import Codec
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""Expert choices of all ranks, at most, that are announced to every block instead of being counted by their source."""
+"""The most slots of all ranks for which ids are announced to every block, instead of counted by their source."""
 FEW_TOKENS = 32
-"""Of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
+"""Tokens of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
+_FLAG = Codec(bool, 16, "flag")
 _LINE = 128
-_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row on its way back
+_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
 
 
 def _aligned(nbytes: int, to: int = _LINE) -> int:
@@ -36,23 +39,55 @@ class _Areas:
         return start
 
 
-class ExpertWorkspace:
-    """One rank's workspace, and what kernels must know to reach the others'. All ranks make it together.
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a layer. `counterpart` uses the configuration's nodes, `of` the kernels', where each rank may be a
+    node.
 
-    Ranks of a node read and write each other's workspaces; what goes to other nodes goes through the proxy, to the rank
-    with the same number there. Where ranks of a node can't touch each other's memory, where nodes have different
-    numbers of ranks, or with `proxied`, every rank counts as a node of its own.
+    Attributes:
+        config: of the layer.
+        topology: of its ranks.
+        members: for each of the kernels' nodes its ranks.
+    """
+
+    config: EPConfig
+    topology: Topology
+    members: list[list[int]]
+
+    @property
+    def count(self) -> int:
+        """Number of the kernels' nodes."""
+        return len(self.members)
+
+    def counterpart(self, node: int) -> int:
+        """The rank of one of the configuration's nodes that has this rank's number within its node."""
+        members = self.topology.node_members()
+        if len(members) == self.config.num_nodes:
+            return members[node][self.topology.local_rank]
+        return node * self.config.local_world_size + self.config.rank % self.config.local_world_size
+
+    def of(self, rank: int) -> int:
+        """A rank's node, among the kernels' nodes."""
+        return next(n for n, members in enumerate(self.members) if rank in members)
+
+
+class ExpertWorkspace:
+    """One rank's workspace, and what kernels need to access those of other ranks. All ranks make it together.
+
+    Ranks of a node read and write each other's workspaces. Data for another node goes through the proxy, to the rank
+    with the same number there. Every rank counts as a node of its own if ranks of a node can't access each other's
+    memory, if nodes have different numbers of ranks, or with `proxied`.
 
     Attributes:
         experts: the ProxycclExperts.
-        nodes: nodes as the kernels count them.
+        nodes: number of the kernels' nodes.
         node: this rank's.
         members: for each node its ranks.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        group: Group,
         config: EPConfig,
         *,
         blocks: int,
@@ -60,14 +95,14 @@ class ExpertWorkspace:
         local_combine: bool,
         proxied: bool = False,
     ) -> None:
-        runtime, rank, ranks = communicator.runtime, communicator.rank, communicator.world_size
+        runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
             raise ResourceError(f"an expert-parallel layer serves at most {lib.PROXYCCL_MAX_EXPERT_RANKS} ranks")
-        topology = communicator.topology
+        topology = group.topology
         mapped = not proxied and all(topology.accessible[peer] for peer in topology.node_ranks)
-        flags = communicator.all_gather_bytes(b"1" if mapped else b"0", "an expert-parallel layer")
+        flags = group.exchange.all_gather(mapped, _FLAG, "an expert-parallel layer")
         members = topology.node_members()
-        if b"0" in flags or len({len(ranks_of_node) for ranks_of_node in members}) > 1:
+        if not all(flags) or len({len(ranks_of_node) for ranks_of_node in members}) > 1:
             members = [[peer] for peer in range(ranks)]
         self.members = members
         self.nodes, local_size = len(members), len(members[0])
@@ -82,7 +117,7 @@ class ExpertWorkspace:
         e.blocks = blocks
         self._cut(config, blocks)
         self._announce(config)
-        # A row may also be a token's weights, when `collect` brings them back.
+        # A row may also hold a token's weights: `collect` returns them.
         row_bytes = _aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         e.partial_bytes = blocks * e.return_segment_bytes
@@ -99,13 +134,13 @@ class ExpertWorkspace:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = _aligned(e.segments * (e.routing_bytes + e.segment_bytes))
 
-        groups = threads  # at most: a kernel knows how many threads make a group
+        groups = threads  # at most, as only a kernel knows how many threads make a group
         areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
         e.read = areas.take(8 * local_size * e.segments)
         e.returned = areas.take(8 * local_size * blocks)
-        e.taken = areas.take(8 * local_size * blocks)
+        e.summed = areas.take(8 * local_size * blocks)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
         e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
@@ -114,14 +149,14 @@ class ExpertWorkspace:
         e.return_rails = areas.take(self.nodes * config.topk * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
 
-        self._workspace = communicator.empty((areas.end,), "uint8")
-        self._memory = memory = communicator.register(self._workspace)
+        self._workspace = allocate(group, (areas.end,), "uint8")
+        self._memory = memory = register(group, self._workspace)
         rails = [of_node[local_rank] for n, of_node in enumerate(members) if n != self.node]
         channels: dict[int, list[ProxyChannel]] = {}
         self._kept: object = None
         if self.nodes > 1:
-            channels, self._kept = connect_handles(communicator, memory, memory, rails, 2 * blocks)
-        self._communicator, self._channels = communicator, channels
+            channels, self._kept = connect_handles(group, memory, memory, rails, 2 * blocks)
+        self._group, self._channels = group, channels
 
         tables = _Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
@@ -130,17 +165,17 @@ class ExpertWorkspace:
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
-        self._report = runtime.allocate_pinned(max(4096, ffi.sizeof("ProxycclExpertReport")))
+        self._received_rows = runtime.allocate_pinned(max(4096, ffi.sizeof("ProxycclReceivedRows")))
         image = bytearray(tables.end)
 
         def put(offset: int, data: bytes) -> None:
             image[offset : offset + len(data)] = data
 
         place_of = {peer: n << 16 | i for n, of_node in enumerate(members) for i, peer in enumerate(of_node)}
-        put(places_at, bytes(ffi.buffer(ffi.new("uint32_t []", [place_of[peer] for peer in range(ranks)]))))
-        put(members_at, bytes(ffi.buffer(ffi.new("uint32_t []", [peer for of_node in members for peer in of_node]))))
+        put(places_at, bytes(ffi.buffer(ffi.new("uint32_t[]", [place_of[peer] for peer in range(ranks)]))))
+        put(members_at, bytes(ffi.buffer(ffi.new("uint32_t[]", [peer for of_node in members for peer in of_node]))))
         peers = [memory.peer_ptr(peer) for peer in members[self.node]]
-        put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t []", peers))))
+        put(peers_at, bytes(ffi.buffer(ffi.new("uint64_t[]", peers))))
         for n, of_node in enumerate(members):
             for i, channel in enumerate(channels.get(of_node[local_rank], ())):
                 area, block = (out_at, i) if i < blocks else (back_at, i - blocks)
@@ -149,12 +184,12 @@ class ExpertWorkspace:
 
         at = self._tables.ptr
         e.places, e.members = ffi.cast("uint32_t *", at + places_at), ffi.cast("uint32_t *", at + members_at)
-        e.control = ffi.cast("ProxycclControl *", communicator.control.device_pointer)
-        e.workspace, e.peers = ffi.cast("char *", memory.ptr), ffi.cast("char *const *", at + peers_at)
+        e.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        e.workspace, e.peers = ffi.cast("char *", memory.ptr), ffi.cast("char **", at + peers_at)
         e.out_channels = ffi.cast("ProxycclProxyChannel *", at + out_at)
         e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
         e.bases = ffi.cast("uint32_t *", at + bases_at)
-        e.report = ffi.cast("ProxycclExpertReport *", self._report.ptr)
+        e.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.ptr)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
 
     def _cut(self, config: EPConfig, segments: int) -> None:
@@ -163,17 +198,18 @@ class ExpertWorkspace:
     def _senders(self, config: EPConfig) -> int:
         """How many blocks of a dispatch only send.
 
-        A multiprocessor's stores go out in turn, those to its own memory behind those that wait for a link, so it does
-        one of the two. The blocks are shared out by the bytes that each side loads and stores of a token, if experts
-        are chosen evenly; what is stored in a peer's memory counts a third more, as measured on 4 H200.
+        A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
+        link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
+        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts 4/3, as
+        measured on 4 H200.
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # at how many ranks a token has an expert
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
         sent, received = 1 + arriving * (1 - 1 / ranks) * 4 / 3, arriving + config.topk
         return max(1, round(blocks * sent / (sent + received)))
 
     def _announce(self, config: EPConfig) -> None:
-        """Decides whether expert ids are announced, which all ranks must do alike, and in how many packets."""
+        """Decides whether expert ids are announced, and in how many packets. All ranks decide alike."""
         e = self.experts
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
         own = e.segment_tokens * config.topk
@@ -189,15 +225,15 @@ class ExpertWorkspace:
             e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)
 
     @property
-    def report(self) -> Any:
-        """The ProxycclExpertReport as the CPU sees it."""
-        return ffi.cast("ProxycclExpertReport *", self._report.host_ptr)
+    def received_rows(self) -> Any:
+        """The ProxycclReceivedRows, at its address on the CPU."""
+        return ffi.cast("ProxycclReceivedRows *", self._received_rows.host_ptr)
 
     def close(self) -> None:
-        """Frees memory and channels. No kernel of any rank may use them any more, and all proxies have drained."""
-        if not self._communicator.closed:
-            free_handles(self._communicator, self._channels)
+        """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have drained."""
+        if not self._group.failure.closed:
+            free_handles(self._group, self._channels)
         self._memory.close()
         self._workspace.free()
         self._tables.close()
-        self._report.close()
+        self._received_rows.close()

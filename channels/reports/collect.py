@@ -1,6 +1,6 @@
-"""Looks at a rank and makes its report. It must neither block, whatever hangs, nor disturb what goes on.
+"""Makes a rank's report. It must not block, whatever hangs, and must not disturb the program.
 
-What can't be read is left out, and the report says why.
+The report leaves out what cannot be read, and says why.
 """
 
 from __future__ import annotations
@@ -18,40 +18,40 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from proxyccl.channels.collectives.operations import describe_call
-from proxyccl.channels.control import LANDING_BYTES, LAST_QUESTION, WAITS, KernelWait, exception_from
+from proxyccl.channels.control import LAST_QUESTION, READBACK_BYTES, KernelWait
+from proxyccl.channels.error_record import PLAN_WAITS, WAITS, exception_from
+from proxyccl.channels.group import Group
+from proxyccl.channels.handles import Channel
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.reports.report import (
-    FORMAT,
-    VERSION,
     Call,
+    Exchange,
     Failure,
     Handling,
     ProxiedChannel,
+    ProxyWait,
     Report,
     Semaphore,
     Thread,
     Wait,
 )
+from proxyccl.device._native import lib
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
-from proxyccl.proxy.ring_contents import look
 from proxyccl.proxy.trigger import Operation
-
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.channels.reports.reporter import Reporter
 
 CALLS = 16
 FRAMES = 64
 ANSWER_SECONDS = 0.3
-"""For kernels to say what they wait for: they look every few thousand spins, on the host when they get a core."""
+"""How long kernels have to say what they wait for. They check every few thousand spins, on the host when they get a
+core.
+"""
 _LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _SETTLED_SECONDS = 0.05
 _COPY_SECONDS = 0.5
@@ -60,27 +60,33 @@ T = TypeVar("T")
 
 
 class DeviceReader:
-    """Reads device memory while kernels hang: by copies in a stream of its own, which no kernel holds up.
+    """Reads device memory while kernels hang, by copies on its own stream, which waits for no kernel.
 
-    Everything is made beforehand, as a driver may wait for kernels when it allocates.
+    It allocates everything when it is made, as a driver may wait for kernels when it allocates.
 
     Args:
-        runtime: whose memory.
-        landing: addresses, for the device and for the CPU, of LANDING_BYTES of pinned memory.
+        runtime: whose memory is read.
+        readback_buffer: addresses, for the device and for the CPU, of READBACK_BYTES of pinned memory.
     """
 
-    def __init__(self, runtime: Runtime, landing: tuple[int, int]) -> None:
+    def __init__(self, runtime: Runtime, readback_buffer: tuple[int, int]) -> None:
         self._runtime = runtime
-        self._device, self._host = landing
+        self._device, self._host = readback_buffer
         self._stream = runtime.create_stream(for_proxy=True)
         self._late = False
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
-        """The bytes of some ranges (address, size), in one. Raises TimeoutError where the device does not copy them."""
+        """The bytes of some ranges (address, nbytes), one behind the other.
+
+        Raises:
+            TimeoutError: the device does not copy them in time.
+            ValueError: there are more than READBACK_BYTES.
+        """
         if self._late:
-            raise TimeoutError("the device still has not done the copies of an earlier report")
-        if sum(nbytes for _, nbytes in ranges) > LANDING_BYTES:
-            raise ValueError(f"more than {LANDING_BYTES} bytes")
+            raise TimeoutError("the device has not finished the copies of an earlier report")
+        total = sum(nbytes for _, nbytes in ranges)
+        if total > READBACK_BYTES:
+            raise ValueError(f"the ranges have {total} bytes; expected at most {READBACK_BYTES}")
         offset = 0
         for address, nbytes in ranges:
             self._runtime.copy(self._device + offset, address, nbytes, self._stream)
@@ -98,59 +104,67 @@ class DeviceReader:
         self._stream.close()
 
 
-def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader, cause: str, question: int) -> Report:
+def collect(
+    group: Group,
+    device: DeviceReader,
+    cause: str,
+    question: int,
+    exchange: Exchange | None,
+    beside: list[str],
+) -> Report:
     """This rank's report.
 
     Args:
-        communicator: as this rank has it.
-        reporter: what knows its channels.
+        group: as this rank has it.
         device: for what lies in device memory.
-        cause: why it is wanted, in words.
-        question: a number by which its kernels have not been asked before.
+        cause: why the report is made, in words.
+        question: number of the question to its kernels, which has not been used before.
+        exchange: the call of the bootstrap that this rank is in.
+        beside: names of the other communicators that this process has open.
     """
-    topology, rank = communicator.topology, communicator.rank
+    topology, rank = group.topology, group.rank
     members = [Member(info.host, info.pid, info.started) for info in topology.ranks]
     unread: list[str] = []
 
     def part(what: str, read: Callable[[], T], otherwise: T) -> T:
         try:
             return read()
-        except Exception as error:  # a report says what went wrong and goes on: it is wanted when things are broken
+        except Exception as error:  # a report is made when things are broken, so it notes the error and goes on
             unread.append(f"{what}: {type(error).__name__}: {error}")
             return otherwise
 
-    # What may change soonest is read first: a program goes on when its exception has been raised, and gives back what
-    # it used. Kernels take their time to answer.
-    with _asking(communicator, question) as answers:
-        threads: list[Thread] = part("the threads", lambda: _threads(reporter.thread), [])
-        exchange = reporter.exchange
-        proxy = communicator.proxy_if_started
+    # What may change soonest is read first: the program goes on after its exception and frees what it used. Meanwhile
+    # kernels answer.
+    with _asking(group, question) as answers:
+        threads: list[Thread] = part("the threads", lambda: _threads(group.thread), [])
+        proxy = group.links.proxy_if_started
         handling: list[Handling] = part("the handlers", lambda: _handling(proxy), [])
+        proxy_waits: list[ProxyWait] = part("what the proxy waits for", lambda: _proxy_waits(proxy), [])
         rings: list[Ring] = part("the rings", lambda: _rings(proxy), [])
-        look_at_channels = functools.partial(_channels, communicator, reporter, device, proxy, rings, unread)
+        look_at_channels = functools.partial(_channels, group, device, proxy, rings, unread)
         channels: list[ProxiedChannel] = part("the channels", look_at_channels, [])
-        semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(reporter, device), [])
+        semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(group, device), [])
         waits: list[Wait] = part("what kernels wait for", lambda: [*map(_wait, answers())], [])
     return Report(
-        format=FORMAT,
-        version=VERSION,
-        communicator=communicator.job,
-        beside=reporter.beside(),
+        version=4,
+        communicator=group.job,
+        beside=beside,
         rank=rank,
         members=members,
-        transports=part("the transports", lambda: _transports(communicator), []),
+        transports=part("the transports", lambda: _transports(group), []),
         process=members[rank],
-        thread=reporter.thread,
+        thread=group.thread,
         daemon=_daemon(proxy, members[rank].host),
         command=" ".join(sys.orig_argv),
-        runtime=part("the runtime", communicator.runtime.describe, communicator.runtime.name),
-        timeout=communicator.timeout,
+        runtime=part("the runtime", group.runtime.describe, group.runtime.name),
+        timeout=group.timeout,
         written=datetime.now(UTC).isoformat(timespec="milliseconds"),
         cause=cause,
-        failure=part("the failure", lambda: _failure(communicator), None),
+        failure=part("the failure", lambda: _failure(group), None),
         waits=waits,
+        proxy_waits=proxy_waits,
         exchange=exchange,
-        calls=part("the collective calls", lambda: _calls(communicator), []),
+        calls=part("the collective calls", lambda: _calls(group), []),
         rings=rings,
         channels=channels,
         handling=handling,
@@ -161,11 +175,11 @@ def collect(communicator: Communicator, reporter: Reporter, device: DeviceReader
 
 
 @contextlib.contextmanager
-def _asking(communicator: Communicator, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
-    """Asks this rank's kernels what they wait for, or waited for when they were told to stop. Yields a function that
+def _asking(group: Group, question: int) -> Iterator[Callable[[], list[KernelWait]]]:
+    """Asks this rank's kernels what they wait for, or, after a failure, what they waited for. Yields a function that
     waits for their answers.
     """
-    control = communicator.control
+    control = group.control
     deadline = time.monotonic() + ANSWER_SECONDS
 
     def answers() -> list[KernelWait]:
@@ -185,11 +199,11 @@ def _asking(communicator: Communicator, question: int) -> Iterator[Callable[[], 
         control.ask(0)
 
 
-def _failure(communicator: Communicator) -> Failure | None:
-    if not communicator.control.aborted:
+def _failure(group: Group) -> Failure | None:
+    if not group.control.aborted:
         return None
-    record = communicator.control.record()
-    error = exception_from(record, communicator.rank, communicator.failure_cause)
+    record = group.control.record()
+    error = exception_from(record, group.rank, group.failure.cause)
     return Failure(type(error).__name__, str(error), record.rank, record.peer)
 
 
@@ -198,17 +212,26 @@ def _wait(wait: KernelWait) -> Wait:
     return Wait(what, wait.kind, wait.peer, wait.channel, wait.expected, wait.seen)
 
 
-def _transports(communicator: Communicator) -> list[str]:
-    ranks = range(communicator.world_size)
-    return ["" if peer == communicator.rank else communicator.transport(peer) for peer in ranks]
+def _proxy_waits(proxy: Proxy | None) -> list[ProxyWait]:
+    found = dict[tuple[int, int | None, int], ProxyWait]()
+    for wait in () if proxy is None else proxy.plan_waits():
+        peer = None if wait.kind == lib.PROXYCCL_WAIT_PLAN_GATE else wait.peer
+        what = PLAN_WAITS.get(wait.kind, "wait {kind}").format(peer=peer, plan=wait.plan, kind=wait.kind)
+        found[wait.kind, peer, wait.plan] = ProxyWait(what, wait.kind, peer, wait.plan)
+    return list(found.values())
 
 
-def _calls(communicator: Communicator) -> list[Call]:
-    return [Call(number, describe_call(fields)) for number, fields in communicator.recent_calls(CALLS)]
+def _transports(group: Group) -> list[str]:
+    ranks = range(group.world_size)
+    return ["" if peer == group.rank else group.links.transport(peer) for peer in ranks]
+
+
+def _calls(group: Group) -> list[Call]:
+    return [Call(number, fields) for number, fields in group.launches.recent_calls(CALLS)]
 
 
 def _rings(proxy: Proxy | None) -> list[Ring]:
-    return [] if proxy is None else [Ring.of(look(fifo, TRIGGERS)) for fifo in proxy.rings]
+    return [] if proxy is None else [Ring.of(fifo.snapshot(TRIGGERS)) for fifo in proxy.rings]
 
 
 def _daemon(proxy: Proxy | None, host: str) -> Member | None:
@@ -223,8 +246,7 @@ def _handling(proxy: Proxy | None) -> list[Handling]:
 
 
 def _channels(
-    communicator: Communicator,
-    reporter: Reporter,
+    group: Group,
     device: DeviceReader,
     proxy: Proxy | None,
     rings: list[Ring],
@@ -232,7 +254,7 @@ def _channels(
 ) -> list[ProxiedChannel]:
     if proxy is None:
         return []
-    channels = sorted(reporter.channels(), key=lambda channel: channel.id)
+    channels = sorted(_with_ids(group.inventory.channels()), key=lambda channel: channel.id)
     used = _signals_used(channels, device, unread)
     found = []
     for channel in channels:
@@ -252,13 +274,17 @@ def _channels(
                 ring=ring,
                 **asdict(proxy.counters(channel.id)),
                 outstanding=proxy.outstanding(channel.id),
-                signals_in=communicator.control.semaphore(channel.id),
+                signals_in=group.control.semaphore(channel.id),
                 signals_used=used.get(channel.id),
                 flushed=proxy.flushed(channel.id),
                 flush_asked=max(asked, default=None),
             )
         )
     return found
+
+
+def _with_ids(channels: Sequence[Channel]) -> list[ProxyChannel | HandlerChannel]:
+    return [channel for channel in channels if isinstance(channel, ProxyChannel | HandlerChannel)]
 
 
 def _signals_used(
@@ -273,24 +299,24 @@ def _signals_used(
     return {channel.id: int.from_bytes(words[8 * i : 8 * i + 8], "little") for i, channel in enumerate(proxied)}
 
 
-def _semaphores(reporter: Reporter, device: DeviceReader) -> list[Semaphore]:
+def _semaphores(group: Group, device: DeviceReader) -> list[Semaphore]:
     found = []
-    for semaphores in reporter.semaphores():
+    for semaphores in group.inventory.semaphores():
         words = device.read(semaphores.ranges)
         found += [Semaphore(*row) for row in semaphores.decode(words) if any(row[2:])]
     return found
 
 
-_looking = threading.Lock()
+_frames_lock = threading.Lock()
 
 
 def _frames() -> dict[int, FrameType]:
-    """What each thread is in.
+    """The innermost frame of each thread.
 
-    The interpreter holds a lock of its own while it makes these. A collection must not begin meanwhile: a finaliser may
-    give way to a thread that wants that lock and keeps the interpreter until it has it.
+    The interpreter holds an internal lock meanwhile. No garbage collection may begin then: its finalisers may switch to
+    a thread that waits for that lock and does not release the GIL.
     """
-    with _looking:
+    with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -306,7 +332,7 @@ def _threads(own: int) -> list[Thread]:
     for ident, innermost in _frames().items():
         stack: list[str] = []
         program = installed = ""
-        frame = innermost if ident != threading.get_ident() else None  # but the one that looks
+        frame = innermost if ident != threading.get_ident() else None  # all but the thread that makes the report
         while frame is not None and len(stack) < FRAMES:
             code = frame.f_code
             stack.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
@@ -315,7 +341,7 @@ def _threads(own: int) -> list[Thread]:
                 if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
                     program = program or stack[-1]
             frame = frame.f_back
-        if installed:  # else it is one of this package's, which tell of themselves by the rest of the report
+        if installed:  # threads of this package are left out: the rest of the report covers them
             name = names.get(ident, f"thread {ident}")
             found.append(Thread(name, ident == own, stack[::-1], program or installed))
     return found

@@ -1,4 +1,4 @@
-"""Reports of node daemons: as text for people, and what they say of a rank."""
+"""Reports of node daemons: as text for people, and what they say about a rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from datetime import datetime
 
 from proxyccl.channels.reports.render import counted, ring_lines
-from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread
+from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request
 from proxyccl.proxy.observe.reader import ChannelView
 from proxyccl.proxy.reports.document import Member
 
@@ -20,12 +20,12 @@ def _thread_text(thread: EngineThread) -> str:
 def of_jobs(
     daemons: Iterable[DaemonReport], jobs: Collection[str], named: Collection[Member], moment: datetime
 ) -> list[DaemonReport]:
-    """The reports of daemons that have to do with some jobs, of each the one nearest to a moment.
+    """The reports of daemons that serve some jobs: for each daemon the one that was written nearest to a moment.
 
     Args:
-        daemons: all there are, many of one process perhaps.
+        daemons: all reports; one daemon may have written several.
         jobs: names of communicators.
-        named: daemons that ranks say run their proxies.
+        named: daemons that run the proxies of ranks, as the ranks' reports say.
         moment: when the ranks reported.
     """
     chosen: dict[Member, DaemonReport] = {}
@@ -43,12 +43,12 @@ def serves(report: DaemonReport, job: str) -> bool:
 
 
 def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
-    """What may hold a rank's proxy up in its daemon; nothing where nothing does.
+    """What may hold up a rank's proxy in its daemon; empty if nothing does.
 
     Args:
         report: the daemon's.
         client: the rank.
-        rings: tell what its rings hold too, which the rank's own report does.
+        rings: whether to say how many triggers its rings hold; the rank's own report says that too.
     """
     found = [] if client.failure is None else [f"its proxy failed: {client.failure}"]
     threads = {thread.name: thread for thread in report.threads}
@@ -59,26 +59,31 @@ def remarks(report: DaemonReport, client: Client, *, rings: bool) -> list[str]:
             found.append(f"worker {worker.seen.number} did not look at its rings for {report.meanwhile:g} s{state}")
     full = sum(ring.full for ring in client.rings)
     if rings and full:
-        found.append(f"its rings hold {counted(full, 'trigger')} that are not taken")
-    for way in client.connections:
-        if way.outstanding:
-            towards = f"to rank {way.peer} by {way.transport}"
-            found.append(f"{counted(way.outstanding, 'trigger')} {towards} issued and not known to be complete")
+        found.append(f"its rings hold {counted(full, 'trigger')} that the proxy has not taken")
+    for connection in client.connections:
+        if connection.outstanding:
+            to_peer = f"to rank {connection.peer} by {connection.transport}"
+            found.append(f"{counted(connection.outstanding, 'trigger')} {to_peer} issued but not known to be complete")
     if client.request is not None:
-        found.append(f"its request {client.request.name} is under way for {client.request.seconds:.1f} s")
+        found.append(_request_text(client.request))
     return found
 
 
+def _request_text(request: Request) -> str:
+    return f"its request {request.name} has been under way for {request.seconds:.1f} s"
+
+
 def _may_sleep(report: DaemonReport, thread: EngineThread | None) -> bool:
-    """Whether a thread that did not look at rings while the report was made may have had nothing to do. Twice its
-    longest sleep is long enough for a look, though it wakes late.
+    """Whether a thread that did not poll its rings while the report was made may just have slept.
+
+    A thread may wake late, but polls its rings within twice its longest sleep.
     """
     return report.meanwhile < 2 * report.longest_sleep and (thread is None or thread.state == "S")
 
 
 def _channel(client: Client, channel: ChannelView) -> str:
-    way = client.connection_of(channel)
-    end = "a handler" if way is None else f"rank {way.peer} by {way.transport}"
+    connection = client.connection_of(channel)
+    end = "a handler" if connection is None else f"rank {connection.peer} by {connection.transport}"
     return (
         f"channel {channel.id} to {end}, ring {channel.ring}: {channel.triggers} triggers, {channel.puts} puts of "
         f"{channel.bytes} bytes, {channel.signals} signals, {channel.flushes} flushes, {channel.errors} errors"
@@ -86,16 +91,16 @@ def _channel(client: Client, channel: ChannelView) -> str:
 
 
 def _client(report: DaemonReport, client: Client) -> Iterator[str]:
-    whose = client.description
+    rank = client.description
     where = f"process {client.pid} on {client.device_id or 'no device'}, for {client.seconds:.1f} s"
-    if whose is None:
-        yield f"a client that says nothing of itself: {where}"
+    if rank is None:
+        yield f"a client without a description: {where}"
     else:
-        yield f"rank {whose.rank} of {whose.world_size} of communicator {whose.job} ({whose.program}): {where}"
+        yield f"rank {rank.rank} of {rank.world_size} of communicator {rank.job} ({rank.program}): {where}"
     if client.failure is not None:
         yield f"  its proxy failed: {client.failure}"
     if client.request is not None:
-        yield f"  its request {client.request.name} is under way for {client.request.seconds:.1f} s"
+        yield f"  {_request_text(client.request)}"
     for worker in client.workers:
         seen = worker.seen
         idle = f"idle for {seen.idle_ns / 1e9:.1f} of {seen.age_ns / 1e9:.1f} s"
@@ -103,17 +108,17 @@ def _client(report: DaemonReport, client: Client) -> Iterator[str]:
         yield f"  worker {seen.number} on {worker.thread}: {doing}"
     for number, ring in enumerate(client.rings):
         yield from (f"  {line}" for line in ring_lines(number, ring))
-    for way in client.connections:
+    for each in client.connections:
         yield (
-            f"  connection {way.number} of worker {way.worker} to rank {way.peer} by {way.transport}: {way.completed} "
-            f"triggers complete, {way.outstanding} outstanding, {way.errors} errors"
+            f"  connection {each.number} of worker {each.worker} to rank {each.peer} by {each.transport}: "
+            f"{each.completed} triggers complete, {each.outstanding} outstanding, {each.errors} errors"
         )
     for channel in client.channels:
         yield f"  {_channel(client, channel)}"
 
 
 def _cores(cores: list[int]) -> str:
-    """Numbers of cores, in order, as `parse_cores` reads them."""
+    """Numbers of cores in the form that `parse_cores` reads."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -130,11 +135,11 @@ def render(report: DaemonReport) -> str:
         f"  {report.command}",
         f"  listens at {report.socket}; {counted(len(report.clients), 'client')}",
         f"  cause: {report.cause}",
-        f"threads, which sleep for {report.longest_sleep:g} s at most where there is nothing to do",
+        f"threads (an idle one sleeps for at most {report.longest_sleep:g} s between two looks at its rings)",
     ]
     running = [worker.thread for client in report.clients for worker in client.workers if not worker.ended]
     lines += [
-        f"  {_thread_text(thread)} (number {thread.number}), last on core {thread.core} of {_cores(thread.cores)}; "
+        f"  {_thread_text(thread)} (thread {thread.number}), last on core {thread.core} of {_cores(thread.cores)}; "
         f"{counted(running.count(thread.name), 'worker')}"
         for thread in report.threads
     ]

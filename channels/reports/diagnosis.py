@@ -1,23 +1,26 @@
 """Who waits for whom, and why: the reports of all ranks together.
 
-A kernel's wait names a peer, so does a rank that has not come to an exchange of the bootstrap: these are the edges of a
-graph of ranks. Whoever everybody waits for, directly or through others, and who waits for nobody, is where to look;
-and so are ranks that wait for each other in a circle.
+Ranks are the nodes of a graph. An edge leads from a rank to one that it waits for: a peer that its kernel waits for, or
+its proxy in a plan, or a rank that has not reached the same call of the bootstrap. The root cause is a strongly
+connected component without an outgoing edge: one rank, or ranks that wait for each other in a circle.
 
-Communicators that a process had open at once are looked at together, since a rank that waits in one keeps those of the
-other waiting.
+Communicators that one process had open at the same time share one graph, since a rank that waits in one communicator
+keeps the ranks of the other waiting.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
+
+import msgspec
 
 from proxyccl.channels.reports import daemons
 from proxyccl.channels.reports.render import arguments_text, call_text, counted, wait_text, where
 from proxyccl.channels.reports.report import Call, Report, Wait
 from proxyccl.device._native import lib
+from proxyccl.proxy.codec import Message
 from proxyccl.proxy.daemon.report import DaemonReport
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.processes import catches, is_stopped, start_of
@@ -25,46 +28,45 @@ from proxyccl.proxy.reports import on_signal
 from proxyccl.proxy.reports.document import Member
 
 OWN_PROXY_WAITS = (lib.PROXYCCL_WAIT_RING_ROOM, lib.PROXYCCL_WAIT_RING_SYNC, lib.PROXYCCL_WAIT_FLUSH)
+PLAN_PEER_WAITS = (lib.PROXYCCL_WAIT_PLAN_POST, lib.PROXYCCL_WAIT_PLAN_DATA)
 _SHOWN = 8
-"""Waits that are shown of many for one rank."""
+"""The most waits for one rank that are shown."""
 _LONG_APART = 10.0
-"""Seconds between reports that hardly show the same moment."""
+"""Reports that are more seconds apart hardly show the same moment."""
 
 Node = tuple[str, int, int | str]
-"""Whose CPU runs a rank: host, process, and the thread where ranks are threads of one process."""
+"""What runs a rank: host, process, and the thread if ranks are threads of one process."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Something that the reports say together.
+class Finding(Message, frozen=True):
+    """One conclusion from the reports.
 
     Attributes:
         kind: "lost", "missing", "mismatch", "waits_for", "circle" or "proxy".
-        about: the ranks that it is about, by name.
-        waiting: the ranks that wait for them.
-        text: in a sentence.
-        reasons: what bears it out, a sentence each.
+        about: names of the ranks that it is about.
+        waiting: names of the ranks that wait for them.
+        text: the conclusion, a sentence.
+        reasons: the evidence, a sentence each.
     """
 
     kind: str
     about: list[str]
     waiting: list[str]
     text: str
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = msgspec.field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Diagnosis:
-    """Of communicators that belong together.
+class Diagnosis(Message, frozen=True):
+    """Why ranks wait, in a group of communicators that shared processes.
 
     Attributes:
         communicators: their names.
         world_sizes: their numbers of ranks.
-        reported: for each the ranks whose reports there are.
-        daemons: the node daemons of whose reports the same is true.
-        written: when the newest of all these reports was.
-        findings: the most telling first; none where nobody waits.
-        notes: what makes them uncertain.
+        reported: for each communicator the ranks that wrote reports.
+        daemons: the node daemons that wrote reports.
+        written: when the newest of these reports was written.
+        findings: the most important first; none if no rank waits.
+        notes: what makes the findings uncertain.
     """
 
     communicators: list[str]
@@ -77,11 +79,11 @@ class Diagnosis:
 
 
 def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ()) -> list[Diagnosis]:
-    """What the reports say, for each group of communicators that belong together; the newest group first.
+    """A diagnosis for each group of communicators that shared processes; the newest group first.
 
     Args:
-        reports: those of ranks.
-        of_daemons: those of node daemons.
+        reports: of ranks.
+        of_daemons: of node daemons.
     """
     latest: dict[tuple[str, int], Report] = {}
     for report in sorted(reports, key=lambda report: report.written):
@@ -114,7 +116,7 @@ class _Edge:
     communicator: str
     rank: int
     peer: int
-    wait: Wait | None  # None for an exchange
+    wait: Wait | None  # of a kernel
     text: str
 
 
@@ -167,9 +169,12 @@ class _Group:
         def add(peer: int, wait: Wait | None, text: str) -> None:
             edges.append(_Edge(own, self._node(name, peer), name, rank, peer, wait, text))
 
+        last = f"; its last call{self._inside(name)} is {call_text(report.calls[-1])}" if report.calls else ""
+        for of_proxy in report.proxy_waits:
+            if of_proxy.peer not in (None, rank) and of_proxy.kind in PLAN_PEER_WAITS:
+                add(of_proxy.peer, None, f"the proxy of {self._name(own)} waits for {of_proxy.what}{last}")
         for wait in report.waits:
             if wait.peer not in (None, rank) and wait.kind not in OWN_PROXY_WAITS:
-                last = f"; its last call{self._inside(name)} is {call_text(report.calls[-1])}" if report.calls else ""
                 add(wait.peer, wait, f"a kernel of {self._name(own)} waits for {wait_text(wait)}{last}")
         if report.exchange is not None:
             for peer in range(len(report.members)):
@@ -177,14 +182,12 @@ class _Group:
                 there = theirs.exchange if theirs is not None else None
                 if peer != rank and (there is None or there.purpose != report.exchange.purpose):
                     what = f"{report.exchange.purpose}{self._inside(name)}"
-                    text = (
-                        f"{self._name(own)} waits, for {report.exchange.seconds:.1f} s, for all ranks to come to {what}"
-                    )
-                    add(peer, None, f"{text}; {self._name(self._node(name, peer))} has not")
+                    text = f"{self._name(own)} has waited {report.exchange.seconds:.1f} s for all ranks to reach {what}"
+                    add(peer, None, f"{text}; {self._name(self._node(name, peer))} has not reached it")
         return edges
 
     def _find_reach(self) -> dict[Node, set[Node]]:
-        """For each node those that it waits for, also through others."""
+        """For each node the nodes that it waits for, directly or through others."""
         direct: dict[Node, set[Node]] = {}
         for edge in self._edges:
             direct.setdefault(edge.waiter, set()).add(edge.target)
@@ -200,7 +203,7 @@ class _Group:
         return reach
 
     def _ends(self) -> list[set[Node]]:
-        """The nodes that are waited for and wait for nobody, each alone; and circles that wait for nobody outside."""
+        """The components without an outgoing edge: single nodes that others wait for, and circles."""
         ends: list[set[Node]] = []
         for node in dict.fromkeys(edge.target for edge in self._edges):
             circle = {other for other in self._reach[node] if node in self._reach[other]} | {node}
@@ -215,7 +218,8 @@ class _Group:
         for report in _all(self._reports):
             failure = report.failure
             if failure is not None and failure.kind == "PeerLostError" and failure.peer is not None:
-                lost[self._node(report.communicator, failure.peer)] = f"its process ended: rank {failure.rank} saw it"
+                node = self._node(report.communicator, failure.peer)
+                lost[node] = f"its process ended, as rank {failure.rank} noticed"
         return lost
 
     def _missing(self) -> list[Finding]:
@@ -231,7 +235,7 @@ class _Group:
         return findings
 
     def _mismatches(self) -> list[Finding]:
-        """The first call of each communicator in which ranks differ."""
+        """The first call of each communicator in which the ranks' arguments differ."""
         findings = []
         for name, by_rank in self._reports.items():
             calls: dict[int, dict[int, Call]] = {}
@@ -252,12 +256,15 @@ class _Group:
         return findings
 
     def _proxies(self) -> list[Finding]:
-        """Kernels that wait for the proxy of their own rank, and rings that a handler holds up."""
+        """Ranks whose kernels wait for their own proxy, whose proxies' sends do not end, or whose rings a handler holds
+        up.
+        """
         findings = []
         for report in _all(self._reports):
             waits = [wait for wait in report.waits if wait.kind in OWN_PROXY_WAITS]
             held = report.handling and any(ring.full for ring in report.rings)
-            if waits or held:
+            sends = any(wait.kind == lib.PROXYCCL_WAIT_PLAN_SEND for wait in report.proxy_waits)
+            if waits or sends or held:
                 node = self._node(report.communicator, report.rank)
                 name = self._name(node)
                 reasons = [f"its kernel waits for {wait_text(wait)}" for wait in waits]
@@ -274,8 +281,8 @@ class _Group:
             about, waiting = self._named(end), self._named(waiters)
             inner = [edge for edge in self._edges if edge.waiter in end and edge.target in end]
             if inner:
-                behind = f", and {listed(waiting)} for them" if waiting else ""
-                text = f"{listed(about)} wait for each other{behind}."
+                others = f", and {listed(waiting)} {_verb(waiting)} for them" if waiting else ""
+                text = f"{listed(about)} wait for each other{others}."
                 places = [place for node in end for place in self._ranks[node].items()]
                 reasons = [reason for place in sorted(places) for reason in self._at_daemon(*place, idle=False)]
                 reasons = [*(edge.text for edge in inner), *reasons]
@@ -283,7 +290,7 @@ class _Group:
                 continue
             (node,) = end
             edges = sorted((edge for edge in self._edges if edge.target == node), key=lambda edge: edge.rank)
-            text = f"{listed(waiting)} {'wait' if len(waiting) > 1 else 'waits'} for {about[0]}."
+            text = f"{listed(waiting)} {_verb(waiting)} for {about[0]}."
             reasons = [*self._explain(node, edges), *(edge.text for edge in edges[:_SHOWN])]
             if len(edges) > _SHOWN:
                 reasons.append(f"and {len(edges) - _SHOWN} more")
@@ -291,7 +298,7 @@ class _Group:
         return findings
 
     def _explain(self, node: Node, edges: Sequence[_Edge]) -> list[str]:
-        """Why a rank that waits for nobody keeps others waiting."""
+        """Why others wait for a rank that itself waits for none."""
         name = self._name(node)
         reasons: list[str] = []
         for communicator in dict.fromkeys(edge.communicator for edge in edges):
@@ -311,12 +318,12 @@ class _Group:
         return reasons
 
     def _at_daemon(self, communicator: str, rank: int, *, idle: bool = True) -> list[str]:
-        """What a node daemon says of a rank.
+        """What node daemons' reports say about a rank.
 
         Args:
             communicator: name of the communicator.
             rank: number of the rank in it.
-            idle: say it also where the daemon has nothing to do for the rank.
+            idle: whether to say that the daemon has nothing to do for the rank, if so.
         """
         own = self._reports[communicator].get(rank)
         name = f"{self._name(self._node(communicator, rank))}{self._inside(communicator)}"
@@ -331,9 +338,9 @@ class _Group:
                 if remarks or idle:
                     said.append(f"{name} at {place}: {'; '.join(remarks) or 'nothing is outstanding'}")
             elif own is not None and own.daemon == daemon.process:
-                said.append(f"{name} has no session at {place}, any more")
+                said.append(f"{name} no longer has a session at {place}")
             elif own is None and daemons.serves(daemon, communicator):
-                said.append(f"{name} has no session at {place}, which runs the proxies of others")
+                said.append(f"{name} has no session at {place}, which runs other ranks' proxies")
         return said
 
     def _why_absent(self, node: Node) -> str:
@@ -341,7 +348,7 @@ class _Group:
         return self._lost.get(node) or _absence(self._members[name][rank])
 
     def _calls_behind(self, report: Report, edges: Sequence[_Edge]) -> list[str]:
-        """What the waiting ranks have called and this one has not."""
+        """The last call of the waiting ranks, if this rank has not made it."""
         own = report.calls[-1] if report.calls else None
         theirs = [self._reports[report.communicator][edge.rank].calls for edge in edges]
         furthest = max((calls[-1] for calls in theirs if calls), key=lambda call: call.number, default=None)
@@ -352,7 +359,7 @@ class _Group:
         return [f"{name} has not called {call_text(furthest)} ({arguments_text(furthest)}); {last}"]
 
     def _signals(self, report: Report, edge: _Edge) -> list[str]:
-        """How many signals this rank's proxy has sent to a channel on which the waiting rank waits for one."""
+        """How many signals this rank's proxy has sent to the channel on which the other rank waits for one."""
         if edge.communicator != report.communicator or edge.wait is None:
             return []
         if edge.wait.kind != lib.PROXYCCL_WAIT_PROXY_SIGNAL:
@@ -366,12 +373,12 @@ class _Group:
         ]
 
     def diagnosis(self) -> Diagnosis:
-        """All of it."""
+        """The diagnosis of all findings."""
         names = list(self._reports)
         waits = self._waits()
         absent = [finding for finding in self._missing() if finding.kind == "lost" or not finding.waiting]
-        told = [self._name(node) for end in self._ends() for node in end]
-        absent = [finding for finding in absent if finding.about[0] not in told]
+        explained = [self._name(node) for end in self._ends() for node in end]
+        absent = [finding for finding in absent if finding.about[0] not in explained]
         findings = [*self._mismatches(), *self._proxies(), *waits, *absent]
         return Diagnosis(
             communicators=names,
@@ -384,8 +391,10 @@ class _Group:
         )
 
     def _weight(self, finding: Finding) -> int:
-        """What comes first: what explains the rest. A rank that heard of a failure early has not called what others
-        have, and one that gave up sends what others wait for, so other waits tell less.
+        """Smaller for findings that explain others.
+
+        Waits alone may mislead. A rank that learned of a failure early has not made later calls. A rank that gave up
+        does not send what others wait for.
         """
         if finding.kind == "mismatch":
             return 0
@@ -403,7 +412,7 @@ class _Group:
         times = [datetime.fromisoformat(moment) for moment in self._moments()]
         apart = (max(times) - min(times)).total_seconds()
         if apart > _LONG_APART:
-            notes.append(f"the reports were written up to {apart:.0f} s apart: they may not show one moment")
+            notes.append(f"the reports were written up to {apart:.0f} s apart: they may not show the same moment")
         for report in _all(self._reports):
             notes += [f"rank {report.rank} could not read {reason}" for reason in report.unread]
         for daemon in self._daemons:
@@ -416,34 +425,39 @@ class _Group:
 
 
 def _absence(member: Member) -> str:
-    """Why a process may have written no report, as far as that shows on this machine.
+    """Why a process may have written no report, as far as this machine shows.
 
-    It advises the signal only where that ends nothing: for the very process, if it has a handler.
+    It advises SIGUSR1 only if the same process still runs and handles the signal: otherwise the signal would kill it.
     """
     pid = member.pid
     if member.host != host_name():
-        return f"it ran as process {pid} on {member.host.partition('/')[0]}; look there"
+        return f"it ran as process {pid} on {member.host.partition('/')[0]}; look for its report there"
     started = start_of(pid)
     if started is None or member.started is None:
         return f"its process {pid} has ended"
     if started != member.started:
-        return f"its process {pid} has ended, and {pid} is another one now"
-    lives = f"its process {pid} lives{', and is stopped' if is_stopped(pid) else ''}"
+        return f"its process {pid} has ended; {pid} is another process now"
+    state = f"its process {pid} still runs{', but is stopped' if is_stopped(pid) else ''}"
     if not catches(pid, on_signal.SIGNAL):
-        return f"{lives}; it does not report, and has no handler of {on_signal.SIGNAL.name}"
-    return f"{lives}; kill -USR1 {pid} has it report"
+        return f"{state}; it writes no reports, as it does not handle {on_signal.SIGNAL.name}"
+    return f"{state}; to make it write one: kill -USR1 {pid}"
 
 
 def _proxy_state(report: Report) -> list[str]:
-    """What holds a rank's proxy up, if something does."""
+    """What holds up a rank's proxy; empty if nothing does."""
+    own = [f"its proxy waits for {wait.what}" for wait in report.proxy_waits if wait.kind not in PLAN_PEER_WAITS]
     full = sum(ring.full for ring in report.rings)
     behind = f"its rings hold {counted(full, 'trigger')} that the proxy has not taken"
     if report.handling:
-        return [
-            f"its proxy is inside the handler of channel {handling.channel} for {handling.seconds:.1f} s; {behind}"
+        return own + [
+            f"its proxy has been in the handler of channel {handling.channel} for {handling.seconds:.1f} s; {behind}"
             for handling in report.handling
         ]
-    return [behind] if full else []
+    return own + ([behind] if full else [])
+
+
+def _verb(waiting: Sequence[str]) -> str:
+    return "wait" if len(waiting) > 1 else "waits"
 
 
 def _rank_names(ranks: Sequence[int]) -> list[str]:
@@ -451,12 +465,12 @@ def _rank_names(ranks: Sequence[int]) -> list[str]:
 
 
 def sentence(text: str) -> str:
-    """With a capital."""
+    """The text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as a sentence has them: "rank 0", "ranks 0, 1 and 3"."""
+    """Names of ranks in a sentence: "rank 0", "ranks 0, 1 and 3"."""
     if len(names) < 2:
         return "".join(names)
     short = [name.removeprefix("rank ") for name in names]

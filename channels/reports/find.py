@@ -6,22 +6,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from proxyccl.channels.reports import report
 from proxyccl.channels.reports.report import Report
-from proxyccl.proxy.daemon import report as daemon_report
+from proxyccl.device.errors import ProtocolError
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.report import DaemonReport
-from proxyccl.proxy.reports.document import ReportError, load
+from proxyccl.proxy.reports.document import MOST_BYTES, ReportError, read
 from proxyccl.proxy.reports.files import reports_in
+
+_REPORTS = Codec[Report | DaemonReport](Report | DaemonReport, MOST_BYTES, name="report")
 
 
 @dataclass
 class Found:
-    """What there was.
+    """The reports that were found.
 
     Attributes:
-        ranks: the reports of ranks.
-        daemon_files: those of node daemons, by their files.
-        problems: what is wrong with files of a directory.
+        ranks: reports of ranks.
+        daemon_files: reports of node daemons, by file.
+        problems: for files of a directory that could not be read, the reason.
     """
 
     ranks: list[Report] = field(default_factory=list)
@@ -30,32 +32,34 @@ class Found:
 
     @property
     def daemons(self) -> list[DaemonReport]:
-        """The reports of node daemons."""
+        """Reports of node daemons."""
         return list(self.daemon_files.values())
 
     def read(self, path: Path) -> None:
         """Reads the report in a file.
 
         Raises:
-            ReportError: it holds none, or can't be read; the message names the file and what is wrong.
+            ReportError: it is no valid report, or cannot be read; the message names the file.
         """
-        data = load(path)
+        data = read(path)
         try:
-            if data.get("format") == report.FORMAT:
-                self.ranks.append(report.from_json(data))
-            elif data.get("format") == daemon_report.FORMAT:
-                self.daemon_files[path] = daemon_report.from_json(data)
-            else:
-                raise ReportError(f"{path}: no report of ProxyCCL")
+            report = _REPORTS.decode(data, str(path))
+            if isinstance(report, DaemonReport):
+                self.daemon_files[path] = report
+                return
+            report.require_ranks()
+        except ProtocolError as error:
+            raise ReportError(str(error)) from error
         except ValueError as error:
-            raise ReportError(f"{path}: no report: {error}") from error
+            raise ReportError(f"invalid report from {path}: {error}") from error
+        self.ranks.append(report)
 
 
 def find(paths: Iterable[Path]) -> Found:
-    """The reports in files, and in directories by their names.
+    """Reads report files, given by path or by their directories.
 
     Raises:
-        ReportError: a file that is named is no report, or a directory has none.
+        ReportError: one of the files is no report, or a directory has none.
     """
     found = Found()
     for path in paths:
@@ -67,7 +71,7 @@ def find(paths: Iterable[Path]) -> Found:
         except OSError as error:
             raise ReportError(f"{path}: {error.strerror}") from error
         if not names:
-            raise ReportError(f"{path}: there are no reports in this directory")
+            raise ReportError(f"{path}: no reports in this directory")
         for name in names:
             try:
                 found.read(name)

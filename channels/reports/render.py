@@ -9,12 +9,12 @@ from proxyccl.proxy.reports.rings import Ring, RingTrigger
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things, such as "2 triggers"."""
+    """A number with its noun, such as "2 triggers"."""
     return f"{number} {thing}{'s' if number != 1 else ''}"
 
 
 def of_rank(peer: int | None) -> str:
-    """The peer of a wait, as the end of a sentence about it."""
+    """The peer of a wait, as text to stand behind the wait's description."""
     return "" if peer is None else f" from rank {peer}"
 
 
@@ -24,7 +24,7 @@ def call_text(call: Call) -> str:
 
 
 def arguments_text(call: Call) -> str:
-    """What must agree between ranks, but for the call's name."""
+    """The arguments that must agree between ranks."""
     return ", ".join(f"{name} {value}" for name, value in call.fields.items() if name != "collective")
 
 
@@ -35,19 +35,21 @@ def wait_text(wait: Wait) -> str:
 
 def headline(report: Report) -> str:
     """The report in one line."""
+    inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""
+    if report.proxy_waits:
+        return f"its proxy waited for {report.proxy_waits[0].what}{inside}"
     if report.waits:
         wait = next((wait for wait in report.waits if wait.peer is not None), report.waits[0])
-        inside = f", in or after {call_text(report.calls[-1])}" if report.calls else ""
         return f"a kernel waited for {wait_text(wait)}{inside}"
     if report.exchange is not None:
-        return f"waited {report.exchange.seconds:.1f} s for all ranks to come to {report.exchange.purpose}"
+        return f"waited {report.exchange.seconds:.1f} s for all ranks to reach {report.exchange.purpose}"
     if report.failure is not None:
         return f"{report.failure.kind}: {report.failure.message}"
     return "no kernel waits"
 
 
 def where(report: Report) -> str:
-    """Where the thread that made the communicator is in the program: the innermost call outside of this package."""
+    """Where the thread that made the communicator is: the innermost call in the program's own code."""
     own = next((thread for thread in report.threads if thread.own), None)
     if own is None:
         return "its thread has ended" if report.threads else "its threads could not be read"
@@ -67,7 +69,7 @@ def ring_lines(number: int, ring: Ring) -> Iterator[str]:
     yield f"ring {number}: {ring.full} of {ring.size} slots full, {ring.taken} triggers taken so far"
     triggers = [f"not taken: {_trigger(trigger)}" for trigger in ring.waiting]
     triggers += [f"taken:     {_trigger(trigger)}" for trigger in ring.recent]
-    for line in triggers or ["it was not used"]:
+    for line in triggers or ["no triggers so far"]:
         yield f"  {line}"
 
 
@@ -75,12 +77,12 @@ def _channel(channel: ProxiedChannel) -> Iterator[str]:
     end = "a handler" if channel.transport == "handler" else f"rank {channel.peer} by {channel.transport}"
     yield (
         f"{channel.id} to {end}: {channel.triggers} triggers, {channel.puts} puts of {channel.bytes} bytes, "
-        f"{channel.signals} signals out, {channel.flushes} flushes"
+        f"{channel.signals} signals sent, {channel.flushes} flushes"
     )
     if channel.outstanding:
-        yield f"  {channel.outstanding} triggers to rank {channel.peer} are issued and not known to be complete"
+        yield f"  {channel.outstanding} triggers or sends to rank {channel.peer} are not known to be complete"
     if channel.signals_used is not None and channel.transport != "handler":
-        yield f"  {channel.signals_in} signals in, {channel.signals_used} of them waited for"
+        yield f"  {channel.signals_in} signals received, {channel.signals_used} of them waited for"
     if channel.flush_asked is not None and channel.flush_asked > channel.flushed:
         yield f"  the flush with ticket {channel.flush_asked - 1} is not complete"
 
@@ -104,26 +106,28 @@ def render(report: Report) -> str:
     if report.failure is not None:
         lines.append(f"  {report.failure.kind}: {report.failure.message}")
     if report.exchange is not None:
-        lines.append(f"  in the bootstrap: {report.exchange.purpose}, for {report.exchange.seconds:.1f} s")
+        lines.append(f"  has waited {report.exchange.seconds:.1f} s for all ranks to reach {report.exchange.purpose}")
 
     def section(title: str, items: list[str], none: str) -> None:
         lines.append(title)
         lines.extend(f"  {item}" for item in items or [none])
 
     section("kernels wait for", [wait_text(wait) for wait in report.waits], "nothing")
+    if report.proxy_waits:
+        section("its proxy waits for", [wait.what for wait in report.proxy_waits], "")
     calls = [f"{call_text(call)}: {arguments_text(call)}" for call in report.calls]
     section("last collective calls", calls, "none")
     for number, ring in enumerate(report.rings):
         lines.extend(ring_lines(number, ring))
     for handling in report.handling:
-        lines.append(f"a handler runs on channel {handling.channel}, for {handling.seconds:.1f} s")
+        lines.append(f"the handler of channel {handling.channel} has been running for {handling.seconds:.1f} s")
     section("proxy channels", [line for channel in report.channels for line in _channel(channel)], "none")
     semaphores = [
-        f"rank {item.peer}, lane {item.lane}: {item.signals_in} signals in, {item.signals_used} of them waited for, "
-        f"{item.signals_out} out"
+        f"rank {item.peer}, lane {item.lane}: {item.signals_in} signals received, "
+        f"{item.signals_used} of them waited for, {item.signals_out} sent"
         for item in report.semaphores
     ]
-    section("semaphores in device memory", semaphores, "none was used")
+    section("semaphores in device memory", semaphores, "none")
     section("threads", [line for thread in report.threads for line in _thread(thread)], "none")
     if report.unread:
         section("could not be read", report.unread, "")

@@ -1,23 +1,16 @@
-"""What a report holds: one rank of one communicator at one moment. As JSON it is a file; nothing here looks at a rank.
-
-A report is read back by other processes, perhaps on other machines and much later, so what is read is checked.
-"""
+"""What a report holds: one rank of one communicator at one moment. `collect` makes it, `find` reads its file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
-from proxyccl.proxy.reports.document import Member, decode, encode
+from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.reports.document import MOST_BYTES, Member
 from proxyccl.proxy.reports.rings import Ring
 
-FORMAT = "proxyccl report"
-VERSION = 3
 
-
-@dataclass(frozen=True)
-class Failure:
-    """The error record that ended the communicator (control.h), and the exception made of it.
+class Failure(Message, frozen=True):
+    """The error that ended the communicator: its record (control.h) and the exception made of it.
 
     Attributes:
         kind: name of the exception.
@@ -32,8 +25,7 @@ class Failure:
     peer: int | None
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(Message, frozen=True):
     """What threads of a kernel waited for.
 
     Attributes:
@@ -41,21 +33,36 @@ class Wait:
         kind: ProxycclWaitKind.
         peer: the rank waited for; None for the own proxy, or the own kernel's other blocks.
         channel: channel id where there is one.
-        expected: value waited for: ticket, semaphore value or packet flag.
-        seen: value last seen.
+        expected: the ticket, semaphore value or packet flag waited for.
+        seen: the value last seen.
     """
 
     what: str
     kind: int
     peer: int | None
-    channel: int
+    channel: int | None
     expected: int
     seen: int
 
 
-@dataclass(frozen=True)
-class Exchange:
-    """A call of the bootstrap that was under way: all ranks make them together.
+class ProxyWait(Message, frozen=True):
+    """What the proxy waits for in a plan that makes no progress, or waited for when a failure stopped it.
+
+    Attributes:
+        what: in words.
+        kind: ProxycclWaitKind.
+        peer: the rank that it waits for, or whose sends do not end; None for what the own stream must do first.
+        plan: number of the plan.
+    """
+
+    what: str
+    kind: int
+    peer: int | None
+    plan: int
+
+
+class Exchange(Message, frozen=True):
+    """A call of the bootstrap that was under way. All ranks make such a call together.
 
     Attributes:
         purpose: in words.
@@ -66,8 +73,7 @@ class Exchange:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(Message, frozen=True):
     """A collective call that was issued.
 
     Attributes:
@@ -79,23 +85,22 @@ class Call:
     fields: dict[str, str]
 
 
-@dataclass(frozen=True)
-class ProxiedChannel:
+class ProxiedChannel(Message, frozen=True):
     """A channel through the proxy.
 
     Attributes:
         id: channel id.
         peer: the rank at the other end; for a handler's channel this rank.
-        peer_channel: the peer's channel that signals on this one count for; None where there is none.
+        peer_channel: the peer's channel that receives this one's signals; None if there is none.
         transport: what moves its data; "handler" where a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
         triggers, puts, bytes, signals, flushes: what the proxy did for it so far.
-        outstanding: triggers of all channels to this peer that are issued and not known to be complete; None for a
-            handler, and where the node daemon's memory can't be opened.
-        signals_in: signals that have come in.
-        signals_used: those that kernels have waited for; None where it could not be read.
+        outstanding: triggers of all channels to this peer, and sends of plans, that are issued but not known to be
+            complete; None for a handler, and if the node daemon's memory cannot be opened.
+        signals_in: signals received.
+        signals_used: signals that kernels have waited for; None if that could not be read.
         flushed: one more than the ticket of the last flush that is complete.
-        flush_asked: the same of the last flush that the ring still shows; None if it shows none.
+        flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
     """
 
     id: int
@@ -115,23 +120,21 @@ class ProxiedChannel:
     flush_asked: int | None
 
 
-@dataclass(frozen=True)
-class Handling:
-    """A Python handler that ran: its channel, and for how many seconds."""
+class Handling(Message, frozen=True):
+    """A Python handler that was running: its channel, and for how many seconds so far."""
 
     channel: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class Semaphore:
-    """A semaphore in device memory, of an SmChannel or a lane of a collective, that has been used.
+class Semaphore(Message, frozen=True):
+    """A used semaphore in device memory, of an SmChannel or of a lane of a collective.
 
     Attributes:
         peer: the rank at the other end.
-        lane: number of it among those to the peer.
-        signals_in: signals that have come in.
-        signals_used: those that kernels have waited for.
+        lane: its number among those to the peer.
+        signals_in: signals received.
+        signals_used: signals that kernels have waited for.
         signals_out: signals sent to the peer.
     """
 
@@ -142,15 +145,14 @@ class Semaphore:
     signals_out: int
 
 
-@dataclass(frozen=True)
-class Thread:
-    """A thread of the process that is in Python code of the program.
+class Thread(Message, frozen=True):
+    """A thread that runs Python code of the program.
 
     Attributes:
         name: its name.
-        own: whether it made the communicator: most often the one that uses it.
+        own: whether it made the communicator; most often it also uses it.
         stack: "file:line in function", the outermost call first.
-        program: the innermost of those that is neither this package's nor, if there is such a one, another package's.
+        program: the innermost call of `stack` in the program's own code, else in another package than this one.
     """
 
     name: str
@@ -159,19 +161,17 @@ class Thread:
     program: str
 
 
-@dataclass(frozen=True)
-class Report:
+class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
     """One rank of one communicator at one moment.
 
     Attributes:
-        format: `FORMAT`.
-        version: `VERSION`.
+        version: of this format.
         communicator: its name, which its ranks share with no other communicator.
-        beside: the names of the other communicators that the process had open.
+        beside: names of the other communicators that the process had open.
         rank: this rank.
         members: where each rank runs, by rank.
-        transports: what moves ProxyChannels' data, by peer's rank; empty for this one.
-        process: where this rank runs.
+        transports: what moves data of ProxyChannels, by the peer's rank; empty for this rank.
+        process: this rank's process.
         thread: number of the thread that made the communicator.
         daemon: the node daemon that runs its proxy; None for a proxy in this process, or none yet.
         command: the process's command line.
@@ -181,18 +181,18 @@ class Report:
         cause: why it was written, in words.
         failure: what ended the communicator; None if nothing has.
         waits: what kernels waited for; at most one for each peer.
-        exchange: what the CPU waited for in the bootstrap, if it did.
+        proxy_waits: what this rank's proxy waited for in plans; at most one for each peer.
+        exchange: the call of the bootstrap that the CPU was in, or None.
         calls: the last collective calls in order.
-        rings: of this rank's proxy; empty where nothing has used it.
+        rings: of this rank's proxy; empty if nothing has used it.
         channels: through the proxy.
-        handling: handlers that ran.
+        handling: Python handlers that were running.
         semaphores: in device memory.
         threads: of the process.
-        unread: what could not be read, and why.
+        unread: what could not be read, with the reason.
     """
 
-    format: str
-    version: int
+    version: Literal[4]
     communicator: str
     beside: list[str]
     rank: int
@@ -208,6 +208,7 @@ class Report:
     cause: str
     failure: Failure | None
     waits: list[Wait]
+    proxy_waits: list[ProxyWait]
     exchange: Exchange | None
     calls: list[Call]
     rings: list[Ring]
@@ -219,18 +220,20 @@ class Report:
 
     def encode(self) -> str:
         """As text for a file."""
-        return encode(self)
+        return _REPORTS.encode(self, indent=1).decode() + "\n"
+
+    def require_ranks(self) -> None:
+        """Raises ValueError if the report names a rank that the communicator does not have."""
+        ranks = len(self.members)
+        if not 0 <= self.rank < ranks:
+            raise ValueError(f"rank: expected less than {ranks}, the number of members, got {self.rank}")
+        with_peers = (self.waits, self.proxy_waits, self.channels, self.semaphores)
+        peers = [item.peer for items in with_peers for item in items]
+        if self.failure is not None:
+            peers += [self.failure.rank, self.failure.peer]
+        for peer in peers:
+            if peer is not None and not 0 <= peer < ranks:
+                raise ValueError(f"peer: expected less than {ranks}, the number of members, got {peer}")
 
 
-def from_json(data: dict[str, Any]) -> Report:
-    """The report in a JSON object. Raises ValueError that says why it is none."""
-    report: Report = decode(Report, VERSION, data)
-    ranks = len(report.members)
-    if not 0 <= report.rank < ranks:
-        raise ValueError(f"rank: {report.rank} of {ranks}")
-    peers = [item.peer for items in (report.waits, report.channels, report.semaphores) for item in items]
-    if report.failure is not None:
-        peers += [report.failure.rank, report.failure.peer]
-    if any(peer is not None and not 0 <= peer < ranks for peer in peers):
-        raise ValueError(f"peer: {peers} of {ranks}")
-    return report
+_REPORTS = Codec(Report, MOST_BYTES, name="report")

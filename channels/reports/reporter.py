@@ -1,7 +1,7 @@
-"""When reports are written: when a communicator fails, and when a signal asks for one.
+"""Writes reports: when a communicator fails, and when a signal asks for one.
 
-A report is written at most for each failure and each signal, by a thread that the program does not wait for longer than
-a moment, and whatever happens to it, the failure that it is about stays what it was.
+A communicator writes at most one report for each failure and each signal, in a thread for which the program waits only
+briefly. An error while a report is written does not change the failure that it is about.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from proxyccl.channels.group import Group
 from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
@@ -23,69 +23,46 @@ from proxyccl.device._native import lib
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
-if TYPE_CHECKING:
-    from proxyccl.channels.communicator import Communicator
-    from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
-    from proxyccl.channels.sm_channel import SmSemaphores
-
 _NOTE_SECONDS = 1.0
-"""How long an exception waits for the report that it names."""
+"""How long an exception waits for its report, to name the file."""
 
 
 class Reporter:
-    """Writes the reports of one rank of one communicator, and keeps what only they want to know.
+    """Writes the reports of one rank of one communicator, from now until `close`: when it fails, and on a signal."""
 
-    Attributes:
-        thread: number of the thread that made the communicator.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._enabled = files.wanted()
-        self.thread = threading.get_ident()
-        self._channels: weakref.WeakValueDictionary[int, ProxyChannel | HandlerChannel] = weakref.WeakValueDictionary()
-        self._semaphores: weakref.WeakValueDictionary[int, SmSemaphores] = weakref.WeakValueDictionary()
         self._exchange: tuple[str, float] | None = None
         self._device: DeviceReader | None = None
         self._numbers = itertools.count(1)
-        self._told_of: set[str] = set()  # other communicators whose failure this one has been reported for
+        self._reported_failures: set[str] = set()  # other communicators whose failure caused a report
         self._lock = threading.Lock()  # one report at a time, and none once closed
         self._done = threading.Event()
         self._path: Path | None = None
-
-    def open(self) -> None:
-        """Begins: from now on failures and signals are reported."""
         if self._enabled:
-            self._device = DeviceReader(self._communicator.runtime, self._communicator.control.landing)
+            self._device = DeviceReader(group.runtime, group.control.readback_buffer)
             _open[id(self)] = self
             on_signal.install(report_all)
 
     def close(self) -> None:
-        """Ends, behind a report that is being written."""
+        """Stops reporting, after a report that is being written."""
         _open.pop(id(self), None)
         with self._lock:
             device, self._device = self._device, None
         if device is not None:
             device.close()
 
-    # -- what the rest of the room tells ---
-
-    def add_channel(self, channel: ProxyChannel | HandlerChannel) -> None:
-        """A channel that reports shall show as long as somebody uses it."""
-        self._channels[channel.id] = channel
-
-    def add_semaphores(self, semaphores: SmSemaphores) -> None:
-        """The same for semaphores in device memory."""
-        self._semaphores[id(semaphores)] = semaphores
+    # -- what the group calls ---
 
     @contextmanager
     def exchanging(self, purpose: str) -> Iterator[None]:
-        """Around a call of the bootstrap. One that fails is what the failure's report shows, and stays."""
+        """Wraps a call of the bootstrap. A failed call stays in `exchange`, so that the failure's report shows it."""
         self._exchange = purpose, time.monotonic()
         yield
         self._exchange = None
 
-    # -- what reports ask ---
+    # -- what reports contain ---
 
     @property
     def exchange(self) -> Exchange | None:
@@ -97,29 +74,21 @@ class Reporter:
         """The names of the other communicators that this process has open."""
         return sorted({other.job for other in _open_reporters()} - {self.job})
 
-    def channels(self) -> list[ProxyChannel | HandlerChannel]:
-        """The channels in use."""
-        return [channel for reference in self._channels.valuerefs() if (channel := reference()) is not None]
-
-    def semaphores(self) -> list[SmSemaphores]:
-        """The semaphores in use."""
-        return [found for reference in self._semaphores.valuerefs() if (found := reference()) is not None]
-
     # -- writing ---
 
     def failed(self) -> None:
         """Reports the failure that has ended the communicator, in the calling thread.
 
-        What the process's other communicators wait for is reported too, as it may be the cause.
+        The process's other communicators are reported too, as their waits may be the cause.
         """
-        own = self._communicator
         try:
-            if self._enabled and own.control.record().code != lib.PROXYCCL_ERROR_LOCAL:  # else somebody meant to
-                name = own.job
+            # A program that ends a communicator itself (PROXYCCL_ERROR_LOCAL) needs no report.
+            if self._enabled and self._group.control.record().code != lib.PROXYCCL_ERROR_LOCAL:
+                name = self.job
                 self._path = self.write("the communicator failed")
                 for other in _open_reporters():
-                    if other.job != name and name not in other._told_of:
-                        other._told_of.add(name)
+                    if other.job != name and name not in other._reported_failures:
+                        other._reported_failures.add(name)
                         other.write(f"communicator {name} of this process failed")
         finally:
             self._done.set()
@@ -127,10 +96,10 @@ class Reporter:
     @property
     def job(self) -> str:
         """The communicator's name."""
-        return self._communicator.job
+        return self._group.job
 
-    def note(self, error: BaseException) -> None:
-        """Adds to the failure's exception where its report is."""
+    def annotate(self, error: BaseException) -> None:
+        """Adds the path of the report to the failure's exception."""
         if self._enabled and self._done.wait(_NOTE_SECONDS) and self._path is not None:
             note = f"report: {self._path} (read it with: proxyccl doctor)"
             if note not in getattr(error, "__notes__", ()):
@@ -139,17 +108,17 @@ class Reporter:
     def write(self, cause: str) -> Path | None:
         """Writes a report and says so on stderr; the node daemon writes one too, if it runs the proxy.
 
-        None if this is closed, or the file can't be written.
+        Returns the report's path; None if this is closed, or the file can't be written.
         """
         with self._lock:
             if self._device is None:
                 return None
             number = next(self._numbers)
-            proxy = self._communicator.proxy_if_started
+            proxy = self._group.links.proxy_if_started
             if isinstance(proxy, DaemonClient):
-                proxy.want_report(f"communicator {self.job}: {cause}")
-            self._communicator.runtime.activate(for_proxy=True)
-            report = collect(self._communicator, self, self._device, cause, number)
+                proxy.request_report(f"communicator {self.job}: {cause}")
+            self._group.runtime.activate(for_proxy=True)
+            report = collect(self._group, self._device, cause, number, self.exchange, self.beside())
             try:
                 path = files.write(report.communicator, f"rank{report.rank}", number, report.encode())
             except OSError as error:
@@ -167,7 +136,7 @@ def _open_reporters() -> list[Reporter]:
 
 
 def report_all(cause: str) -> None:
-    """Writes the reports of all communicators of this process, at once: they may wait for one another."""
+    """Writes the reports of all communicators of this process, in parallel, as they may wait for one another."""
     threads = [
         threading.Thread(target=reporter.write, args=(cause,), name="proxyccl-report", daemon=True)
         for reporter in _open_reporters()

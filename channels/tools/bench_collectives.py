@@ -1,14 +1,14 @@
 """`proxyccl bench all_reduce` and its siblings: a table like nccl-tests', with MPI's time for the same call beside it.
 
-Method: results are checked in the same run, on fresh random data with poisoned outputs; one call of ours and one of
-MPI's alternate, on the same buffers (on a GPU ours lie there, and MPI's in host memory), behind a barrier each; the
-time is the median over iterations of the maximum over ranks. Where calls are slow, as with more busy ranks than
-cores, fewer are timed than were asked for, so that the whole takes about as long as was allowed.
+Method: results are checked in the same run, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI
+alternate, each after a barrier. Both use the same buffers, except that on a GPU MPI's are in host memory. The time is
+the median over iterations of the maximum over ranks. If calls are slow, as with more busy ranks than cores, fewer are
+timed than asked for, so that the run keeps about its time limit.
 
-The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus
-bandwidth is that times a factor which makes it comparable with the speed of the links whatever the number of ranks n:
-2 (n - 1) / n for all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is
-the bytes of the larger of input and output of one rank.
+The formulas are those of nccl-tests' doc/PERFORMANCE.md: the algorithm bandwidth is size / time, and the bus bandwidth
+is that times a factor that makes it comparable with the speed of the links for any number of ranks n: 2 (n - 1) / n for
+all_reduce; (n - 1) / n for all_gather, reduce_scatter and all_to_all; 1 for broadcast. The size is the bytes of the
+larger of input and output of one rank.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.collectives.selection import ALGORITHMS
+from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.channels.tools.results import Fields, machine, versions, write_json
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device.arrays import Array
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
@@ -86,14 +87,15 @@ class Options:
 
     def algorithms(self) -> tuple[str | None, ...]:
         """What to pass as `algorithm`, in the order of the rows."""
-        known = ALGORITHMS if self.collective == "all_reduce" else ("proxy",)
+        known = ALGORITHMS_BY_COLLECTIVE[self.collective]
         if self.algorithm == "auto":
             return (None,)
         if self.algorithm == "each":
             return (None, *known)
         if self.algorithm not in known:
             raise ArgumentError(
-                "algorithm", f"{self.algorithm!r} is none of auto, each, {', '.join(known)} for {self.collective}"
+                "algorithm",
+                f"unknown {self.algorithm!r} for {self.collective}; expected one of auto, each, {', '.join(known)}",
             )
         return (self.algorithm,)
 
@@ -115,14 +117,14 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def _random(rng: np.random.Generator, count: int, dtype: np.dtype[Any], op: str) -> Data:
-    """Values whose reductions every element type holds exactly, so that results can be compared bit for bit."""
+    """Values whose reductions are exact in every element type, so that results can be compared bit for bit."""
     if op == "prod":
         return rng.choice(np.array([-1, 1, 2]), count, p=[0.45, 0.45, 0.1]).astype(dtype)
     return rng.integers(-8, 9, count).astype(dtype)
 
 
 class _Case:
-    """One collective at one size: the buffers, both ways to call it, and what must come out."""
+    """One collective at one size: the buffers, the call of each library, and the expected result."""
 
     def __init__(self, communicator: Communicator, mpi: Any, options: Options, size: int, seed: int) -> None:
         self._comm = communicator
@@ -131,7 +133,7 @@ class _Case:
         self._element = as_dtype(options.dtype)
         self.dtype = self._element.numpy()
         ranks = communicator.world_size
-        # Rounded to whole shares, and at least an element for each rank.
+        # Rounded down to whole shares, but at least one element per rank.
         self.count = max(ranks, size // self._element.itemsize // ranks * ranks)
         self.nbytes = self.count * self._element.itemsize
         share = self.count // ranks
@@ -169,8 +171,8 @@ class _Case:
         mean: Data = reduced / len(inputs)
         return np.trunc(mean) if np.issubdtype(self.dtype, np.integer) else mean
 
-    def ours(self, algorithm: str | None) -> None:
-        """The call that is measured, with the wait until it is done."""
+    def run(self, algorithm: str | None) -> None:
+        """Makes ProxyCCL's call, which is measured, and waits until it is done."""
         comm, op = self._comm, self._options.op
         x, out = self._on_device or (self._input, self._output)
         match self._options.collective:
@@ -187,8 +189,8 @@ class _Case:
         if self._on_device is not None:
             comm.synchronize()
 
-    def theirs(self) -> Callable[[], None] | None:
-        """The same call of MPI on the host's buffers, or None where MPI has none for this type or operation."""
+    def mpi_call(self) -> Callable[[], None] | None:
+        """MPI's call on buffers in host memory; None if MPI has none for this type or operation."""
         comm, send, receive = self._mpi.COMM_WORLD, self._input, self._output
         collective = self._options.collective
         if self._element.name not in _MPI_DTYPES:
@@ -207,13 +209,13 @@ class _Case:
         return lambda: comm.Bcast(send if self._comm.rank == 0 else receive, root=0)
 
     def poison(self) -> None:
-        """Fills the output with what no result is."""
+        """Fills the output with a pattern that no result has."""
         self._output.view(np.uint8).fill(_POISON)
         if self._on_device is not None:
             self._on_device[1].upload(self._output)
 
     def wrong(self) -> int:
-        """Elements of the output that are not as expected; the rounding of a mean may differ in the last place."""
+        """Number of wrong elements in the output. The rounding of a mean may differ in the last place."""
         output = self._output if self._on_device is None else self._on_device[1].numpy()
         if self._options.op == "avg" and self._options.collective in REDUCTIONS:
             got, expected = output.astype(np.float64), self._expected.astype(np.float64)
@@ -232,7 +234,7 @@ def _timed(communicator: Communicator, call: Callable[[], None]) -> float:
 
 
 def _affordable(communicator: Communicator, options: Options, warm_up_seconds: float, seconds: float) -> int:
-    """How many calls to time, by what the slowest rank's warm-up took; the same on all ranks."""
+    """How many calls to time, given the warm-up time of the slowest rank. All ranks return the same."""
     if options.warm_up == 0:
         return options.iterations
     slowest = max(
@@ -244,32 +246,32 @@ def _affordable(communicator: Communicator, options: Options, warm_up_seconds: f
 
 def _measure(
     communicator: Communicator, case: _Case, algorithm: str | None, options: Options, seconds: float
-) -> Report:
-    """One row, in about so many seconds. All ranks return the same."""
-    theirs = case.theirs()
+) -> Fields:
+    """Measures one row in about `seconds` seconds. All ranks return the same."""
+    mpi_call = case.mpi_call()
     case.poison()
-    case.ours(algorithm)
+    case.run(algorithm)
     wrong = case.wrong()
     start = time.perf_counter()
     for _ in range(options.warm_up):
-        case.ours(algorithm)
-        if theirs is not None:
-            theirs()
+        case.run(algorithm)
+        if mpi_call is not None:
+            mpi_call()
     iterations = _affordable(communicator, options, time.perf_counter() - start, seconds)
     times = np.zeros((2, iterations))
     for i in range(iterations):
-        times[0, i] = _timed(communicator, lambda: case.ours(algorithm))
-        if theirs is not None:
-            times[1, i] = _timed(communicator, theirs)
+        times[0, i] = _timed(communicator, lambda: case.run(algorithm))
+        if mpi_call is not None:
+            times[1, i] = _timed(communicator, mpi_call)
     case.poison()
-    case.ours(algorithm)
+    case.run(algorithm)
     wrong += case.wrong()
 
-    mine = times.tobytes() + np.int64(wrong).tobytes()
-    everyone = communicator.all_gather_bytes(mine)
+    own = times.tobytes() + np.int64(wrong).tobytes()
+    everyone = communicator.all_gather_bytes(own)
     slowest = np.max([np.frombuffer(data[:-8]).reshape(times.shape) for data in everyone], axis=0)
-    seconds, mpi_seconds = (statistics.median(row.tolist()) for row in slowest)
-    algbw = case.nbytes / seconds / 1e9
+    call_seconds, mpi_seconds = (statistics.median(row.tolist()) for row in slowest)
+    algbw = case.nbytes / call_seconds / 1e9
     return {
         "size": case.nbytes,
         "count": case.count,
@@ -277,12 +279,12 @@ def _measure(
         "redop": options.op if options.collective in REDUCTIONS else None,
         "algorithm": algorithm or "auto",
         "iterations": iterations,
-        "time_us": seconds * 1e6,
+        "time_us": call_seconds * 1e6,
         "algbw_gbs": algbw,
         "busbw_gbs": algbw * bus_factor(options.collective, communicator.world_size),
         "wrong": sum(int(np.frombuffer(data[-8:], np.int64)[0]) for data in everyone),
-        "mpi_time_us": mpi_seconds * 1e6 if theirs is not None else None,
-        "mpi_over_ours": mpi_seconds / seconds if theirs is not None else None,
+        "mpi_time_us": mpi_seconds * 1e6 if mpi_call is not None else None,
+        "mpi_over_ours": mpi_seconds / call_seconds if mpi_call is not None else None,
     }
 
 
@@ -298,7 +300,7 @@ def run(options: Options) -> int:
     with Communicator.from_mpi() as communicator:
         first = communicator.rank == 0
         if options.algorithm == "each":
-            usable = communicator.collectives.algorithms()
+            usable = communicator.collectives.algorithms(options.collective)
             algorithms = tuple(name for name in algorithms if name is None or name in usable)
         seed = int.from_bytes(communicator.all_gather_bytes(os.urandom(8))[0], "little")
         mpi_version = " ".join(MPI.Get_library_version().strip("\0").split("\n")[0].split())
@@ -313,25 +315,25 @@ def run(options: Options) -> int:
             print(f"# {mpi_version}")
             print(f"# median of #iter calls after {options.warm_up} to warm up; maximum over ranks\n#")
             table.header()
-        results = []
+        rows = []
         for size in options.sizes():
             case = _Case(communicator, MPI, options, size, seed + size)
             for algorithm in algorithms:
                 row = _measure(communicator, case, algorithm, options, seconds)
-                results.append(row)
+                rows.append(row)
                 if first:
                     table.row(*row.values())
-        wrong = sum(row["wrong"] for row in results)
+        wrong = sum(row["wrong"] for row in rows)
         if first:
             print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}")
             if options.json is not None:
-                report = {
+                results = {
                     "benchmark": options.collective,
                     "world_size": communicator.world_size,
                     "runtime": communicator.runtime.name,
                     "mpi": mpi_version,
                     "warm_up": options.warm_up,
-                    "results": results,
+                    "results": rows,
                 }
-                write_json(options.json, report)
+                write_json(options.json, results)
     return 1 if wrong else 0

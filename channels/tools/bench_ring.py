@@ -1,26 +1,26 @@
 """`proxyccl bench ring`: how fast the engine drains a ring, beside a bare loop that only drains; in one process.
 
-Four things are measured:
+It measures:
 
-- The drain rate. One CPU thread produces; either a real proxy worker drains, or a C loop that takes the triggers out
-  and does nothing with them (`proxyccl_bare_drain`), over a ring of the same size and kind. They alternate. The
-  engine decodes each trigger, checks it against its tables, executes and counts it. A put of 0 bytes is the engine's
-  own work and nothing else; a signal and a flush add a call into the transport and the runtime with a store of 8
-  bytes; a put of 8 bytes adds a copy.
-- The rate at which kernels push, by the layout of the producing threads and the size of the ring; the engine drains,
-  or the bare loop.
-- The round trip of push and sync, beside the least that it can be: a kernel that does nothing but store a trigger,
-  with no ordering, and poll the word that the bare loop answers with.
-- Idling: what it costs to wake a worker that found nothing to do, and the CPU time that such a worker uses.
+- The drain rate. One CPU thread produces triggers. The consumer is a proxy worker or a C loop that only takes them out
+  (`bare_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
+  checks it against its tables, executes and counts it. A put of 0 bytes shows the engine's own work. A signal and a
+  flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
+- The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
+  bare loop drains.
+- The round trip of push and sync, beside its lower bound: a kernel that only stores a trigger, without ordering, and
+  polls the word that the bare loop answers with.
+- Idling: the time to wake an idle worker, and the CPU time that an idle worker uses.
 
-How many triggers a timed run takes is chosen by what a short one took: a driver's call for each signal makes some
-kinds a hundred times slower than others.
+A short run decides how many triggers a timed run takes: some kinds are a hundred times slower than others, because each
+signal calls the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
 import statistics
+import struct
 import sys
 import threading
 import time
@@ -28,17 +28,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from proxyccl.channels.control import ControlSegment, create_segment
-from proxyccl.channels.tools.report import Column, Report, Table, machine, versions, write_json
+from proxyccl.channels.tools.results import Fields, machine, versions, write_json
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device import open_runtime
 from proxyccl.device.arrays import Array
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import CompileError, ProxyCCLError, WaitTimeoutError
 from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy import _engine
+from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
@@ -46,9 +46,7 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger
 
-ffi, lib = _engine.ffi, _engine.lib
-
-_TIMEOUT = 30.0  # seconds, of each wait
+_TIMEOUT = 30.0  # bound of each wait, in seconds
 _PUT_BYTES = 8
 
 BARE = "bare loop"
@@ -90,7 +88,7 @@ extern "C" __global__ void push_and_sync(Fifo ring, ProxycclTrigger trigger, Pro
   }
 }
 
-// What no push and sync can be faster than: one unordered store, and loads until the answer is there.
+// The lower bound of push and sync: one unordered store, and loads until the answer is there.
 extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, ProxycclControl* control, uint64_t* ns,
                                             int count) {
   const uint64_t mask = (1ull << ring.size_log2) - 1;
@@ -108,18 +106,18 @@ extern "C" __global__ void bare_round_trips(Fifo ring, ProxycclTrigger trigger, 
 """
 _ROUND_TRIPS = 500  # in a launch; the first tenth warms up
 _CALIBRATION = 2000  # triggers
-_MOST_TRIGGERS = 400_000  # that a CPU thread produces in a timed run
-_MOST_PUSHES = 50_000_000  # that a kernel makes
+_MOST_TRIGGERS = 400_000  # the most that a CPU thread produces in a timed run
+_MOST_PUSHES = 50_000_000  # the most that a kernel makes in a timed run
 
 
 class Loopback:
-    """A proxy whose one channel leads back to its own memory: no second rank takes part.
+    """A proxy with one channel that leads back to its own memory, so that no second rank is needed.
 
     Args:
-        runtime: whose rings and copies are used.
+        runtime: provides the ring and the copies.
         fifo_size: slots in the ring, a power of two.
-        idle: what the worker does when there is nothing to do.
-        description: by which observers know the proxy; without one they don't find it.
+        idle: what an idle worker does.
+        description: the rank, for observers; without one they do not find the proxy.
     """
 
     def __init__(
@@ -129,6 +127,7 @@ class Loopback:
         idle: IdlePolicy | None = None,
         description: Description | None = None,
     ) -> None:
+        self.runtime = runtime
         self.segment = create_segment(runtime, 0, _TIMEOUT)
         self._failures: list[ProxyFailure] = []
         self._service = ProxyService(
@@ -147,7 +146,6 @@ class Loopback:
         self._buffer = runtime.allocate(2 * _PUT_BYTES)
         self._memory = self._service.add_memory(self._buffer.ptr, self._buffer.nbytes)
         self.fifo = self._service.fifo_for(self._channel)
-        self._tail = ffi.cast("uint64_t *", self.fifo.tail_host)
 
     def __enter__(self) -> Loopback:
         return self
@@ -162,12 +160,11 @@ class Loopback:
     @property
     def taken(self) -> int:
         """Triggers that the worker has taken out of the ring so far; the next one's ticket when it is empty."""
-        return int(self._tail[0])
+        return self.fifo.taken
 
-    def trigger(self, operation: Operation, size: int) -> Any:
-        """A trigger on the channel, from the memory's first half to its second."""
-        words = Trigger(operation, self._channel, size, self._memory, 0, self._memory, _PUT_BYTES).encode()
-        return ffi.new("ProxycclTrigger *", words)
+    def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
+        """The words of a trigger on the channel, from the memory's first half to its second."""
+        return Trigger(operation, self._channel, size, self._memory, 0, self._memory, _PUT_BYTES).encode()
 
     def check(self) -> None:
         """Raises if the worker ended on an error."""
@@ -175,15 +172,19 @@ class Loopback:
             raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
 
 
-def _produce(fifo: Fifo, first: int, trigger: Any, count: int) -> float:
+def as_parameter(trigger: tuple[int, int]) -> bytes:
+    """A trigger's words in the form of a ProxycclTrigger that a kernel takes by value."""
+    return struct.pack("=QQ", *trigger)
+
+
+def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> float:
     """Pushes from this thread, waits until all are taken, and returns the seconds since the first push."""
-    tail = ffi.cast("uint64_t *", fifo.tail_host)
-    slots = ffi.cast("ProxycclTrigger *", fifo.slots_host)
+    tail = fifo.tail
     start = time.perf_counter()
-    pushed = lib.proxyccl_bare_produce(slots, tail, fifo.size_log2, first, count, trigger[0], int(_TIMEOUT * 1e9))
+    pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
     while tail[0] < first + count:
         if pushed < count or time.perf_counter() - start > _TIMEOUT:
-            raise WaitTimeoutError(f"{tail[0] - first} of {count} triggers were taken out of the ring in time")
+            raise WaitTimeoutError(f"only {tail[0] - first} of {count} triggers were taken within {_TIMEOUT:g} s")
     return time.perf_counter() - start
 
 
@@ -191,9 +192,7 @@ def _produce(fifo: Fifo, first: int, trigger: Any, count: int) -> float:
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
     """A fresh ring, and a thread with the bare loop that takes `count` triggers out of it."""
     fifo = Fifo(runtime, fifo_size)
-    slots, tail = ffi.cast("ProxycclTrigger *", fifo.slots_host), ffi.cast("uint64_t *", fifo.tail_host)
-    arguments = (slots, tail, fifo.size_log2, count, int(_TIMEOUT * 1e9))
-    consumer = threading.Thread(target=lib.proxyccl_bare_drain, args=arguments, name="bare-drain")
+    consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
     try:
         yield fifo
@@ -202,15 +201,15 @@ def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
         fifo.close()
 
 
-def _bare_rate(runtime: Runtime, fifo_size: int, trigger: Any, count: int) -> float:
-    """Triggers a second through a fresh ring and the bare loop. As many again warm both threads up."""
+def _bare_rate(runtime: Runtime, fifo_size: int, trigger: tuple[int, int], count: int) -> float:
+    """Triggers per second through a fresh ring and the bare loop, after as many to warm both threads up."""
     with _bare_drain(runtime, fifo_size, 2 * count) as fifo:
         _produce(fifo, 0, trigger, count)
         return count / _produce(fifo, count, trigger, count)
 
 
-def _engine_rate(proxy: Loopback, trigger: Any, count: int) -> float:
-    """Triggers a second through the proxy's ring and its worker. As many again warm both threads up."""
+def _engine_rate(proxy: Loopback, trigger: tuple[int, int], count: int) -> float:
+    """Triggers per second through the proxy's ring and its worker, after as many to warm both threads up."""
     _produce(proxy.fifo, proxy.taken, trigger, count)
     seconds = _produce(proxy.fifo, proxy.taken, trigger, count)
     proxy.check()
@@ -218,23 +217,23 @@ def _engine_rate(proxy: Loopback, trigger: Any, count: int) -> float:
 
 
 def _rates(rate: Callable[[int], float], repeats: int, seconds: float, triggers: int | None, most: int) -> list[float]:
-    """rate(count) `repeats` times, in about so many seconds together, if no count is given."""
+    """Calls rate(count) `repeats` times. Without `triggers` the count is such that all take about `seconds`."""
     rate(_CALIBRATION)  # a kernel's first launch also loads it
     count = triggers or max(_CALIBRATION, min(most, int(rate(_CALIBRATION) * seconds / repeats)))
     return [rate(count) for _ in range(repeats)]
 
 
-def _summary(values: list[float]) -> Report:
+def _summary(values: list[float]) -> Fields:
     return {"median_per_s": statistics.median(values), "best_per_s": max(values)}
 
 
 def drain_rates(
     runtime: Runtime, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
-) -> list[Report]:
+) -> list[Fields]:
     """The bare loop's rate and the engine's for each kind of trigger.
 
     Args:
-        runtime: whose ring and driver are used.
+        runtime: provides the ring and the driver.
         repeats: timed runs of each.
         fifo_size: slots.
         seconds: to spend, about.
@@ -254,7 +253,7 @@ def drain_rates(
         for name in rates:
             affordable = int(rate(name, _CALIBRATION) * each / repeats)
             counts[name] = triggers or max(_CALIBRATION, min(_MOST_TRIGGERS, affordable))
-        for _ in range(repeats):  # in turns: what else the machine does hits all alike
+        for _ in range(repeats):  # in turns, so that other load on the machine affects all alike
             for name, values in rates.items():
                 values.append(rate(name, counts[name]))
     bare = statistics.median(rates[BARE])
@@ -273,49 +272,49 @@ class _Pushes:
 
     Args:
         kernels: of `_SOURCE`.
-        proxy: whose worker may be the consumer, and whose triggers and control block are used.
+        proxy: provides triggers and control block, and its worker may be the consumer.
         fifo_size: slots.
         shape: blocks, and threads in a block.
     """
 
     def __init__(self, kernels: Module, proxy: Loopback, fifo_size: int, shape: tuple[int, int]) -> None:
         self._kernel, self._proxy, self._fifo_size, self._shape = kernels["push"], proxy, fifo_size, shape
-        self._trigger = bytes(ffi.buffer(proxy.trigger(Operation.DATA, 0)))
+        self._trigger = as_parameter(proxy.trigger(Operation.DATA, 0))
         self._producers = shape[0] * shape[1]
 
     def _each(self, count: int) -> int:
         return max(1, count // self._producers)
 
     def _timed(self, fifo: Fifo, end: int, each: int) -> float:
-        tail = ffi.cast("uint64_t *", fifo.tail_host)
+        tail = fifo.tail
         control = self._proxy.segment.device_pointer
         launch = self._kernel.prepare(*self._shape, fifo.device_handle, self._trigger, control, each)
         start = time.perf_counter()
         launch()
-        self._kernel.runtime.synchronize()
+        self._proxy.runtime.synchronize()
         while tail[0] < end:
             self._proxy.check()
             if time.perf_counter() - start > _TIMEOUT:
-                raise WaitTimeoutError(f"{end - tail[0]} triggers were not taken out of the ring in time")
+                raise WaitTimeoutError(f"{end - tail[0]} triggers were not taken out of the ring within {_TIMEOUT:g} s")
         return each * self._producers / (time.perf_counter() - start)
 
     def engine(self, count: int) -> float:
-        """Triggers a second, about `count` of them, with the engine as their consumer."""
+        """Triggers per second with the engine as the consumer; about `count` are pushed."""
         each = self._each(count)
         return self._timed(self._proxy.fifo, self._proxy.taken + each * self._producers, each)
 
     def bare(self, count: int) -> float:
-        """The same with the bare loop, and a fresh ring."""
+        """The same with the bare loop as the consumer of a fresh ring."""
         each = self._each(count)
         total = each * self._producers
-        with _bare_drain(self._kernel.runtime, self._fifo_size, total) as fifo:
+        with _bare_drain(self._proxy.runtime, self._fifo_size, total) as fifo:
             return self._timed(fifo, total, each)
 
 
 def kernel_rates(
     runtime: Runtime, kernels: Module, repeats: int, fifo_size: int, seconds: float, triggers: int | None = None
-) -> list[Report]:
-    """Triggers a second that kernels push, by ring size, layout of the producers and consumer.
+) -> list[Fields]:
+    """Triggers per second that kernels push, by ring size, layout of the producers, and consumer.
 
     Arguments as for `drain_rates`; on a GPU rings of other sizes than `fifo_size` are measured too.
     """
@@ -343,12 +342,12 @@ def kernel_rates(
     return results
 
 
-def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) -> Report:
+def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) -> Fields:
     """Nanoseconds from a push to the return of its sync, in a kernel of one thread, and the bare round trip."""
     times: dict[str, list[int]] = {"engine": [], BARE: []}
     out = Array(runtime, runtime.allocate(8 * _ROUND_TRIPS), (_ROUND_TRIPS,), as_dtype("int64"))
     with Loopback(runtime, fifo_size) as proxy:
-        trigger = bytes(ffi.buffer(proxy.trigger(Operation.DATA, 0)))
+        trigger = as_parameter(proxy.trigger(Operation.DATA, 0))
 
         def run(name: str, consumer: str, fifo: Fifo) -> None:
             out.fill(0)
@@ -357,7 +356,7 @@ def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) 
             proxy.check()
             measured = out.numpy()
             if not measured.all():
-                raise WaitTimeoutError(f"{consumer}: a round trip through the ring was not answered in time")
+                raise WaitTimeoutError(f"{consumer}: a round trip through the ring got no answer in time")
             times[consumer] += measured[_ROUND_TRIPS // 10 :].tolist()
 
         for _ in range(repeats):
@@ -372,12 +371,12 @@ def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) 
     return {**engine, "bare": bare, "over_bare": engine["median_ns"] / bare["median_ns"]}
 
 
-def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) -> Report:
-    """What an idle worker costs: CPU seconds a second, and the time from a push to the release of the tail.
+def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) -> Fields:
+    """What an idle worker costs: CPU seconds per second, and the time from a push to the release of the tail.
 
     The push comes from a CPU thread after a pause of 1 ms, and after one of 20 ms.
     """
-    report: Report = {"policy": asdict(policy)}
+    results: Fields = {"policy": asdict(policy)}
     with Loopback(runtime, fifo_size, policy) as proxy:
         trigger = proxy.trigger(Operation.DATA, 0)
         for pause_ms in (1, 20):
@@ -385,18 +384,18 @@ def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) ->
             for _ in range(pauses):
                 time.sleep(pause_ms / 1e3)
                 times.append(_produce(proxy.fifo, proxy.taken, trigger, 1))
-            report[f"wake_after_{pause_ms}_ms"] = {
+            results[f"wake_after_{pause_ms}_ms"] = {
                 "median_us": statistics.median(times) * 1e6,
                 "worst_us": max(times) * 1e6,
             }
         time.sleep(0.05)
         cpu, start = time.process_time(), time.perf_counter()
         time.sleep(0.02 * pauses)
-        report["cpu"] = (time.process_time() - cpu) / (time.perf_counter() - start)
-    return report
+        results["cpu"] = (time.process_time() - cpu) / (time.perf_counter() - start)
+    return results
 
 
-def _show_drain(results: list[Report]) -> None:
+def _show_drain(results: list[Fields]) -> None:
     print("Drain rate beside one producing CPU thread")
     table = Table(
         (
@@ -412,7 +411,7 @@ def _show_drain(results: list[Report]) -> None:
         table.row(name, row["median_per_s"] / 1e6, row["best_per_s"] / 1e6, row["over_bare"])
 
 
-def _show_kernels(results: list[Report], trip: Report) -> None:
+def _show_kernels(results: list[Fields], trip: Fields) -> None:
     print("\nKernels that push, by layout of the producers (put of 0 bytes)")
     table = Table(
         (
@@ -434,16 +433,16 @@ def _show_kernels(results: list[Report], trip: Report) -> None:
     print(f"push + sync over the bare round trip: {trip['over_bare']:.2f}")
 
 
-def _show_idling(report: Report) -> None:
-    policy = report["policy"]
+def _show_idling(results: Fields) -> None:
+    policy = results["policy"]
     print(
         f"\nIdle worker: spins {policy['spin_us']:g} µs, yields {policy['yield_us']:g} µs, "
         f"then sleeps up to {policy['max_sleep_us']:g} µs"
     )
     for pause in (1, 20):
-        wake = report[f"wake_after_{pause}_ms"]
+        wake = results[f"wake_after_{pause}_ms"]
         print(f"wake-up after {pause} ms: median {wake['median_us']:.0f} µs, worst {wake['worst_us']:.0f} µs")
-    print(f"CPU use: {100 * report['cpu']:.1f} % of a core")
+    print(f"CPU use: {100 * results['cpu']:.1f} % of a core")
 
 
 def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, triggers: int | None = None) -> int:
@@ -461,7 +460,7 @@ def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, trigger
     """
     runtime = open_runtime()
     facts = machine()
-    report: Report = {
+    results: Fields = {
         "benchmark": "ring",
         "runtime": runtime.name,
         "device": runtime.describe(),
@@ -474,21 +473,21 @@ def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, trigger
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
     print(f"# medians of {repeats}\n")
 
-    report["drain"] = drain_rates(runtime, repeats, fifo_size, 0.3 * seconds, triggers)
-    _show_drain(report["drain"])
+    results["drain"] = drain_rates(runtime, repeats, fifo_size, 0.3 * seconds, triggers)
+    _show_drain(results["drain"])
 
     try:
         kernels = _kernels(runtime)
     except CompileError as error:
-        report["kernels"], report["kernels_missing"] = None, str(error)
+        results["kernels"], results["kernels_missing"] = None, str(error)
         print(f"\nKernels were not measured: {error}", file=sys.stderr)
     else:
-        report["kernels"] = kernel_rates(runtime, kernels, repeats, fifo_size, 0.6 * seconds, triggers)
-        report["round_trip"] = round_trip(runtime, kernels, repeats, fifo_size)
-        _show_kernels(report["kernels"], report["round_trip"])
+        results["kernels"] = kernel_rates(runtime, kernels, repeats, fifo_size, 0.6 * seconds, triggers)
+        results["round_trip"] = round_trip(runtime, kernels, repeats, fifo_size)
+        _show_kernels(results["kernels"], results["round_trip"])
 
-    report["idle"] = idling(runtime, IdlePolicy(), 5 * repeats, fifo_size)
-    _show_idling(report["idle"])
+    results["idle"] = idling(runtime, IdlePolicy(), 5 * repeats, fifo_size)
+    _show_idling(results["idle"])
     if json is not None:
-        write_json(json, report)
+        write_json(json, results)
     return 0

@@ -1,8 +1,8 @@
 """`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
 
-Those of the expert-parallel layer, whatever its element types, and the collectives of a training step: the moves, and
-the sums of float32 and bfloat16. Compilers need no GPU, so an image for a cluster can be built anywhere, if the package
-and the cache will lie in the same places there.
+It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
+those that only move bytes, and the sums of float32 and bfloat16. Compilers need no GPU, so a container image for a
+cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from proxyccl.channels.collectives.operations import ALL_REDUCE_KERNELS
+from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES
 from proxyccl.device import find_runtime, open_compiler, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir, compiled_image, image_is_there, shipped_options, shipped_source
@@ -35,13 +35,10 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),
 )
-COLLECTIVE_KERNELS: tuple[Shipped, ...] = (
-    *(("moves.h", kernel, None, None) for kernel in ("all_gather", "all_to_all", "broadcast")),
-    *(
-        (file, kernel, dtype, "sum")
-        for dtype in ("float32", "bfloat16")
-        for file, kernel in (*ALL_REDUCE_KERNELS.values(), ("all_reduce_two_shot.h", "reduce_scatter"))
-    ),
+COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
+    (kernel.file, kernel.name, dtype, "sum" if dtype else None)
+    for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
+    for dtype in (("float32", "bfloat16") if kernel.reduces else (None,))
 )
 
 
@@ -49,7 +46,7 @@ def runtime_of(architecture: str) -> str:
     """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
 
     Raises:
-        ArgumentError: it is the name of neither.
+        ArgumentError: it is the name of no GPU's architecture.
     """
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
@@ -61,12 +58,12 @@ def compile_kernels(architecture: str, kernels: Sequence[Shipped]) -> tuple[int,
     """Compiles kernels for an architecture, as many at a time as there are cores.
 
     Returns:
-        How many images were made, and how many were there before.
+        How many images were compiled, and how many were already in the cache.
 
     Raises:
         ArgumentError: there is no such architecture.
         RuntimeUnavailableError: its compiler is not installed.
-        CompileError: the compiler refused, such as an architecture that it does not know.
+        CompileError: the compiler failed, for example because it does not know the architecture.
     """
     compiler = open_compiler(runtime_of(architecture))
     options = shipped_options(compiler, architecture)
@@ -82,9 +79,9 @@ def run(architectures: Sequence[str]) -> int:
     kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
     for architecture in architectures or _here():
         began = time.perf_counter()
-        made, known = compile_kernels(architecture, kernels)
+        made, cached = compile_kernels(architecture, kernels)
         seconds = time.perf_counter() - began
-        print(f"{architecture}: {made} compiled in {seconds:.1f} s, {known} were there, in {cache_dir()}")
+        print(f"{architecture}: {made} compiled in {seconds:.1f} s, {cached} were already in {cache_dir()}")
     return 0
 
 

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from proxyccl.channels.reports import daemons
 from proxyccl.channels.reports.diagnosis import Diagnosis, diagnose, listed
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.report import DaemonReport
+from proxyccl.proxy.reports.document import MOST_BYTES
 from proxyccl.proxy.reports.files import directory
+
+_DIAGNOSES = Codec(list[Diagnosis], MOST_BYTES)
 
 
 def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
-    """Prints what the reports say; one report alone is printed whole, and so are those of daemons alone.
+    """Prints why ranks wait. A single report is also printed in full, and so are daemons' reports if there are none of
+    ranks.
 
     Args:
-        paths: files and directories; none for the newest reports of this user: those of one group of communicators,
-            and the name of a daemon's that is newer; or where there are only daemons' the newest.
-        full: print each report too.
-        as_json: print JSON: for each group of communicators the fields of a `Diagnosis`.
+        paths: files and directories. If empty: this user's newest reports of one group of communicators, with a note if
+            a daemon's report is newer; if there are only daemons' reports, the newest one.
+        full: whether to print each report too.
+        as_json: whether to print JSON: the fields of a `Diagnosis` for each group of communicators.
 
     Returns:
-        0 if they say why somebody waits, else 1.
+        0 if the reports say why ranks wait, else 1.
 
     Raises:
-        ReportError: a file is no report, or there is none.
+        ReportError: a file is no report, or there is no report.
     """
     found = find(paths or [directory()])
     for problem in found.problems:
@@ -39,7 +44,7 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
     if not paths:
         diagnoses = [_with_later(diagnosis, found.daemon_files) for diagnosis in diagnoses[:1]]
     if as_json:
-        print(json.dumps([asdict(diagnosis) for diagnosis in diagnoses], indent=2))
+        print(_DIAGNOSES.encode(diagnoses, indent=2).decode())
     else:
         shown = {name for diagnosis in diagnoses for name in diagnosis.communicators}
         chosen = [report for report in found.ranks if report.communicator in shown]
@@ -55,11 +60,11 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
 
 
 def _with_later(diagnosis: Diagnosis, files: Mapping[Path, DaemonReport]) -> Diagnosis:
-    """A diagnosis with a note on the newest report of a daemon, if that was written after all that it is made of."""
+    """A diagnosis with a note on the newest report of a daemon, if that is newer than all reports in the diagnosis."""
     path, newest = max(files.items(), key=lambda item: item[1].written, default=(None, None))
     if newest is None or newest.written <= diagnosis.written:
         return diagnosis
-    note = f"a node daemon, process {newest.process.pid}, has reported since, which is not part of this: {path}"
+    note = f"a report of the node daemon, process {newest.process.pid}, is newer and not included: {path}"
     return replace(diagnosis, notes=[*diagnosis.notes, note])
 
 
@@ -81,6 +86,6 @@ def _print(diagnosis: Diagnosis) -> None:
         for reason in finding.reasons:
             print(f"    {reason}")
     if not diagnosis.findings:
-        print("  nobody waits for another rank")
+        print("  no rank waits for another")
     for note in diagnosis.notes:
         print(f"  ({note})")

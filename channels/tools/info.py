@@ -1,6 +1,6 @@
-"""`proxyccl info`: what this machine offers, and for what is missing, why and what to install.
+"""`proxyccl info`: lists what this machine offers; for what is missing, the reason and what to install.
 
-It looks and begins no MPI job. A GPU's driver is asked for its devices.
+It queries GPU drivers for their devices, and starts no MPI job.
 """
 
 from __future__ import annotations
@@ -13,34 +13,39 @@ import os
 import platform
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
-from proxyccl.channels.tools.report import Report, machine, versions
-from proxyccl.device import RUNTIMES, open_driver, open_runtime
+from proxyccl.channels.collectives import tuned
+from proxyccl.channels.proxy_place import Where, default_place, requested_place
+from proxyccl.channels.tools.results import Fields, machine, versions
+from proxyccl.channels.tools.tune import in_words
+from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir
-from proxyccl.device.errors import CompileError, ProxyCCLError, RuntimeUnavailableError
-from proxyccl.device.host import compiler_version, find_compiler
+from proxyccl.device.errors import CompileError, ProtocolError, ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.host import compiler_version, cpu_name, find_compiler
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.daemon.client import daemon_process
+from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.proxy.verbs.staging import refusal
+from proxyccl.proxy.verbs.staging import unsupported_reason
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked for.
+    """Something that ProxyCCL can use, found or missing.
 
     Attributes:
-        section: what it belongs to.
-        name: what was looked for.
+        section: the heading that it is listed under.
+        name: what it is.
         available: whether it can be used.
-        detail: what was found, or why it can't be used.
-        advice: what to do about it; "" where there is nothing to do.
+        detail: what was found, or why it cannot be used.
+        advice: what to do about it; "" if there is nothing to do.
     """
 
     section: str
@@ -52,7 +57,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """Where a GPU vendor's pieces are looked for."""
+    """What a GPU vendor's runtime needs: driver library, Python module, its package, and the device file."""
 
     library: str
     module: str
@@ -63,6 +68,13 @@ class _Vendor:
 _VENDORS = {
     "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
     "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd"),
+}
+
+
+_PLACES: dict[Where, str] = {
+    "thread": "in the ranks",
+    "process": "in a daemon that the job's ranks start and that ends with them",
+    "daemon": "in the node daemon",
 }
 
 
@@ -101,13 +113,14 @@ def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
         f"driver {'found' if _loadable(vendor.library) else 'not found'} ({vendor.library})",
         f"{vendor.package} {'installed' if binding else 'not installed'}",
     ]
-    advice = "" if binding else f"its Python packages: pip install 'proxyccl[{name}]'"
-    return Finding("Runtimes", name, False, f"{error}; {', '.join(pieces)}", advice)
+    advice = "" if binding else f"install its Python packages: pip install 'proxyccl[{name}]'"
+    reason = str(error).removeprefix(f"{name}: ")
+    return Finding("Runtimes", name, False, f"{reason}; {', '.join(pieces)}", advice)
 
 
 def _devices() -> list[Finding]:
-    """Devices of the runtimes that can be opened, and which of them kernels of each can touch."""
-    findings = [Finding("Devices", "host:0", True, "every rank is a peer: device memory is shared memory")]
+    """Devices of the runtimes that can be opened, and which devices each one's kernels can access."""
+    findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
     for name in ("cuda", "hip"):
         try:
             driver = open_driver(name)
@@ -133,14 +146,14 @@ def _rdma(root: Path = SYSFS) -> list[Finding]:
         if device.problem:
             facts.append(device.problem)
         findings.append(Finding("RDMA", device.name, up, "; ".join(facts)))
-    with contextlib.suppress(RuntimeUnavailableError):  # which `missing` tells
+    with contextlib.suppress(RuntimeUnavailableError):  # `missing` says why
         findings.append(Finding("RDMA", "pyverbs", True, f"version {pyverbs_api.load().version}"))
     if lib.proxyccl_verbs_built():
         findings.append(Finding("RDMA", "engine", True, "built with the verbs transport"))
     lacks = missing(root)
     if lacks is not None:
         rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
-        advice = f"ranks of one machine need none; to rehearse without a NIC: {rehearse}"
+        advice = f"ranks on one machine need no RDMA; to try it without a NIC: {rehearse}"
         findings.append(Finding("RDMA", "missing", False, lacks, advice))
     elif root == SYSFS:
         findings.append(_device_memory())
@@ -153,14 +166,14 @@ def _device_memory() -> Finding:
         runtime = open_runtime(None)
         choice = choose_device(rdma_devices(), options, runtime.numa_node())
         with VerbsDevice.open(choice, options) as device:
-            refused = refusal(Registrations(device), runtime)
+            refused = unsupported_reason(Registrations(device), runtime)
     except ProxyCCLError as error:
         return Finding("RDMA", "memory", False, str(error))
     name = f"memory of {runtime.name}:{runtime.device}"
     if not refused:
         return Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
-    advice = "nothing need be done: ranks go through pinned memory of the host, by the transport staged"
-    return Finding("RDMA", "memory", False, f"{device.name} does not reach {name}: {refused}", advice)
+    advice = "no action needed: the transport staged moves data through pinned memory of the host"
+    return Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
 
 
 def _mpi() -> list[Finding]:
@@ -169,7 +182,7 @@ def _mpi() -> list[Finding]:
         import mpi4py
 
         initialize = mpi4py.rc.initialize
-        mpi4py.rc.initialize = False  # to ask for the version, MPI need not be started
+        mpi4py.rc.initialize = False  # the version is known before MPI is started
         try:
             from mpi4py import MPI
         finally:
@@ -181,7 +194,7 @@ def _mpi() -> list[Finding]:
     beside = Path(sys.executable).with_name("mpiexec")
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
-        return [found, Finding("MPI", "mpiexec", False, "not found beside Python or on the path", advice)]
+        return [found, Finding("MPI", "mpiexec", False, "not found beside Python or on PATH", advice)]
     return [found, Finding("MPI", "mpiexec", True, mpiexec)]
 
 
@@ -198,16 +211,53 @@ def _cache() -> list[Finding]:
     directory = cache_dir()
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return [
-            Finding("Kernels", "cache", False, f"{directory} can't be written to", "name another in PROXYCCL_CACHE")
-        ]
+        advice = "set PROXYCCL_CACHE to another directory"
+        return [Finding("Kernels", "cache", False, f"{directory} is not writable", advice)]
     files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
 
-def look() -> list[Finding]:
-    """Everything that is looked for, in the order in which it is shown."""
-    return [*_runtimes(), *_devices(), *_rdma(), *_mpi(), *_compiler(), *_cache()]
+def _tuning() -> list[Finding]:
+    """The tables that communicators on this machine start with, if they have as many ranks."""
+    measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
+    findings = []
+    try:
+        paths = tuned.files()
+    except OSError as error:
+        return [Finding("Tuning", "tables", False, str(error), "set PROXYCCL_CACHE to another directory")]
+    for path in paths:
+        try:
+            found = tuned.read(path)
+        except (OSError, ProtocolError) as error:
+            findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
+            continue
+        if found.machine.cpu != cpu_name():  # hosts may share home directories
+            continue
+        name = f"{sum(found.machine.nodes)} ranks"
+        findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
+        findings += [Finding("Tuning", name, True, f"{row.case}: {in_words(row.table)}") for row in found.tables]
+    none = f"no tables in {tuned.directory()}: communicators start with the defaults"
+    return findings or [Finding("Tuning", "tables", False, none, measure)]
+
+
+def _proxies() -> list[Finding]:
+    """Where a communicator's proxies run that is asked for no place."""
+    named = requested_place(None)
+    runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    where = named or default_place(runtime)
+    reason = "PROXYCCL_PROXY" if named is not None else f"the default on the {runtime} runtime"
+    found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
+    if where == "daemon":
+        try:
+            return [replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")]
+        except RuntimeUnavailableError as error:
+            return [replace(found, available=False, detail=str(error))]
+    return [found]
+
+
+def findings() -> list[Finding]:
+    """All findings, in the order in which they are shown."""
+    return [*_runtimes(), *_devices(), *_rdma(), *_proxies(), *_mpi(), *_compiler(), *_cache(), *_tuning()]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:
@@ -221,15 +271,15 @@ def _marks(out: TextIO) -> tuple[str, str, str]:
     return "✓", "✗", "→"
 
 
-def show(findings: list[Finding], out: TextIO) -> None:
+def show(found: list[Finding], out: TextIO) -> None:
     """Prints the findings for a person."""
     yes, no, arrow = _marks(out)
     facts = machine()
     print(f"ProxyCCL {versions().get('proxyccl', '')} on Python {platform.python_version()}", file=out)
     print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
-    width = max(len(finding.name) for finding in findings)
+    width = max(len(finding.name) for finding in found)
     section = ""
-    for finding in findings:
+    for finding in found:
         if finding.section != section:
             section = finding.section
             print(f"\n{section}", file=out)
@@ -240,13 +290,13 @@ def show(findings: list[Finding], out: TextIO) -> None:
 
 def run(*, as_json: bool) -> int:
     """The command. Returns the exit code."""
-    findings = look()
+    found = findings()
     if as_json:
-        report: Report = {"machine": machine(), "versions": versions()}
-        for finding in findings:
+        results: Fields = {"machine": machine(), "versions": versions()}
+        for finding in found:
             entry = asdict(finding)
-            report.setdefault(entry.pop("section").lower(), []).append(entry)
-        print(json.dumps(report, indent=2))
+            results.setdefault(entry.pop("section").lower(), []).append(entry)
+        print(json.dumps(results, indent=2))
     else:
-        show(findings, sys.stdout)
+        show(found, sys.stdout)
     return 0

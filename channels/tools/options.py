@@ -13,12 +13,12 @@ def size(text: str) -> int:
     """Bytes: a whole number with K, M or G, such as 512, 32K or 4MiB."""
     match = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text, re.IGNORECASE)
     if match is None or int(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size in bytes, such as 512, 32K or 4M")
+        raise argparse.ArgumentTypeError(f"expected a size in bytes, such as 512, 32K or 4M, not {text!r}")
     return int(match[1]) * _UNITS[match[2].upper()]
 
 
 def show_size(nbytes: int) -> str:
-    """The inverse of `size`, in the largest unit that leaves a whole number: 4096 is "4 KiB"."""
+    """The inverse of `size`, in the largest unit that gives a whole number: 4096 is "4 KiB"."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes and nbytes % factor == 0:
             return f"{nbytes // factor} {unit}"
@@ -27,7 +27,7 @@ def show_size(nbytes: int) -> str:
 
 def _whole(least: int, text: str) -> int:
     if not text.isdigit() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least}")
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least}, not {text!r}")
     return int(text)
 
 
@@ -42,9 +42,9 @@ def count_or_none(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """A port of TCP; 0 for any that is free."""
+    """A TCP port; 0 for any free one."""
     if not text.isdigit() or int(text) >= 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port from 0 to 65535")
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, not {text!r}")
     return int(text)
 
 
@@ -60,7 +60,7 @@ def seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+        raise argparse.ArgumentTypeError(f"expected a positive number of seconds, not {text!r}")
     return value
 
 
@@ -70,8 +70,8 @@ def ranks(text: str) -> tuple[int, ...]:
 
 
 def json_file(text: str) -> Path:
-    """A file that can be written; its directory exists."""
+    """A file in an existing directory."""
     path = Path(text)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no file that can be written")
+        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, not {text!r}")
     return path

@@ -1,30 +1,32 @@
-"""`proxyccl top`: what this machine's proxies do, as a table that is drawn again and again, or once, or as JSON."""
+"""`proxyccl top`: shows what this machine's proxies do, as a table that is refreshed, as one table, or as JSON."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import itertools
-import json
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
-from proxyccl.channels.tools.report import Column, Table
+from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.observe.publications import find, none_found
 from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
 from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.reports.document import MOST_BYTES
 
+_RATES = Codec(list[ServiceRates], MOST_BYTES)
 _CLEAR = "\x1b[H\x1b[J"
 _COLUMNS = (
     Column("rank", "", 5),
     Column("channel", "", 7, left=True),
     Column("to", "", 8, left=True),
     Column("triggers", "(/s)", 8),
+    Column("puts", "(/s)", 8),
     Column("bytes", "(/s)", 8),
     Column("in ring", "", 11),
     Column("outstanding", "", 11, "d"),
@@ -35,11 +37,11 @@ _COLUMNS = (
 
 
 class Watch:
-    """Looks at all services, or at those of one job or process, time and again.
+    """Observes the proxy services of this machine, or those of one job or process.
 
     Args:
         job: of this job only; None for all.
-        process: those that run in this process only; None for all.
+        process: in this process only; None for all.
     """
 
     def __init__(self, job: str | None = None, process: int | None = None) -> None:
@@ -49,7 +51,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """What the services that were there at the last call did since, by job and rank."""
+        """What the services did since the last call, ordered by job and rank; without services that are new."""
         before, self._views = self._views, {}
         rates = []
         found = dict(find(self._job, process=self._process))
@@ -60,24 +62,24 @@ class Watch:
                 with contextlib.suppress(ArgumentError):  # it was closed meanwhile
                     self._observers[path] = Observer(publication)
             if path in self._observers:
-                view = self._views[path] = self._observers[path].look()
+                view = self._views[path] = self._observers[path].snapshot()
                 if path in before:
                     rates.append(rates_between(before[path], view))
         return rates
 
     @property
     def services(self) -> int:
-        """How many services were there at the last call of `rates`."""
+        """Number of services at the last call of `rates`."""
         return len(self._views)
 
     def close(self) -> None:
-        """Looks away."""
+        """Stops observing."""
         while self._observers:
             self._observers.popitem()[1].close()
 
 
 def short(value: float) -> str:
-    """A number in four or five characters: 950, 12.3k, 4.56M."""
+    """A number in at most five characters: 950, 12.3k, 4.56M."""
     for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
             return f"{value / factor:.3g}{unit}"
@@ -96,6 +98,7 @@ def _row(channel: ChannelRates) -> tuple[object, ...]:
         str(channel.id),
         to,
         short(channel.triggers_per_s),
+        short(channel.puts_per_s),
         short(channel.bytes_per_s),
         f"{channel.ring_full}/{channel.ring_size}",
         channel.outstanding,
@@ -108,15 +111,16 @@ def _row(channel: ChannelRates) -> tuple[object, ...]:
 def _summary(service: ServiceRates) -> tuple[object, ...]:
     channels = list(service.channels)
     rings = {channel.ring: channel for channel in channels}.values()
-    ways = {(channel.worker, channel.connection): channel for channel in channels}.values()
+    connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
     return (
         str(service.rank),
         "all",
         "",
         short(sum(channel.triggers_per_s for channel in channels)),
+        short(sum(channel.puts_per_s for channel in channels)),
         short(sum(channel.bytes_per_s for channel in channels)),
         f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
-        sum(way.outstanding for way in ways),
+        sum(each.outstanding for each in connections),
         _mean_flush(channels),
         service.errors,
         f"{max(worker.busy for worker in service.workers):.0%}",
@@ -124,7 +128,7 @@ def _summary(service: ServiceRates) -> tuple[object, ...]:
 
 
 def table_of(services: list[ServiceRates]) -> str:
-    """The services as text: a block for each job, in it a line for each rank and one for each channel in use."""
+    """The services as text: a block for each job, with a line for each rank and for each of its channels in use."""
     out = io.StringIO()
     for job, of_job in itertools.groupby(services, lambda service: service.job):
         ranks = list(of_job)
@@ -135,19 +139,22 @@ def table_of(services: list[ServiceRates]) -> str:
         for service in ranks:
             table.row(*_summary(service))
             for channel in service.channels:
-                if channel.triggers or channel.errors or channel.connection_errors:
+                if channel.triggers or channel.signals or channel.errors or channel.connection_errors:
                     table.row(*_row(channel))
         print(file=out)
     return out.getvalue().rstrip("\n")
 
 
 def _fitting(text: str) -> str:
-    """As much of a text as the terminal has lines for."""
+    """The first lines of a text, as many as fit the terminal."""
     lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
     if len(lines) <= height:
         return text
     return "\n".join(
-        [*lines[: height - 1], f"… {len(lines) - height + 1} more lines: a taller terminal, --job, --daemon or --once"]
+        [
+            *lines[: height - 1],
+            f"… {len(lines) - height + 1} more lines; use a taller terminal, --job, --daemon or --once",
+        ]
     )
 
 
@@ -161,14 +168,14 @@ def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
 
 
 def run(interval: float, job: str | None, process: int | None, *, once: bool, as_json: bool) -> int:
-    """The command. Returns the exit code: 1 when nothing runs.
+    """The command. Returns the exit code: 1 if no proxy runs.
 
     Args:
-        interval: seconds between two looks.
+        interval: seconds between two tables.
         job: of this job only; None for all.
-        process: what runs in this process only, such as a daemon's; None for all.
-        once: one table, over one interval; otherwise until Ctrl-C or until nothing runs any more.
-        as_json: for other programs: one line of JSON, a list of services, for each table.
+        process: in this process only, such as a daemon; None for all.
+        once: whether to print one table, over one interval; otherwise go on until Ctrl-C or until no proxy runs.
+        as_json: whether to print a line of JSON, a list of services, for each table.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -182,7 +189,7 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
                 break
             shown = True
             if as_json:
-                print(json.dumps([asdict(service) for service in rates]), flush=True)
+                print(_RATES.encode(rates).decode(), flush=True)
             elif live:
                 print(_CLEAR + _fitting(table_of(rates)), flush=True)
             else:

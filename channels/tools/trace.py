@@ -1,7 +1,7 @@
 """`proxyccl trace`: records what the proxies of this machine do and writes it in Chrome's trace format.
 
-Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. Format: "Trace Event Format", the document
-that both of them name.
+Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
+Format". A send of a plan is shown as the trigger that would do the same, with its plan in place of a ring and a ticket.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.report import versions
+from proxyccl.channels.tools.results import versions
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy.observe.publications import find, none_found
 from proxyccl.proxy.observe.tracing import (
@@ -36,9 +36,7 @@ _FETCH_EVERY = 0.005  # seconds
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Triggers alike that followed each other on one channel within one look at the clock: nothing more is known of
-    each than of all.
-    """
+    """Equal consecutive triggers on one channel, within one look of the worker at the clock. Shown as one event."""
 
     first: TracedTrigger
     last: TracedTrigger
@@ -62,10 +60,10 @@ def _runs(triggers: list[TracedTrigger]) -> Iterator[_Run]:
 
 
 class _Lanes:
-    """The tracks of one channel: what overlaps can't lie on one.
+    """The tracks of one channel: events that overlap need tracks of their own.
 
     Args:
-        add: makes a track, given how many there are. Returns its number.
+        add: makes a track, given how many tracks the channel has. Returns the track's number.
     """
 
     def __init__(self, add: Callable[[int], int]) -> None:
@@ -75,7 +73,7 @@ class _Lanes:
         self._taken: list[tuple[int, int]] = []  # a heap of (until when, track)
 
     def take(self, begin: int, end: int) -> int:
-        """The first track that is free at a moment, until another; a new one if none is. Moments never go back."""
+        """Takes the first track that is free at `begin`, or a new one, until `end`. `begin` never decreases."""
         while self._taken and self._taken[0][0] <= begin:
             heapq.heappush(self._free, heapq.heappop(self._taken)[1])
         if self._free:
@@ -91,11 +89,11 @@ class _Process:
     """The events of one service.
 
     Args:
-        pid: number of its process in the file.
-        trace: the service's.
-        start_ns: the moment that the file calls 0.
-        end_ns: until when a trigger lasts that was not seen to be complete.
-        write: is given each event as JSON.
+        pid: number of the service's process in the file.
+        trace: of the service.
+        start_ns: the file's time 0.
+        end_ns: end of triggers that were not seen to complete.
+        write: called with each event as JSON.
     """
 
     def __init__(
@@ -109,11 +107,11 @@ class _Process:
         self._tracks = itertools.count(1)
 
     def write(self) -> None:
-        who = self._trace.publication
-        whose = who.description
-        name = f"rank {whose.rank} of {whose.world_size} ({whose.program}, job {whose.job}, proxy in process {who.pid})"
-        self._describe("process", 0, name, whose.rank)
-        threads = [self._track(f"proxy thread {worker}") for worker in range(who.workers)]
+        service = self._trace.publication
+        rank = service.description
+        name = f"rank {rank.rank} of {rank.world_size} ({rank.program}, job {rank.job}, proxy in process {service.pid})"
+        self._describe("process", 0, name, rank.rank)
+        threads = [self._track(f"proxy thread {worker}") for worker in range(service.workers)]
         ordered = sorted(_runs(self._trace.triggers), key=lambda run: (run.first.trigger.channel, run.last.issued_ns))
         for channel, runs in itertools.groupby(ordered, lambda run: run.first.trigger.channel):
             self._write_channel(channel, runs, threads)
@@ -124,13 +122,13 @@ class _Process:
             self._write(json.dumps(event))
 
     def _track(self, name: str) -> int:
-        """A track below those that there are. Returns its number, which no other has."""
+        """Adds a track below the others. Returns its number, which is unique within the process."""
         number = next(self._tracks)
         self._describe("thread", number, name, number)
         return number
 
     def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
-        peer, transport = self._trace.ways.get(channel, (None, "unknown"))
+        peer, transport = self._trace.routes.get(channel, (None, "unknown"))
         name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
         lanes = _Lanes(lambda count: self._track(name + f" ·{count + 1}" * bool(count)))
         for run in runs:
@@ -144,6 +142,7 @@ class _Process:
                     "peer": peer,
                     "ring": first.ring,
                     "ticket": first.ticket,
+                    "plan": first.plan,
                     "count": run.count,
                     "bytes": first.trigger.size,
                     "completed": completed is not None,
@@ -180,7 +179,7 @@ def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
 
 
 class _Ended:
-    """Whether the user has ended the recording, by Ctrl-C or SIGTERM. To be made by the main thread."""
+    """Whether Ctrl-C or SIGTERM has ended the recording. For the main thread."""
 
     def __init__(self) -> None:
         self.by_signal = False
@@ -206,17 +205,17 @@ def record(
     process: int | None = None,
     most: int = MOST_TRIGGERS,
 ) -> list[ServiceTrace]:
-    """Records what the chosen services do for some seconds, or until Ctrl-C or SIGTERM. By the main thread.
+    """Records what the chosen services do for some seconds, or until Ctrl-C or SIGTERM. For the main thread.
 
     Args:
-        seconds: for how long.
+        seconds: to record.
         job: of this job only; None for all.
         ranks: of these ranks only; None for all.
-        process: what runs in this process only, such as a daemon's; None for all.
-        most: triggers to keep of all services together, the first ones; see `Allowance`.
+        process: in this process only, such as a daemon; None for all.
+        most: the most triggers to keep, the first ones of all services together; see `Allowance`.
 
     Raises:
-        ResourceError: none of them runs, or another process traces one.
+        ResourceError: no such service runs, or another process traces one of them.
     """
     allowance = Allowance(most)
     with contextlib.ExitStack() as opened:
@@ -244,9 +243,9 @@ def run(
     triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
     left_out = sum(trace.left_out for trace in traces)
     unknown = sum(t.completed_ns is None for trace in traces for t in trace.triggers)
-    print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} of them not seen to complete")
+    print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} were not seen to complete")
     if left_out:
-        print(f"proxyccl: the {left_out} triggers after these are left out: --most keeps more", file=sys.stderr)
+        print(f"proxyccl: {left_out} later triggers are left out; --most keeps more", file=sys.stderr)
     if lost:
-        print(f"proxyccl: {lost} records came faster than they could be fetched and are lost", file=sys.stderr)
+        print(f"proxyccl: {lost} records are lost: they came faster than they could be fetched", file=sys.stderr)
     return 0

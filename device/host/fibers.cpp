@@ -4,6 +4,8 @@
 // process: a switch is no synchronisation, a barrier is. So the sanitizer sees each GPU thread as a thread and finds
 // a kernel's races. It is told of no order that a GPU would not keep: an address that two unrelated meetings shared
 // would hide the races between them.
+#include "link_old_symbols.h"
+
 #include "fibers.h"
 
 #include <sched.h>
@@ -124,7 +126,7 @@ struct FiberState : Fiber {
   uint32_t exchange_mask, exchange_source;
   bool exchange_is_ballot;
   uint64_t exchange_value, exchange_result;
-  // Addresses by which the sanitizer knows of this fiber's arrival at a meeting and of its leave to go on.
+  // Addresses that stand, for the sanitizer, for this fiber's arrival at a barrier and its release from it.
   uint64_t arrived, released;
 };
 static_assert(sizeof(FiberState) <= kFiberSlot, "a fiber's description must fit its slot");
@@ -322,27 +324,11 @@ uint32_t ballotLanes(Fiber* fiber, uint32_t mask, uint32_t predicate) {
   return static_cast<uint32_t>(exchange(static_cast<FiberState*>(fiber), mask, predicate, 0, true));
 }
 
-// When every fiber of the block has spun since anything happened, the core goes to somebody else: at first by
-// yielding, which costs the waiter least, then by sleeping, so that many waiting ranks on few cores do not starve the
-// one that works.
-void backOff(uint32_t rounds) {
-  constexpr uint32_t kYields = 200;
-  constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
-  if (rounds < kYields) {
-    sched_yield();
-    return;
-  }
-  const uint32_t doublings = (rounds - kYields) / 32;
-  const long sleep = doublings < 6 ? kFirstSleepNs << doublings : kLongestSleepNs;
-  const timespec pause = {0, sleep};
-  nanosleep(&pause, nullptr);
-}
-
 void spin(Fiber* base, uint32_t spins) {
   auto* fiber = static_cast<FiberState*>(base);
   Block* block = fiber->block;
-  if (spins == 0) block->idle_rounds = 0;  // a fresh wait: the one before it succeeded
-  if (++block->idle_turns >= block->runnable) {
+  if (spins == 0) block->idle_rounds = 0;        // a fresh wait: the one before it succeeded
+  if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
   }
@@ -402,6 +388,19 @@ void prepare(FiberState* fiber) {
 
 }  // namespace
 
+void backOff(uint32_t rounds) {
+  constexpr uint32_t kYields = 200;
+  constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
+  if (rounds < kYields) {
+    sched_yield();
+    return;
+  }
+  const uint32_t doublings = (rounds - kYields) / 32;
+  const long sleep = doublings < 6 ? kFirstSleepNs << doublings : kLongestSleepNs;
+  const timespec pause = {0, sleep};
+  nanosleep(&pause, nullptr);
+}
+
 BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   thread_local StackPool stacks;
   thread_local std::vector<char> shared;
@@ -431,6 +430,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
     FiberState* fiber = stacks.get(i);
     block.fibers[i] = fiber;
     fiber->api = &kApi;
+    fiber->default_control = launch.default_control;
     fiber->thread_idx = {i % launch.block.x, i / launch.block.x % launch.block.y,
                          i / (launch.block.x * launch.block.y)};
     fiber->block_idx = {block_index % launch.grid.x, block_index / launch.grid.x % launch.grid.y,

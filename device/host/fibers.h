@@ -14,9 +14,14 @@ struct Launch {
   void** arguments;
   Dim3 grid, block;
   uint32_t shared_bytes;
+  ProxycclControl* default_control;  // the module's
 };
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
+
+// Gives the core away between two polls of a wait: at first by yielding, which costs the waiter least, then by
+// sleeping, so that many waiting ranks on few cores do not starve the one that works.
+void backOff(uint32_t rounds);
 
 BlockResult runBlock(const Launch& launch, uint32_t block);
 

@@ -3,6 +3,9 @@
 // A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and
 // a peer of the same user opens it through /proc/<pid>/fd.
 #include <cerrno>
+#include <map>
+#include <mutex>
+#include <new>
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -13,7 +16,7 @@
 int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
   const int fd = memfd_create("proxyccl", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) return errno;
-  // Sealed so that whoever maps it need not fear that another process cuts it short.
+  // Sealed, so that no other process can cut it short while it is mapped.
   if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
@@ -23,11 +26,109 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
   return 0;
 }
 
-int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes) {
+namespace {
+
+struct Mapping {
+  size_t bytes;
+  int descriptor;  // of what proxyccl_host_allocate made, which owns it; else -1
+  uint64_t id;
+};
+
+struct Mappings {
+  std::mutex mutex;
+  std::map<uintptr_t, Mapping> by_address;
+  uint64_t last_id = 0;
+
+  // The mapping that an address lies in; end() if it lies in none. The lock is held.
+  std::map<uintptr_t, Mapping>::iterator find(uint64_t ptr) {
+    auto found = by_address.upper_bound(ptr);
+    if (found == by_address.begin()) return by_address.end();
+    --found;
+    return ptr < found->first + found->second.bytes ? found : by_address.end();
+  }
+};
+
+Mappings& mappings() {
+  static Mappings& all = *new Mappings();  // never destroyed: memory is unmapped until the process has ended
+  return all;
+}
+
+int map(void** address, int descriptor, size_t bytes, bool owned) {
   void* mapping = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (mapping == MAP_FAILED) return errno;
+  Mappings& all = mappings();
+  try {
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address[reinterpret_cast<uintptr_t>(mapping)] = {bytes, owned ? descriptor : -1, ++all.last_id};
+  } catch (const std::bad_alloc&) {
+    munmap(mapping, bytes);
+    return ENOMEM;
+  }
   *address = mapping;
   return 0;
 }
 
-int proxyccl_host_memory_unmap(void* address, size_t bytes) { return munmap(address, bytes) == 0 ? 0 : errno; }
+}  // namespace
+
+int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes) {
+  return map(address, descriptor, bytes, false);
+}
+
+int proxyccl_host_memory_unmap(void* address, size_t bytes) {
+  Mappings& all = mappings();
+  {
+    // Before the address is free: another thread may map something there at once.
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address.erase(reinterpret_cast<uintptr_t>(address));
+  }
+  return munmap(address, bytes) == 0 ? 0 : errno;
+}
+
+int proxyccl_host_allocate(uint64_t* ptr, size_t bytes) {
+  int descriptor = -1;
+  void* address = nullptr;
+  int status = proxyccl_host_memory_create(&descriptor, bytes);
+  if (status != 0) return status;
+  status = map(&address, descriptor, bytes, true);
+  if (status != 0) {
+    close(descriptor);
+    return status;
+  }
+  *ptr = reinterpret_cast<uintptr_t>(address);
+  return PROXYCCL_HOST_SUCCESS;
+}
+
+int proxyccl_host_free(uintptr_t ptr) {
+  Mapping found;
+  {
+    Mappings& all = mappings();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    auto mapping = all.by_address.find(ptr);
+    if (mapping == all.by_address.end() || mapping->second.descriptor < 0) return PROXYCCL_HOST_INVALID_VALUE;
+    found = mapping->second;
+  }
+  const int status = proxyccl_host_memory_unmap(reinterpret_cast<void*>(ptr), found.bytes);
+  close(found.descriptor);
+  return status;
+}
+
+int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor) {
+  Mappings& all = mappings();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.find(ptr);
+  if (found == all.by_address.end() || found->second.descriptor < 0) return PROXYCCL_HOST_NOT_FOUND;
+  *base = found->first;
+  *bytes = found->second.bytes;
+  *descriptor = found->second.descriptor;
+  return PROXYCCL_HOST_SUCCESS;
+}
+
+int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr) {
+  if (attribute != PROXYCCL_HOST_BUFFER_ID) return PROXYCCL_HOST_INVALID_VALUE;
+  Mappings& all = mappings();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.find(ptr);
+  if (found == all.by_address.end()) return PROXYCCL_HOST_INVALID_VALUE;
+  *static_cast<uint64_t*>(data) = found->second.id;
+  return PROXYCCL_HOST_SUCCESS;
+}

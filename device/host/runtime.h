@@ -1,8 +1,9 @@
 /* The host runtime: what a CUDA or HIP driver offers, on a CPU.
  *
- * Signatures and status codes of the calls that the proxy's engine makes (copy, write64, event record and query,
- * launch) are those of cuMemcpyAsync, cuStreamWriteValue64, cuEventRecord, cuEventQuery and cuLaunchKernel, so that
- * one function table serves all three runtimes.
+ * Signatures and status codes of the calls that C code makes (copy, write64, stream operations, event record and query,
+ * launch, allocate, free, pointer attribute) are those of cuMemcpyAsync, cuStreamWriteValue64, cuStreamBatchMemOp,
+ * cuEventRecord, cuEventQuery, cuLaunchKernel, cuMemAlloc, cuMemFree and cuPointerGetAttribute, so that one function
+ * table serves all three runtimes.
  *
  *   fibers.cpp   threads of a block as fibers of one OS thread
  *   streams.cpp  streams, events and launches
@@ -13,6 +14,8 @@
 
 #include <stddef.h>
 #include <stdint.h>
+
+#include "stream_operations.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,12 +29,22 @@ enum {
   PROXYCCL_HOST_LAUNCH_FAILED = 719,
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
-  PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024
+  PROXYCCL_HOST_MAX_SHARED_BYTES = 160 * 1024,
+  PROXYCCL_HOST_BUFFER_ID = 7 /* the attribute that is a mapping's number; the value is CUDA's and HIP's */
 };
 
-/* A stream runs its operations in order. An inline stream runs them in the calling thread, before the call returns:
- * it takes no launch, and saves a proxy thread the hop to a second one. */
-int proxyccl_host_stream_create(void** stream, int run_inline);
+/* Who runs a stream's operations, which are run in order, one at a time. */
+enum {
+  /* A thread of the stream's own. */
+  PROXYCCL_HOST_QUEUED,
+  /* The calling thread, before the call returns. For a proxy's stream, which one thread uses: it takes no launch and no
+     wait. */
+  PROXYCCL_HOST_INLINE,
+  /* The same, launches and waits included; other threads' calls wait meanwhile. As with a queue, what failed is told by
+     query and synchronize. */
+  PROXYCCL_HOST_IN_CALLER
+};
+int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for what was queued */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
@@ -47,10 +60,17 @@ int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
 int proxyccl_host_set(void* dst, int value, size_t bytes, void* stream);
 int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsigned flags);
+/* Queues them as one operation. A wait polls its word in the thread that runs it, with ever longer pauses; an inline
+ * stream takes none. */
+int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
-int proxyccl_host_module_load(void** module, const char* path); /* stays loaded; error text by dlerror */
+/* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */
+int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */
+int proxyccl_host_module_unload(void* module);                  /* what was queued still runs */
 const char* proxyccl_host_module_error(void);
-int proxyccl_host_module_function(void** function, void* module, const char* name);
+int proxyccl_host_module_function(void** function, void* module, const char* name); /* lives as long as the module */
+/* The address of a variable; proxyccl_default_control is each module's own. NULL where there is none. */
+void* proxyccl_host_module_variable(void* module, const char* name);
 /* The parameter table of kernel.h, or NULL. */
 const uint32_t* proxyccl_host_function_parameters(void* function);
 int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -61,6 +81,14 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
+
+/* The same as a driver's calls. What was allocated is freed by its address. */
+int proxyccl_host_allocate(uint64_t* ptr, size_t bytes);
+int proxyccl_host_free(uintptr_t ptr);
+/* What proxyccl_host_allocate made that an address lies in. Returns PROXYCCL_HOST_NOT_FOUND if there is none. */
+int proxyccl_host_allocation(uint64_t ptr, uint64_t* base, uint64_t* bytes, int* descriptor);
+/* What shared memory, mapped by either way, an address lies in: a number that is of this mapping alone. */
+int proxyccl_host_pointer_attribute(void* data, int attribute, uint64_t ptr);
 
 #ifdef __cplusplus
 }

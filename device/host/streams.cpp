@@ -1,7 +1,9 @@
 // Streams, events and launches of the host runtime.
 //
-// A stream is a queue and the thread that works it off. A launch gives each block an OS thread from a pool, since the
-// blocks of a communication kernel wait for one another.
+// A stream is a queue and the thread that works it off, or it runs everything in the calling thread. A launch gives
+// each block but the first an OS thread from a pool, since the blocks of a communication kernel wait for one another.
+#include "link_old_symbols.h"
+
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -11,6 +13,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -66,10 +69,20 @@ class BlockThreads {
   size_t idle_ = 0;
 };
 
+struct Module;
+
 struct Function {
   void (*entry)(void**);
   const uint32_t* parameters;
   size_t tls_module;
+  const Module* module;
+};
+
+struct Module {
+  void* library;
+  ProxycclControl* default_control = nullptr;
+  std::mutex mutex;
+  std::map<std::string, Function> functions;
 };
 
 // Runs all blocks of a launch, the first in this thread, and returns when the last has ended.
@@ -101,26 +114,31 @@ int runLaunch(const Launch& launch) {
 
 class Stream {
  public:
-  explicit Stream(bool run_inline) : inline_(run_inline) {
-    if (!inline_) thread_ = std::thread([this] { work(); });
+  explicit Stream(int kind) : kind_(kind) {
+    if (kind_ == PROXYCCL_HOST_QUEUED) thread_ = std::thread([this] { work(); });
   }
 
   ~Stream() {
-    if (inline_) return;
     {
-      std::lock_guard<std::mutex> lock(mutex_);
+      std::lock_guard<std::mutex> lock(mutex_);  // waits for what another caller still runs
       stopping_ = true;
     }
+    if (kind_ != PROXYCCL_HOST_QUEUED) return;
     changed_.notify_all();
     thread_.join();
   }
 
-  bool isInline() const { return inline_; }
+  bool mayWait() const { return kind_ != PROXYCCL_HOST_INLINE; }
 
-  // A template, so that an inline stream runs its operation without a std::function of it, which would allocate.
+  // A template, so that an operation that runs here needs no std::function, which would allocate.
   template <class Operation>
   int enqueue(Operation operation) {
-    if (inline_) return operation();
+    if (kind_ == PROXYCCL_HOST_INLINE) return operation();
+    if (kind_ == PROXYCCL_HOST_IN_CALLER) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      noteStatus(operation());
+      return PROXYCCL_HOST_SUCCESS;
+    }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       operations_.push_back(std::move(operation));
@@ -131,7 +149,12 @@ class Stream {
   }
 
   int query() {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    if (kind_ != PROXYCCL_HOST_IN_CALLER) {
+      lock.lock();
+    } else if (!lock.try_lock()) {  // another caller runs something
+      return PROXYCCL_HOST_NOT_READY;
+    }
     return completed_ == queued_ ? takeStatus() : PROXYCCL_HOST_NOT_READY;
   }
 
@@ -143,6 +166,9 @@ class Stream {
   }
 
  private:
+  void noteStatus(int status) {
+    if (status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
+  }
   // Tells a failure once; later work on the stream is not condemned by it.
   int takeStatus() {
     const int status = status_;
@@ -161,14 +187,14 @@ class Stream {
       const int status = operation();
       operation = nullptr;
       lock.lock();
-      if (status != PROXYCCL_HOST_SUCCESS && status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
+      noteStatus(status);
       ++completed_;
       changed_.notify_all();
     }
   }
 
-  const bool inline_;
-  std::mutex mutex_;
+  const int kind_;
+  std::mutex mutex_;  // of what follows; held while an operation runs in its caller, so that nothing overtakes it
   std::condition_variable changed_;
   std::deque<std::function<int()>> operations_;
   uint64_t queued_ = 0, completed_ = 0;
@@ -225,8 +251,8 @@ EventHolder& asEvent(void* event) { return *static_cast<EventHolder*>(event); }
 
 using namespace proxyccl::host;
 
-int proxyccl_host_stream_create(void** stream, int run_inline) {
-  *stream = new Stream(run_inline != 0);
+int proxyccl_host_stream_create(void** stream, int kind) {
+  *stream = new Stream(kind);
   return PROXYCCL_HOST_SUCCESS;
 }
 int proxyccl_host_stream_destroy(void* stream) {
@@ -292,21 +318,56 @@ int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsig
   });
 }
 
+int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned) {
+  std::vector<ProxycclStreamOperation> queued(operations, operations + count);
+  const bool waits = std::any_of(queued.begin(), queued.end(),
+                                 [](const auto& operation) { return operation.kind == PROXYCCL_STREAM_WAIT; });
+  if (waits && !asStream(stream)->mayWait()) return PROXYCCL_HOST_INVALID_VALUE;
+  return asStream(stream)->enqueue([queued = std::move(queued)] {
+    for (const ProxycclStreamOperation& operation : queued) {
+      auto* word = reinterpret_cast<uint64_t*>(operation.address);
+      if (operation.kind == PROXYCCL_STREAM_WRITE) {
+        __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
+      } else {
+        // Pairs with the release of whoever stores the word: later work sees what was done before.
+        for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) backOff(rounds);
+      }
+    }
+    return 0;
+  });
+}
+
 int proxyccl_host_module_load(void** module, const char* path) {
-  *module = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  return *module != nullptr ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_FOUND;
+  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) return PROXYCCL_HOST_NOT_FOUND;
+  auto* loaded = new Module();
+  loaded->library = library;
+  *module = loaded;
+  return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_module_unload(void* module) {
+  delete static_cast<Module*>(module);
+  return PROXYCCL_HOST_SUCCESS;
 }
 const char* proxyccl_host_module_error(void) { return dlerror(); }
 int proxyccl_host_module_function(void** function, void* module, const char* name) {
+  auto* from = static_cast<Module*>(module);
   const std::string suffix(name);
-  void* entry = dlsym(module, ("proxyccl_entry_" + suffix).c_str());
-  const void* parameters = dlsym(module, ("proxyccl_parameters_" + suffix).c_str());
+  void* entry = dlsym(from->library, ("proxyccl_entry_" + suffix).c_str());
+  const void* parameters = dlsym(from->library, ("proxyccl_parameters_" + suffix).c_str());
   if (entry == nullptr || parameters == nullptr) return PROXYCCL_HOST_NOT_FOUND;
   size_t tls_module = 0;  // stays 0 where the module has no shared memory
-  dlinfo(module, RTLD_DI_TLS_MODID, &tls_module);
-  *function =
-      new Function{reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters), tls_module};
+  dlinfo(from->library, RTLD_DI_TLS_MODID, &tls_module);
+  const Function found = {reinterpret_cast<void (*)(void**)>(entry), static_cast<const uint32_t*>(parameters),
+                          tls_module, from};
+  std::lock_guard<std::mutex> lock(from->mutex);
+  *function = &from->functions.emplace(suffix, found).first->second;
   return PROXYCCL_HOST_SUCCESS;
+}
+void* proxyccl_host_module_variable(void* module, const char* name) {
+  auto* from = static_cast<Module*>(module);
+  if (std::strcmp(name, "proxyccl_default_control") == 0) return &from->default_control;
+  return dlsym(from->library, name);
 }
 const uint32_t* proxyccl_host_function_parameters(void* function) {
   return static_cast<Function*>(function)->parameters;
@@ -318,7 +379,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
   const uint64_t threads = static_cast<uint64_t>(block_x) * block_y * block_z;
   const uint64_t blocks = static_cast<uint64_t>(grid_x) * grid_y * grid_z;
   if (threads == 0 || threads > PROXYCCL_HOST_MAX_THREADS_PER_BLOCK || blocks == 0 || blocks > UINT32_MAX ||
-      shared_bytes > PROXYCCL_HOST_MAX_SHARED_BYTES || asStream(stream)->isInline())
+      shared_bytes > PROXYCCL_HOST_MAX_SHARED_BYTES || !asStream(stream)->mayWait())
     return PROXYCCL_HOST_INVALID_VALUE;
 
   // The arguments are copied, as a driver does: the caller's may be gone when the launch runs.
@@ -340,6 +401,7 @@ int proxyccl_host_launch(void* function, unsigned grid_x, unsigned grid_y, unsig
                    arguments->addresses.data(),
                    {grid_x, grid_y, grid_z},
                    {block_x, block_y, block_z},
-                   shared_bytes};
+                   shared_bytes,
+                   kernel->module->default_control};
   return asStream(stream)->enqueue([launch, arguments] { return runLaunch(launch); });
 }

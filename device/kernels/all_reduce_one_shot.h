@@ -1,8 +1,8 @@
-// One-shot all-reduce with packets, for small messages: every rank sends all it has to every other, and each reduces
-// for itself.
+// One-shot all-reduce with packets, for small messages: every rank sends all its data to every other rank, and each
+// rank reduces all of it.
 //
-// One crossing of the link, (n-1) times the bytes. Each rank reduces in rank order, so all get the same bits. Slot r
-// holds what rank r sent.
+// One crossing of the link, (n-1) times the bytes. Each rank reduces in rank order, so all ranks get the same bits.
+// Slot r holds the data of rank r.
 #ifndef PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 #define PROXYCCL_ALL_REDUCE_ONE_SHOT_H
 

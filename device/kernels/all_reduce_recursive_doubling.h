@@ -1,12 +1,12 @@
 // Recursive-doubling all-reduce with packets: in step s a rank swaps partial results with the rank whose number
 // differs in bit s.
 //
-// ceil(log2 n) crossings of the link and as many times the bytes. Where n is no power of two, each rank beyond the
-// largest power of two below n first hands its data to the rank that many below it, and gets the result at the end.
-// Partial results travel in the accumulator's type. Partners combine in the order of their ranks, so all ranks get
+// ceil(log2 n) crossings of the link and as many times the bytes. Where n is no power of two, let p be the largest
+// power of two below n: each rank r >= p first sends its data to rank r - p, and receives the result from it at the
+// end. Partial results travel in the accumulator's type. Partners combine in the order of their ranks, so all ranks get
 // the same bits.
 //
-// Slots: 0 and 1 are for the ranks beyond the power of two, 2 + s for step s.
+// Slots 0 and 1 are for the ranks from p on, slot 2 + s is for step s.
 #ifndef PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
 #define PROXYCCL_ALL_REDUCE_RECURSIVE_DOUBLING_H
 

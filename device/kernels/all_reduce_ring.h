@@ -1,12 +1,12 @@
 // Ring all-reduce: a reduce-scatter and an all-gather, each of n-1 steps, in which a rank only sends to the next one.
 //
-// 2 (n-1)/n times the bytes, spread over 2 (n-1) steps: for large messages, and for links that do not bear all pairs
-// at once. Partial results travel in the accumulator's type and are rounded once, by the rank that completes the
-// share; all ranks get its bits.
+// 2 (n-1)/n times the bytes, spread over 2 (n-1) steps: for large messages, and for links that cannot carry all pairs
+// at once. Partial results travel in the accumulator's type and are rounded once, by the rank that completes the share,
+// so all ranks get the same bits.
 //
-// Each step has a slot of its own, double-buffered by the round. A slot is reused two rounds later: a rank that has
-// finished round r + 1 holds a share that passed through every rank in that round, and each of them started it after
-// it had finished round r.
+// Each step has its own slot, double-buffered by the round. A slot is reused two rounds later, and no flag guards it. A
+// rank that has finished round r + 1 holds a share that passed through every rank in that round. Each rank started that
+// round after it had finished round r.
 #ifndef PROXYCCL_ALL_REDUCE_RING_H
 #define PROXYCCL_ALL_REDUCE_RING_H
 
@@ -16,18 +16,19 @@
 namespace proxyccl {
 
 template <class T, class Op>
-PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, uint64_t count) {
+PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   using A = typename Element<T>::Accumulator;
-  const uint32_t rank = team->rank, ranks = team->world_size, steps = ranks - 1;
+  const uint32_t rank = team.rank, ranks = team.world_size, steps = ranks - 1;
   const uint32_t next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
-  const Lane lane(team, 2 * steps);
-  const uint64_t first_round = team->round;
-  const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements of one share that one lane takes in one round
+  const Lane lane(team, roundBuffers(team, 2 * steps), 2 * steps);
+  const uint64_t first_round = team.counters->round;
+  const uint64_t piece = lane.slotBytes() / sizeof(A);  // elements of one share in one lane and one round
   const uint64_t per_round = piece * ranks * lane.count();
   uint64_t round = first_round;
 
   for (uint64_t start = 0; start < count; start += per_round, ++round) {
-    // This lane's elements of this round, cut into one share a rank; `left` evens out a short last round.
+    // This lane's elements of this round, cut into one share per rank. The last round may be short: its elements are
+    // spread evenly over the lanes.
     const uint64_t left = minimum(per_round, count - start);
     const uint64_t per_lane = divideUp(left, lane.count());
     const uint64_t lane_begin = minimum(start + lane.number() * per_lane, start + left);
@@ -37,14 +38,14 @@ PROXYCCL_DEVICE void all_reduce_ring(ProxycclTeam* team, const T* in, T* out, ui
     auto size = [&](uint32_t s) { return minimum(share, lane_begin + lane_size - begin(s)); };
 
     const uint32_t buffer = round % PROXYCCL_ROUND_BUFFERS;
-    // What step `slot` sends: `value(i)` for the share's elements. Then waits for the same step's data from the
-    // previous rank.
+    // Sends value(i) for each of the share's n elements to the next rank's slot `slot`. Then waits for the previous
+    // rank's data of the same step.
     auto pass = [&](uint32_t slot, auto* to, uint64_t n, auto&& value) {
       forEach(n, lane.thread(), lane.threads(), [&](uint64_t i) { to[i] = value(i); });
-      lane.meetBeforePost();
-      if (lane.talksTo(next)) lane.post(buffer, next, slot, slot, n * sizeof(*to));
-      if (lane.talksTo(previous)) lane.await(previous);
-      lane.meet();
+      lane.syncBeforePost();
+      if (lane.handles(next)) lane.post(buffer, next, slot, slot, n * sizeof(*to));
+      if (lane.handles(previous)) lane.await(previous);
+      lane.sync();
     };
 
     for (uint32_t step = 0; step < steps; ++step) {

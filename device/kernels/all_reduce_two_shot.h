@@ -1,169 +1,274 @@
-// Two-shot all-reduce: each rank reduces one share of the data for all, then hands the result round. And
-// reduce_scatter, its first half.
+// Two-shot all-reduce where all peers are mapped: each rank reduces one share of the data for all, in rank order,
+// accumulated in the wide type and rounded once, and hands the result round. 2 (n-1)/n times the bytes in two
+// crossings.
 //
-// 2 (n-1)/n times the bytes in two crossings. A share is reduced by one rank, in rank order, accumulated in the wide
-// type and rounded once. Peers that are not mapped are reached through the proxy; with a team whose links are all
-// proxied, only triggers move data.
+// All that crosses a link is stored, not loaded: NVLink carries stores faster. A rank stores to each peer's scratch
+// memory what that peer is to reduce, straight from its input, and stores results straight to the peers' outputs, where
+// all are reached (outputs.h), otherwise to their scratch memory.
 //
-// The links are kept busy by a pipeline over pieces. In step k a lane
-//   1. scatters piece k + 1: to each peer what that is to reduce;
-//   2. waits for what the peers scattered of piece k, reduces it, and hands the result round;
-//   3. waits for the peers' results of piece k - 1, and stores them.
+// Threads take units of 16 bytes, all of the grid's threads in turn: memory and links are faster if blocks touch
+// neighbouring addresses at a time. On the host a thread's units lie side by side. A unit is the same thread's in every
+// phase and on every rank, so a block waits only for the blocks of its number.
+//
+// What does not fit into scratch memory goes in pieces. In step k a block
+//   1. waits for what the peers scattered of piece k, and scatters piece k + 1;
+//   2. reduces piece k, and hands the result round;
+//   3. waits for the peers' results of piece k - 1 in its scratch memory, and stores them to its output.
+// Where results go to outputs, part 3 and the posts for it fall away. Instead the ranks meet at the end.
 // Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
 // but this. A rank that is about to
-//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced
-//   it,
-//     and its buffer is free;
-//   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
-//     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
-// What the proxy is to send is staged in buffers that are taken likewise: data that has arrived has been read.
-// From one kernel to the next, whatever the grid of each: a rank that starts one has seen all results of the one
-// before, so all peers have reduced all their data; and it hands no results round before it has every peer's first data
-// of this kernel, which those send when they have ended the one before.
+//   - scatter piece k + 1 has every peer's data of piece k, which those posted when they had reduced piece k - 2: its
+//     buffer is free;
+//   - hand round the results of piece k has every peer's data of piece k, which those posted when they had finished
+//   step
+//     k - 2: they have stored the results of piece k - 3, and its buffer is free.
+// An output is written when its rank's data of the same piece has arrived: its kernel runs, so nothing before it uses
+// the array any more, and has read what an in-place result replaces.
+// From one kernel to the next, whatever the grid of each: a rank that starts one has seen the end of all peers' steps
+// of the one before, by their results or in the last meeting, so all peers have reduced all their data; and it hands no
+// results round before it has every peer's first data of this kernel, which those send when they have ended the one
+// before.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_H
 
-#include "exchange.h"
 #include "instance.h"
+#include "integers.h"
+#include "links.h"
+#include "outputs.h"
 #include "reduce_ranks.h"
 
 namespace proxyccl {
 
-PROXYCCL_DEVICE bool isAligned16(const void* a, const void* b) {
-  return (reinterpret_cast<uintptr_t>(a) | reinterpret_cast<uintptr_t>(b)) % 16 == 0;
-}
+// `count` elements in units of 16 bytes, of which the last may be short.
+template <class T>
+class Units {
+ public:
+  static constexpr uint32_t kWide = 16 / sizeof(T);
+  using Unit = Pack<T, kWide>;
 
-// `count` elements a rank: in holds world_size * count, out count.
-template <class T, class Op>
-PROXYCCL_DEVICE void reduce_scatter(ProxycclTeam* team, const T* in, T* out, uint64_t count) {
-  Exchange exchange(team);
-  const Lane& lane = exchange.lane();
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(count, sizeof(T), [&](uint64_t offset, uint64_t n) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      exchange.send(peer, in + peer * count + offset, n * sizeof(T));
-    }
-    exchange.swap();
-    const T* mine = in + rank * count + offset;
-    T* result = out + offset;
-    reduceRanks<T, Op>(
-        ranks, team->divisor, n, isAligned16(mine, result), lane.thread(), lane.threads(),
-        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(exchange.inbox(source)); },
-        [&](uint64_t i, const auto& sum) { sum.store(result + i); });
-  });
-  exchange.finish();
-}
+  PROXYCCL_DEVICE Units(T* base, uint64_t count)
+      : base_(base), count_(count), whole_(isAligned16(base) ? count / kWide : 0) {}
 
-// In one crossing, (n-1) times the bytes: for what is so short that crossings count, over links with no packets.
-template <class T, class Op>
-PROXYCCL_DEVICE void allReduceInOneRound(ProxycclTeam* team, const T* in, T* out, uint64_t count) {
-  Exchange exchange(team);
-  const Lane& lane = exchange.lane();
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in, count * sizeof(T));
-  exchange.swap();
-  reduceRanks<T, Op>(
-      ranks, team->divisor, count, isAligned16(in, out), lane.thread(), lane.threads(),
-      [&](uint32_t source) { return source == rank ? in : reinterpret_cast<const T*>(exchange.inbox(source)); },
-      [&](uint64_t i, const auto& sum) { sum.store(out + i); });
-  exchange.finish();
-}
+  PROXYCCL_DEVICE uint64_t size() const { return divideUp(count_, kWide); }
+  // Units below this one may be loaded and stored with one access.
+  PROXYCCL_DEVICE uint64_t whole() const { return whole_; }
+
+  PROXYCCL_DEVICE Unit loadWhole(uint64_t i) const { return Unit::load(base_ + i * kWide); }
+  PROXYCCL_DEVICE void storeWhole(uint64_t i, const Unit& unit) const { unit.store(base_ + i * kWide); }
+  PROXYCCL_DEVICE Unit load(uint64_t i) const {
+    if (i < whole_) return loadWhole(i);
+    Unit unit{};
+    for (uint32_t k = 0; k < kWide && i * kWide + k < count_; ++k) unit.values[k] = base_[i * kWide + k];
+    return unit;
+  }
+  PROXYCCL_DEVICE void store(uint64_t i, const Unit& unit) const {
+    if (i < whole_) return storeWhole(i, unit);
+    for (uint32_t k = 0; k < kWide && i * kWide + k < count_; ++k) base_[i * kWide + k] = unit.values[k];
+  }
+
+ private:
+  T* base_;
+  uint64_t count_, whole_;
+};
 
 template <class T, class Op>
-PROXYCCL_DEVICE void allReduceInPieces(ProxycclTeam* team, const T* in, T* out, uint64_t count) {
-  constexpr uint64_t kAligned = 16 / sizeof(T);  // shares and pieces start on 16 bytes where the array does
-  constexpr uint64_t kPieces = 4;                // even a message that fits at once is cut, so that its parts overlap
-  constexpr uint32_t kData = PROXYCCL_ROUND_BUFFERS, kResult = kData + PROXYCCL_PIPELINE_DEPTH;
-  const Lane lane(team, team->world_size);
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  const uint64_t share = divideUp(divideUp(count, ranks), kAligned) * kAligned;
-  const uint64_t even = divideUp(divideUp(share, kPieces * lane.count()), kAligned) * kAligned;
-  const uint64_t shortest = team->shortest_piece / sizeof(T);
-  const uint64_t piece = minimum(lane.slotBytes() / sizeof(T), even < shortest ? shortest : even);
-  const uint64_t pieces = divideUp(share, piece * lane.count());
+class TwoShot {
+ public:
+  PROXYCCL_DEVICE TwoShot(const ProxycclTeam& team, const T* in, T* out, uint64_t count)
+      : team_(team), in_(const_cast<T*>(in)), out_(out), count_(count), links_(team), outputs_(team) {}
 
-  // This lane's k-th piece of a rank's share; the last ones may be short or empty.
-  auto begin = [&](uint64_t k, uint32_t owner) {
-    return minimum(owner * share + minimum((k * lane.count() + lane.number()) * piece, share), count);
-  };
-  auto size = [&](uint64_t k, uint32_t owner) {
-    const uint64_t end = minimum(owner * share + minimum((k * lane.count() + lane.number() + 1) * piece, share), count);
-    return end - begin(k, owner);
-  };
-  auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
-  auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
-    return lane.outbox(buffer(kind, k), peer, rank, peer);
-  };
-  auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) { return lane.inbox(buffer(kind, k), peer); };
-
-  auto scatter = [&](uint64_t k) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      copyBytes(outbox(kData, k, peer), in + begin(k, peer), size(k, peer) * sizeof(T), lane.thread(), lane.threads());
-    }
-  };
-  auto reduce = [&](uint64_t k) {
-    const T* mine = in + begin(k, rank);
-    T* result = out + begin(k, rank);
-    reduceRanks<T, Op>(
-        ranks, team->divisor, size(k, rank), isAligned16(mine, result), lane.thread(), lane.threads(),
-        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(kData, k, source)); },
-        [&](uint64_t i, const auto& sum) {
-          for (uint32_t peer = rank + 1; peer < ranks; ++peer)
-            sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
-          for (uint32_t peer = 0; peer < rank; ++peer) sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
-          sum.store(result + i);
-        });
-  };
-  auto gather = [&](uint64_t k) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      copyBytes(out + begin(k, peer), inbox(kResult, k, peer), size(k, peer) * sizeof(T), lane.thread(),
-                lane.threads());
-    }
-  };
-
-  const uint32_t peer = threadIdx.x;
-  const bool talks = lane.talksTo(peer);
-  auto post = [&](uint32_t kind, uint64_t k, uint32_t owner) {
-    if (talks) lane.post(buffer(kind, k), peer, rank, peer, size(k, owner) * sizeof(T));
-  };
-  auto await = [&] {
-    if (talks) lane.await(peer);
-  };
-  scatter(0);
-  lane.meetBeforePost();
-  post(kData, 0, peer);
-  // Both ends of a link count the same sequence: data 0; then in each step data k + 1, results k.
-  for (uint64_t k = 0; k <= pieces; ++k) {
-    if (k + 1 < pieces) scatter(k + 1);
-    lane.meetBeforePost();
-    if (k + 1 < pieces) post(kData, k + 1, peer);
-    if (k < pieces) {
-      await();
-      lane.meet();
-      reduce(k);
-      lane.meetBeforePost();
-      post(kResult, k, rank);
-    }
-    if (k > 0) {
-      await();
-      lane.meet();
+  PROXYCCL_DEVICE void run() {
+    outputs_.tell();
+    scatter(0);
+    links_.post();
+    // While the data is on its way.
+    const bool reached = outputs_.learn();
+    // Both ends of a link count the same sequence: data 0; then in each step data k + 1 and, if they are posted,
+    // results k.
+    for (uint64_t k = 0; k < team_.pieces; ++k) {
+      links_.await();
+      if (k + 1 < team_.pieces) {
+        scatter(k + 1);
+        links_.post();
+      }
+      reduce(k, reached);
+      if (reached) continue;
+      links_.post();
+      if (k == 0) continue;
+      links_.await();
       gather(k - 1);
     }
+    if (reached) links_.post();
+    links_.await();
+    if (!reached) gather(team_.pieces - 1);
   }
-}
+
+ private:
+  static constexpr uint32_t kData = 0, kResult = PROXYCCL_PIPELINE_DEPTH;
+  using Unit = typename Units<T>::Unit;
+
+  PROXYCCL_DEVICE uint64_t thread() const { return static_cast<uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+  PROXYCCL_DEVICE uint64_t threads() const { return static_cast<uint64_t>(gridDim.x) * blockDim.x; }
+  // The i-th rank after this one: all ranks begin with another peer.
+  PROXYCCL_DEVICE uint32_t after(uint32_t i) const {
+    const uint32_t rank = team_.rank + i;
+    return rank < team_.world_size ? rank : rank - team_.world_size;
+  }
+
+#if PROXYCCL_ON_HOST
+  // The first of this thread's elements of a piece, which lie side by side, in whole units. Which they are does not
+  // depend on the length of a piece: the next one may come into the same buffer.
+  uint64_t firstElement(uint64_t thread) const {
+    return divideUp(team_.piece, Units<T>::kWide) * thread / threads() * Units<T>::kWide;
+  }
+#else
+  // Calls several(i) for each four of this thread's units i, i + threads() … below `whole`, then one(i) for its others
+  // below `end`.
+  template <class Several, class One>
+  PROXYCCL_DEVICE void forUnits(uint64_t whole, uint64_t end, Several several, One one) const {
+    const uint64_t stride = threads();
+    uint64_t i = thread();
+#pragma unroll 1
+    for (; i + 3 * stride < whole; i += 4 * stride) several(i);
+#pragma unroll 1
+    for (; i < end; i += stride) one(i);
+  }
+#endif
+
+  // Elements of piece k of a rank's share.
+  PROXYCCL_DEVICE uint64_t sizeOf(uint64_t k, uint32_t owner) const {
+    const uint64_t end = minimum((owner + 1) * team_.share, count_), begin = beginOf(k, owner);
+    return begin < end ? minimum(team_.piece, end - begin) : 0;
+  }
+  PROXYCCL_DEVICE uint64_t beginOf(uint64_t k, uint32_t owner) const { return owner * team_.share + k * team_.piece; }
+
+  // The slot for rank `of` in the buffers of rank `at`, which has slots for its peers, in rank order.
+  PROXYCCL_DEVICE T* slot(uint32_t at, uint32_t kind, uint64_t k, uint32_t of) const {
+    const uint32_t buffer = kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH);
+    return reinterpret_cast<T*>((at == team_.rank ? team_.scratch : team_.remote[at]) +
+                                PROXYCCL_ROUND_BUFFERS * team_.exchange_bytes + buffer * team_.pipeline_bytes +
+                                (of < at ? of : of - 1) * team_.slot_bytes);
+  }
+
+  PROXYCCL_DEVICE void copy(T* to, T* from, uint64_t count) const {
+#if PROXYCCL_ON_HOST
+    const uint64_t begin = firstElement(thread()), end = minimum(firstElement(thread() + 1), count);
+    if (begin < end) __builtin_memcpy(to + begin, from + begin, (end - begin) * sizeof(T));
+#else
+    const Units<T> target(to, count), source(from, count);
+    const uint64_t stride = threads();
+    forUnits(
+        minimum(target.whole(), source.whole()), source.size(),
+        [&](uint64_t i) {
+          Unit units[4];
+#pragma unroll
+          for (uint32_t u = 0; u < 4; ++u) units[u] = source.loadWhole(i + u * stride);
+#pragma unroll
+          for (uint32_t u = 0; u < 4; ++u) target.storeWhole(i + u * stride, units[u]);
+        },
+        [&](uint64_t i) { target.store(i, source.load(i)); });
+#endif
+  }
+
+  PROXYCCL_DEVICE void scatter(uint64_t k) const {
+    for (uint32_t i = 1; i < team_.world_size; ++i) {
+      const uint32_t peer = after(i);
+      copy(slot(peer, kData, k, team_.rank), in_ + beginOf(k, peer), sizeOf(k, peer));
+    }
+  }
+
+  PROXYCCL_DEVICE void gather(uint64_t k) const {
+    for (uint32_t i = 1; i < team_.world_size; ++i) {
+      const uint32_t peer = after(i);
+      copy(out_ + beginOf(k, peer), slot(team_.rank, kResult, k, peer), sizeOf(k, peer));
+    }
+  }
+
+  PROXYCCL_DEVICE void reduce(uint64_t k, bool reached) const {
+    const uint64_t begin = beginOf(k, team_.rank), count = sizeOf(k, team_.rank);
+    // To each rank, the own one last.
+    auto target = [&](uint32_t rank) {
+      if (reached) return reinterpret_cast<T*>(outputs_.of(rank)) + begin;
+      return rank == team_.rank ? out_ + begin : slot(rank, kResult, k, team_.rank);
+    };
+#if PROXYCCL_ON_HOST
+    reduceRuns<T, Op>(
+        team_.world_size, team_.divisor, firstElement(thread()), minimum(firstElement(thread() + 1), count),
+        [&](uint32_t rank) { return rank == team_.rank ? in_ + begin : slot(team_.rank, kData, k, rank); },
+        [&](uint64_t i, const Run<T>& sums) {
+          for (uint32_t n = 1; n <= team_.world_size; ++n)
+            sums.store(target(n == team_.world_size ? team_.rank : after(n)) + i);
+        });
+#else
+    const Units<T> mine(in_ + begin, count);
+    const uint64_t stride = threads();
+    uint64_t whole = mine.whole();
+    for (uint32_t rank = 0; rank < team_.world_size; ++rank)
+      if (!isAligned16(target(rank))) whole = 0;
+    auto source = [&](uint32_t rank) {
+      return rank == team_.rank ? mine : Units<T>(slot(team_.rank, kData, k, rank), count);
+    };
+    forUnits(
+        whole, mine.size(),
+        [&](uint64_t i) {
+          reduceUnits<4>([&](uint32_t rank, uint32_t u) { return source(rank).loadWhole(i + u * stride); },
+                         [&](uint32_t rank, uint32_t u, const Unit& sum) {
+                           sum.store(target(rank) + (i + u * stride) * Units<T>::kWide);
+                         });
+        },
+        [&](uint64_t i) {
+          reduceUnits<1>(
+              [&](uint32_t rank, uint32_t) { return source(rank).load(i); },
+              [&](uint32_t rank, uint32_t, const Unit& sum) { Units<T>(target(rank), count).store(i, sum); });
+        });
+#endif
+  }
+
+  // Combines kUnits units load(rank, u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank, the
+  // own one last.
+  template <uint32_t kUnits, class Load, class Store>
+  PROXYCCL_DEVICE void reduceUnits(Load load, Store store) const {
+    using A = typename Element<T>::Accumulator;
+    constexpr uint32_t kWide = Units<T>::kWide;
+    A sums[kUnits][kWide] = {};
+    // Whatever is indexed by a loop that is not unrolled lies in memory, not in registers.
+#pragma unroll 1
+    for (uint32_t rank = 0; rank < team_.world_size; ++rank) {
+      Unit units[kUnits];
+#pragma unroll
+      for (uint32_t u = 0; u < kUnits; ++u) units[u] = load(rank, u);
+#pragma unroll
+      for (uint32_t u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (uint32_t v = 0; v < kWide; ++v) {
+          const A value = Element<T>::widen(units[u].values[v]);
+          sums[u][v] = rank == 0 ? value : Op::combine(sums[u][v], value);
+        }
+    }
+    Unit results[kUnits];
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u)
+#pragma unroll
+      for (uint32_t v = 0; v < kWide; ++v)
+        results[u].values[v] = Element<T>::narrow(Op::finish(sums[u][v], team_.divisor));
+#pragma unroll 1
+    for (uint32_t i = 1; i <= team_.world_size; ++i) {
+#pragma unroll
+      for (uint32_t u = 0; u < kUnits; ++u) store(i == team_.world_size ? team_.rank : after(i), u, results[u]);
+    }
+  }
+
+  const ProxycclTeam& team_;
+  T* in_;  // only read
+  T* out_;
+  uint64_t count_;
+  Links links_;
+  Outputs outputs_;
+};
 
 template <class T, class Op>
-PROXYCCL_DEVICE void all_reduce_two_shot(ProxycclTeam* team, const T* in, T* out, uint64_t count) {
-  constexpr uint64_t kOneRoundBytes = 32 * 1024;
-  const bool proxied = team->lanes == 1;
-  if (proxied && count * sizeof(T) <= minimum(kOneRoundBytes, team->exchange_bytes / team->world_size & ~127ull)) {
-    allReduceInOneRound<T, Op>(team, in, out, count);
-  } else {
-    allReduceInPieces<T, Op>(team, in, out, count);
-  }
+PROXYCCL_DEVICE void all_reduce_two_shot(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  TwoShot<T, Op>(team, in, out, count).run();
 }
 
 }  // namespace proxyccl

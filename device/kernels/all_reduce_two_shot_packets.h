@@ -1,9 +1,8 @@
-// Two-shot all-reduce with packets, for messages of middling size: each rank reduces one share of the data for all and
-// sends the result round, all of it in packets.
+// Two-shot all-reduce with packets, for medium messages: each rank reduces one share of the data for all ranks and
+// sends the result to all ranks, all in packets.
 //
 // Two crossings of the link, 2 (n-1)/n times the bytes and as much again for the flags. A share is reduced by one rank,
-// in rank order, accumulated in the wide type and rounded once. Slot r holds what rank r sent of its data, slot n + r
-// what it sent of its result.
+// in rank order, accumulated in the wide type and rounded once. Slot r holds the data of rank r, slot n + r its result.
 #ifndef PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
 #define PROXYCCL_ALL_REDUCE_TWO_SHOT_PACKETS_H
 
@@ -17,7 +16,7 @@ PROXYCCL_DEVICE void all_reduce_two_shot_packets(const ProxycclPacketTeam& team,
   PacketLanes lanes(team);
   const uint32_t rank = team.rank, ranks = team.world_size;
   lanes.forEachEpoch([&](uint64_t first) {
-    // Padding would lie past the share's end, where the next rank's begins, which is another thread's to load and
+    // Padding is not loaded or stored: past the share's end lies the next rank's share, which other threads load and
     // store.
     auto inShare = [&](uint64_t p) { return first + p < team.packets; };
     auto number = [&](uint32_t owner, uint64_t p) { return owner * team.packets + first + p; };

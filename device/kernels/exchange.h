@@ -1,31 +1,30 @@
-// Rounds in which every rank hands something to every other: the skeleton of the bandwidth-bound collectives.
+// Rounds in which every rank sends to every other rank. The bandwidth-bound collectives are built on them.
 //
-// In a round a lane sends into a slot that it owns in each peer's scratch, signals every peer, waits for every
-// peer's signal, and reads its own slots. Slots are double-buffered by the parity of the round, and nothing else
-// guards them: a rank starts round r + 2 only after it has seen every peer's signal of round r + 1, which each peer
-// sends only after it has read what came in round r. The same holds for the proxied source in the staging area, and
-// from one kernel to the next whatever the grid of each: a peer that has started a kernel has ended the one before.
+// In a round a lane writes to its slot in each peer's scratch memory, signals every peer, waits for every peer's signal
+// and reads the slots in its own scratch memory. Slots are double-buffered by the parity of the round. No flag guards
+// them: a rank starts round r + 2 after it has received every peer's signal of round r + 1, and a peer sends that
+// signal after it has read its slots of round r. The same holds for sources in the staging area. It also holds between
+// kernels, whatever their grids: a peer that has started a kernel has ended the previous one.
 #ifndef PROXYCCL_EXCHANGE_H
 #define PROXYCCL_EXCHANGE_H
 
+#include "integers.h"
 #include "proxyccl/proxyccl.h"
 #include "team.h"
 
 namespace proxyccl {
 
-PROXYCCL_DEVICE uint64_t minimum(uint64_t a, uint64_t b) { return a < b ? a : b; }
-PROXYCCL_DEVICE uint64_t divideUp(uint64_t n, uint64_t by) { return (n + by - 1) / by; }
-
 // Ends a kernel of the team: the last block to arrive advances the counter of rounds by what the kernel used.
-PROXYCCL_DEVICE void finishKernel(ProxycclTeam* team, uint64_t rounds) {
+PROXYCCL_DEVICE void finishKernel(const ProxycclTeam& team, uint64_t rounds) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  if (fetchAddAcqRelDevice<uint32_t>(&team->blocks_done, 1) != gridDim.x - 1) return;
-  storeRelaxedDevice<uint32_t>(&team->blocks_done, 0);
-  storeRelaxedDevice<uint64_t>(&team->round, team->round + rounds);
+  ProxycclTeamCounters& counters = *team.counters;
+  if (fetchAddAcqRelDevice<uint32_t>(&counters.blocks_done, 1) != gridDim.x - 1) return;
+  storeRelaxedDevice<uint32_t>(&counters.blocks_done, 0);
+  storeRelaxedDevice<uint64_t>(&counters.round, counters.round + rounds);
 }
 
-// Kept out of line: one thread seldom does it, and what it needs of registers would be taken from all.
+// Out of line: one thread calls it, and seldom. Inlined, it would add to the registers of all threads.
 PROXYCCL_OUT_OF_LINE void postThroughProxy(const ProxycclProxyChannel* handle, uint64_t dst_offset, uint64_t src_offset,
                                            uint64_t bytes) {
   const ProxyChannelDeviceHandle channel{*handle};
@@ -36,75 +35,98 @@ PROXYCCL_OUT_OF_LINE void awaitThroughProxy(const ProxycclProxyChannel* handle) 
   ProxyChannelDeviceHandle{*handle}.wait();
 }
 
-// This block's lane: its links, its share of each buffer, cut into `slots` slots, and the threads that work on it.
-// Thread p of the lane's first block talks to rank p.
+// Lanes: each has a link to every peer. All blocks work on one if some peer is reached through the proxy; otherwise
+// each block has its own.
+PROXYCCL_DEVICE uint32_t lanesOf(const ProxycclTeam& team) { return team.lanes == 1 ? 1 : gridDim.x; }
+
+// Buffers of scratch memory, one after the other, in each of which a lane has slots.
+struct Buffers {
+  uint64_t offset;      // of the first in scratch memory
+  uint64_t bytes;       // of each
+  uint64_t slot_bytes;  // of each slot
+};
+PROXYCCL_DEVICE Buffers roundBuffers(const ProxycclTeam& team, uint32_t slots) {
+  return {0, team.exchange_bytes, team.exchange_bytes / (static_cast<uint64_t>(lanesOf(team)) * slots) & ~127ull};
+}
+PROXYCCL_DEVICE Buffers pipelineBuffers(const ProxycclTeam& team) {
+  return {PROXYCCL_ROUND_BUFFERS * team.exchange_bytes, team.pipeline_bytes, team.slot_bytes};
+}
+
+// This block's lane: its links, its `slots` slots in each buffer, and the threads that work on it. Thread p of the
+// lane's first block handles rank p: it signals that rank and waits for it.
 class Lane {
  public:
-  PROXYCCL_DEVICE Lane(ProxycclTeam* team, uint32_t slots)
+  PROXYCCL_DEVICE Lane(const ProxycclTeam& team, Buffers buffers, uint32_t slots)
       : team_(team),
-        together_(team->lanes == 1),
-        number_(together_ ? 0 : blockIdx.x),
-        slot_bytes_(team->exchange_bytes / (static_cast<uint64_t>(count()) * slots) & ~127ull),
-        offset_(static_cast<uint64_t>(number_) * slots * slot_bytes_) {
-    // Where each peer's slots begin, or those to stage what it gets: looked up for every piece, so kept close at hand.
-    if (threadIdx.x < team->world_size) {
-      const ProxycclLink& link = linkTo(threadIdx.x);
-      outboxes().proxied[threadIdx.x] = link.proxied;
-      outboxes().base[threadIdx.x] = (link.proxied ? team->scratch + team->staging_offset : link.remote) + offset_;
+        one_lane_(team.lanes == 1),
+        number_(one_lane_ ? 0 : blockIdx.x),
+        buffers_(buffers),
+        offset_(buffers.offset + static_cast<uint64_t>(number_) * slots * buffers.slot_bytes) {
+    // Where each peer's slots begin, or the slots that stage its data: every piece needs that, so it is in shared
+    // memory.
+    const uint32_t peer = threadIdx.x;
+    if (peer < team.world_size) {
+      char* base = peer < PROXYCCL_MAX_MAPPED_RANKS ? team.remote[peer] : nullptr;
+      bool proxied = false;
+      if (base == nullptr) {
+        const ProxycclLink& link = linkTo(peer);
+        proxied = link.proxied;
+        base = proxied ? team.scratch + team.staging_offset : link.remote;
+      }
+      outboxes().proxied[peer] = proxied;
+      outboxes().base[peer] = base + offset_;
     }
     __syncthreads();
   }
 
   PROXYCCL_DEVICE uint32_t number() const { return number_; }
-  PROXYCCL_DEVICE uint32_t count() const { return together_ ? 1 : gridDim.x; }
-  PROXYCCL_DEVICE uint32_t thread() const { return together_ ? blockIdx.x * blockDim.x + threadIdx.x : threadIdx.x; }
-  PROXYCCL_DEVICE uint32_t threads() const { return together_ ? gridDim.x * blockDim.x : blockDim.x; }
-  PROXYCCL_DEVICE bool talksTo(uint32_t peer) const {
-    return blockIdx.x == number_ && threadIdx.x == peer && peer < team_->world_size && peer != team_->rank;
+  PROXYCCL_DEVICE uint32_t count() const { return lanesOf(team_); }
+  PROXYCCL_DEVICE uint32_t thread() const { return one_lane_ ? blockIdx.x * blockDim.x + threadIdx.x : threadIdx.x; }
+  PROXYCCL_DEVICE uint32_t threads() const { return one_lane_ ? gridDim.x * blockDim.x : blockDim.x; }
+  PROXYCCL_DEVICE bool handles(uint32_t peer) const {
+    return blockIdx.x == number_ && threadIdx.x == peer && peer < team_.world_size && peer != team_.rank;
   }
 
-  // By all threads of the lane: what any of them wrote before, all of them see after.
-  PROXYCCL_DEVICE void meet() const {
-    if (together_) {
-      reinterpret_cast<DeviceSyncer*>(team_->grid_barrier)->sync(gridDim.x, team_->control);
+  // Called by all threads of the lane. What any of them wrote before it, all of them see after it.
+  PROXYCCL_DEVICE void sync() const {
+    if (one_lane_) {
+      reinterpret_cast<DeviceSyncer*>(team_.counters->grid_barrier)->sync(gridDim.x, team_.control);
     } else {
       __syncthreads();
     }
   }
-  // The same before a post(), which tells a peer of it.
-  PROXYCCL_DEVICE void meetBeforePost() const {
+  // The same before a post(): once the peer is signalled, it sees all that the lane wrote.
+  PROXYCCL_DEVICE void syncBeforePost() const {
     syncThreadsSystem();
-    if (together_) meet();
+    if (one_lane_) sync();
   }
 
-  PROXYCCL_DEVICE uint64_t slotBytes() const { return slot_bytes_; }
-  PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t slot) const {
-    return team_->scratch + slotOffset(buffer, slot);
-  }
+  PROXYCCL_DEVICE uint64_t slotBytes() const { return buffers_.slot_bytes; }
+  PROXYCCL_DEVICE char* inbox(uint32_t buffer, uint32_t slot) const { return team_.scratch + slotOffset(buffer, slot); }
 
-  // Where to write what `peer` shall find in its slot `remote_slot`; `local_slot` is unique to it among the lane's
-  // sends.
+  // Where to write data for slot `remote_slot` of `peer`. Data for the proxy is staged in `local_slot`, which no other
+  // send of the lane uses.
   PROXYCCL_DEVICE char* outbox(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot) const {
     const uint32_t slot = outboxes().proxied[peer] ? local_slot : remote_slot;
-    return outboxes().base[peer] + buffer * team_->exchange_bytes + slot * slot_bytes_;
+    return outboxes().base[peer] + buffer * buffers_.bytes + slot * buffers_.slot_bytes;
   }
 
-  // By the thread that talks to `peer`, after meetBeforePost(): makes the outbox arrive, and says so.
+  // Called by the thread that handles `peer`, after syncBeforePost(): sends the outbox and signals the peer.
   PROXYCCL_DEVICE void post(uint32_t buffer, uint32_t peer, uint32_t remote_slot, uint32_t local_slot,
                             uint64_t bytes) const {
     const ProxycclLink& link = linkTo(peer);
     if (!outboxes().proxied[peer]) return Semaphore{link.semaphore}.signal();
     postThroughProxy(&link.proxy, slotOffset(buffer, remote_slot),
-                     team_->staging_offset + slotOffset(buffer, local_slot), bytes);
+                     team_.staging_offset + slotOffset(buffer, local_slot), bytes);
   }
 
-  // By the thread that talks to `peer`: waits for its next post.
+  // Called by the thread that handles `peer`: waits for its next post.
   PROXYCCL_DEVICE void await(uint32_t peer) const {
     const ProxycclLink& link = linkTo(peer);
     if (outboxes().proxied[peer]) {
       awaitThroughProxy(&link.proxy);
     } else {
-      Semaphore{link.semaphore}.wait(team_->control, PROXYCCL_WAIT_SM_SIGNAL, link.peer, 0);
+      Semaphore{link.semaphore}.wait(team_.control, PROXYCCL_WAIT_SM_SIGNAL, link.peer, PROXYCCL_NO_CHANNEL);
     }
   }
 
@@ -119,29 +141,34 @@ class Lane {
   }
 
   PROXYCCL_DEVICE const ProxycclLink& linkTo(uint32_t peer) const {
-    return team_->links[static_cast<uint64_t>(number_) * team_->world_size + peer];
+    return team_.links[static_cast<uint64_t>(number_) * team_.world_size + peer];
   }
   PROXYCCL_DEVICE uint64_t slotOffset(uint32_t buffer, uint32_t slot) const {
-    return buffer * team_->exchange_bytes + offset_ + slot * slot_bytes_;
+    return buffer * buffers_.bytes + offset_ + slot * buffers_.slot_bytes;
   }
 
-  ProxycclTeam* team_;
-  bool together_;
+  const ProxycclTeam& team_;
+  bool one_lane_;
   uint32_t number_;
-  uint64_t slot_bytes_;
+  Buffers buffers_;
   uint64_t offset_;
 };
 
 // All-pairs rounds.
 class Exchange {
  public:
-  PROXYCCL_DEVICE explicit Exchange(ProxycclTeam* team)
-      : team_(team), lane_(team, team->world_size), first_round_(team->round), round_(team->round), outgoing_(0) {}
+  PROXYCCL_DEVICE explicit Exchange(const ProxycclTeam& team)
+      : team_(team),
+        lane_(team, roundBuffers(team, team.world_size), team.world_size),
+        first_round_(team.counters->round),
+        round_(first_round_),
+        outgoing_(0),
+        owed_(0) {}
 
   PROXYCCL_DEVICE const Lane& lane() const { return lane_; }
   PROXYCCL_DEVICE uint64_t slotBytes() const { return lane_.slotBytes(); }
 
-  // By all threads of the lane: `bytes` (at most slotBytes()) for `peer`.
+  // Called by all threads of the lane: sends `bytes` bytes, at most slotBytes(), to `peer`.
   PROXYCCL_DEVICE void send(uint32_t peer, const void* src, uint64_t bytes) {
     copy(outbox(peer), src, bytes);
     announce(peer, bytes);
@@ -150,29 +177,45 @@ class Exchange {
     copyBytes(dst, src, bytes, lane_.thread(), lane_.threads());
   }
 
-  // The two halves of send(), for data that is not in one piece: where to write it, and how much there was.
-  PROXYCCL_DEVICE char* outbox(uint32_t peer) const { return lane_.outbox(buffer(round_), peer, team_->rank, peer); }
+  // The two halves of send(), for data that is not contiguous: outbox() is where to write it, announce() says how many
+  // bytes were written.
+  PROXYCCL_DEVICE char* outbox(uint32_t peer) const { return lane_.outbox(buffer(round_), peer, team_.rank, peer); }
   PROXYCCL_DEVICE void announce(uint32_t peer, uint64_t bytes) {
     if (threadIdx.x == peer) outgoing_ = bytes;
   }
 
-  // By all threads: announces what was sent and waits until inbox() holds what every peer sent.
+  // Called by all threads of the lane: signals what was sent and waits until inbox() holds the data of every peer.
   PROXYCCL_DEVICE void swap() {
-    lane_.meetBeforePost();
+    lane_.syncBeforePost();
     const uint32_t peer = threadIdx.x;
-    if (lane_.talksTo(peer)) {
-      lane_.post(buffer(round_), peer, team_->rank, peer, outgoing_);
+    if (lane_.handles(peer)) {
+      lane_.post(buffer(round_), peer, team_.rank, peer, outgoing_);
+      for (; owed_ > 0; --owed_) lane_.await(peer);
       lane_.await(peer);
     }
-    outgoing_ = 0;
+    outgoing_ = owed_ = 0;
     ++round_;
-    lane_.meet();
+    lane_.sync();
   }
+
+  // A post without data, and the wait for every peer's: by all threads, outside of rounds.
+  PROXYCCL_DEVICE void post() const {
+    lane_.syncBeforePost();
+    const uint32_t peer = threadIdx.x;
+    if (lane_.handles(peer)) lane_.post(buffer(round_), peer, team_.rank, peer, 0);
+  }
+  PROXYCCL_DEVICE void await() const {
+    const uint32_t peer = threadIdx.x;
+    if (lane_.handles(peer)) lane_.await(peer);
+    lane_.sync();
+  }
+  // The next swap() waits for a post of each peer that was not awaited, too.
+  PROXYCCL_DEVICE void oweAwait() { ++owed_; }
 
   PROXYCCL_DEVICE const char* inbox(uint32_t peer) const { return lane_.inbox(buffer(round_ - 1), peer); }
 
-  // Calls piece(offset, length) for this lane's share of [0, total) elements of `size` bytes, as few times as slots
-  // allow; every lane makes as many calls, and has as much to do but for the rounding to cache lines.
+  // Calls piece(offset, length) for this lane's share of `total` elements of `size` bytes, as few times as the slots
+  // allow. All lanes make equally many calls. Their shares are equal up to rounding to cache lines.
   template <class Piece>
   PROXYCCL_DEVICE void forEachPiece(uint64_t total, uint64_t size, Piece piece) const {
     if (total == 0) return;
@@ -185,31 +228,25 @@ class Exchange {
     }
   }
 
+  // Calls part(offset, length) once, for this lane's share of [0, total) bytes.
+  template <class Part>
+  PROXYCCL_DEVICE void forLanePart(uint64_t total, Part part) const {
+    const uint64_t length = divideUp(divideUp(total, lane_.count()), 128) * 128;
+    const uint64_t offset = minimum(lane_.number() * length, total);
+    part(offset, minimum(length, total - offset));
+  }
+
   PROXYCCL_DEVICE void finish() const { finishKernel(team_, round_ - first_round_); }
 
  private:
   static PROXYCCL_DEVICE uint32_t buffer(uint64_t round) { return round % PROXYCCL_ROUND_BUFFERS; }
 
-  ProxycclTeam* team_;
+  const ProxycclTeam& team_;
   Lane lane_;
   uint64_t first_round_, round_;
   uint64_t outgoing_;
+  uint32_t owed_;
 };
-
-// Every rank's `bytes` bytes at out + rank * bytes, on every rank; `in` may be this rank's place there.
-PROXYCCL_DEVICE void gatherBytes(Exchange& exchange, ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-    for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-    char* own = out + rank * bytes + offset;
-    if (own != in + offset) exchange.copy(own, in + offset, size);
-    exchange.swap();
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
-    }
-  });
-}
 
 }  // namespace proxyccl
 

@@ -1,10 +1,10 @@
-// How the ranks of one node tell each other the experts of few tokens: as packets, which need no fence and no flag of
-// their own. Every block hears all of them and counts for itself, so nobody waits for anybody's counts.
+// The ranks of one node send each other the expert ids of few tokens as packets, which need no fence and no separate
+// flag. Every block reads all packets and counts for itself, so no rank waits for another's counts.
 //
-// Packets of one parity, the same on each rank: [ranks] heads, [ranks][id_packets] expert ids, [ranks][weight_packets]
-// weights. All of them are sent each time, so what a place carried last is the announcement before the last one. A
-// place is used again two announcements later, and nothing guards it but this: rank x announces n + 2 when it has ended
-// dispatch n + 1, for which it needed what every rank y announced in n + 1, which y did when it had ended dispatch n.
+// Packets of one parity, with the same layout on each rank: [ranks] heads, [ranks][id_packets] expert ids,
+// [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
+// n. No flag guards that. Rank x announces n + 2 after it has ended dispatch n + 1, for which it needed every rank y's
+// announcement n + 1, made after y had ended dispatch n.
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_H
 
@@ -12,13 +12,13 @@
 
 namespace proxyccl {
 
-// An element of 2, 4 or 8 bytes, whatever it is.
-PROXYCCL_DEVICE uint64_t loadElement(const char* from, uint32_t bytes) {
+// An element of 2, 4 or 8 bytes of any type.
+PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
   if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
   if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
   return *reinterpret_cast<const uint16_t*>(from);
 }
-PROXYCCL_DEVICE void storeElement(char* to, uint64_t element, uint32_t bytes) {
+PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
   if (bytes == 4) {
     *reinterpret_cast<uint32_t*>(to) = static_cast<uint32_t>(element);
   } else if (bytes == 8) {
@@ -30,18 +30,18 @@ PROXYCCL_DEVICE void storeElement(char* to, uint64_t element, uint32_t bytes) {
 
 class Announcement {
  public:
-  static constexpr uint32_t kBadExpert = 0xffff;  // instead of an id that is none
+  static constexpr uint32_t kBadExpert = 0xffff;  // stands for an id that is out of range
 
-  // Announcements count from 1. A flag is 32 bits of the number, but never the 0 of fresh memory: what stands for it
-  // is no neighbour's.
+  // Announcements count from 1. A flag is the low 32 bits of the number. Fresh memory holds flag 0, so 1 << 31 stands
+  // for it, which no announcement near by has.
   PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
       : e_(experts),
         flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
         offset_(experts.announced +
                 number % 2 * experts.world_size * packetsOfRank() * static_cast<uint64_t>(sizeof(LL16Packet))) {}
 
-  // By the block, its last threads first: sends its share of this rank's packets to every rank, itself included. Needs
-  // nothing but the arguments of the kernel, so that they leave at once.
+  // Called by the block: sends its share of this rank's packets to every rank, itself included. The last threads send
+  // first. It needs only the kernel's arguments, so the packets leave at once.
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
     const uint32_t share = all * (blockIdx.x + 1) / e_.blocks - begin;
@@ -52,21 +52,21 @@ class Announcement {
     }
   }
 
-  // By the block: takes in the heads and ids of all ranks, which each thread may read behind the next barrier. Returns
-  // false to a thread whose packets did not come.
-  PROXYCCL_DEVICE bool hear() const {
+  // Called by the block: waits for the heads and ids of all ranks. Threads may read them after the next barrier.
+  // Returns false to a thread whose packets did not come.
+  PROXYCCL_DEVICE bool awaitAnnouncements() const {
     const uint32_t ranks = e_.world_size, all = ranks * (1 + e_.id_packets);
-    const LL16Packet* heard = packets(e_.workspace);
+    const LL16Packet* incoming = packets(e_.workspace);
     bool complete = true;
 #pragma unroll 1
     for (uint32_t first = threadIdx.x; first < all; first += kAtOnce * blockDim.x) {
       LL16Packet::Words words[kAtOnce];
-      WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, 0, flag_};
+      WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, flag_};
       complete &= waitUntil(e_.control, what, [&](uint64_t* seen) {
         bool there = true;
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i)
-          if (first + i * blockDim.x < all) words[i] = heard[first + i * blockDim.x].load();
+          if (first + i * blockDim.x < all) words[i] = incoming[first + i * blockDim.x].load();
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) {
           const uint32_t packet = first + i * blockDim.x;
@@ -82,14 +82,14 @@ class Announcement {
       for (uint32_t i = 0; i < kAtOnce; ++i) {
         const uint32_t packet = first + i * blockDim.x;
         const LL16Packet::Payload payload = words[i].payload();
-        if (packet < all) held()[packet] = static_cast<uint64_t>(payload.y) << 32 | payload.x;
+        if (packet < all) payloads()[packet] = static_cast<uint64_t>(payload.y) << 32 | payload.x;
       }
     }
     return true;
   }
 
   // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, the work shared by `threads`
-  // callers. Slots past a rank's tokens have the id of dropped ones.
+  // callers. Slots past a rank's tokens have the id that drops a slot.
   template <class Body>
   PROXYCCL_DEVICE void forEachSlot(uint32_t first, uint32_t sources, uint32_t thread, uint32_t threads,
                                    Body body) const {
@@ -102,12 +102,12 @@ class Announcement {
     }
   }
 
-  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return static_cast<uint32_t>(held()[source]); }
+  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return static_cast<uint32_t>(payloads()[source]); }
   PROXYCCL_DEVICE uint32_t expert(uint32_t source, uint32_t slot) const {
     return idAt(ids()[source * e_.id_packets + slot / PROXYCCL_IDS_PER_PACKET], slot % PROXYCCL_IDS_PER_PACKET);
   }
 
-  // The weight of a slot, which may yet be on its way.
+  // The weight of a slot. Waits until its packet has come.
   PROXYCCL_DEVICE uint64_t weight(uint32_t source, uint32_t slot) const {
     const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
     const LL16Packet* packet = packets(e_.workspace) + placeOf(source, 1 + e_.id_packets + slot / each);
@@ -116,21 +116,21 @@ class Announcement {
   }
 
  private:
-  static constexpr uint32_t kAtOnce = 4;  // loads of a thread under way
+  static constexpr uint32_t kAtOnce = 4;  // loads of one thread in flight
 
-  // What the packets carry, heads and ids.
-  static PROXYCCL_DEVICE uint64_t* held() {
+  // The payloads of heads and ids.
+  static PROXYCCL_DEVICE uint64_t* payloads() {
     __shared__ uint64_t words[PROXYCCL_MAX_EXPERT_RANKS + PROXYCCL_ANNOUNCED_SLOTS / PROXYCCL_IDS_PER_PACKET];
     return words;
   }
-  PROXYCCL_DEVICE const uint64_t* ids() const { return held() + e_.world_size; }
+  PROXYCCL_DEVICE const uint64_t* ids() const { return payloads() + e_.world_size; }
   static PROXYCCL_DEVICE uint32_t idAt(uint64_t four, uint32_t k) { return four >> 16 * k & 0xffff; }
 
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return 1 + e_.id_packets + e_.weight_packets; }
   PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
     return reinterpret_cast<LL16Packet*>(workspace + offset_);
   }
-  // Where, among the packets of all ranks, one of a rank's lies.
+  // The index of a rank's packet among the packets of all ranks.
   PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank, uint32_t packet) const {
     const uint32_t ranks = e_.world_size;
     if (packet == 0) return rank;
@@ -153,7 +153,7 @@ class Announcement {
       const uint32_t first = (packet - 1 - e_.id_packets) * each;
 #pragma unroll 1
       for (uint32_t k = 0; k < each && first + k < slots; ++k)
-        bits |= loadElement(call.weights + static_cast<uint64_t>(first + k) * bytes, bytes) << 8 * bytes * k;
+        bits |= loadRaw(call.weights + static_cast<uint64_t>(first + k) * bytes, bytes) << 8 * bytes * k;
     }
     return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
   }

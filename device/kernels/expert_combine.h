@@ -1,8 +1,9 @@
-// MoE combine: the experts' rows go back the way the tokens came, and each token's are summed.
+// MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
 //
-// Every slot's row goes to the token's rank, or across nodes to the rank of the same node that has the token's rank's
-// number (its rail), which sums what its node made of the token; only that sum crosses. With local_combine each rank
-// sums its own rows of a token first. A sum is made in the order of k, in the accumulator's type, and rounded once.
+// Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
+// token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
+// only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
+// k, in the accumulator's type, and rounded once.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -12,7 +13,7 @@ namespace proxyccl {
 
 #if !PROXYCCL_ON_HOST
 template <class T>
-struct Word {  // as wide as an access can be
+struct Word {  // as wide as the widest access
   static constexpr uint32_t kEach = 16 / sizeof(T);
   T at[kEach];
 };
@@ -24,12 +25,12 @@ PROXYCCL_DEVICE void addWord(A* sum, const Bytes16& held, A weight) {
 }
 template <class T, class A>
 PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
-  if constexpr (sizeof(T) == 2) {  // put together in registers: compilers go a long way with eight elements
+  if constexpr (sizeof(T) == 2) {  // packed in registers: compilers make long code of an array of eight elements
     uint32_t pairs[4];
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i)
-      pairs[i] = Element<T>::narrow(sum[2 * i]).bits |
-                 static_cast<uint32_t>(Element<T>::narrow(sum[2 * i + 1]).bits) << 16;
+      pairs[i] = Element<T>::narrow(sum[2 * i]).bits | static_cast<uint32_t>(Element<T>::narrow(sum[2 * i + 1]).bits)
+                                                           << 16;
     return {pairs[0] | static_cast<uint64_t>(pairs[1]) << 32, pairs[2] | static_cast<uint64_t>(pairs[3]) << 32};
   } else {
     Word<T> word;
@@ -39,12 +40,12 @@ PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
   }
 }
 
-// By a group: words [begin, end) of the sum of kCount rows, each times its weight. The number is known to the compiler,
-// or loads would stand behind branches and wait for one another.
+// Called by a group: words [begin, end) of the sum of kCount rows, each times its weight. The compiler must know the
+// count: otherwise loads would stand behind branches and wait for one another.
 template <class T, uint32_t kCount>
 PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
   using A = typename Element<T>::Accumulator;
-  constexpr uint32_t kWords = kCount == 1 ? 8 : 12 / kCount;  // with more loads under way, registers run out
+  constexpr uint32_t kWords = kCount == 1 ? 8 : 12 / kCount;  // with more loads in flight, registers run out
   const Bytes16* from[kCount];
   A weight[kCount];
 #pragma unroll
@@ -58,7 +59,7 @@ PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights
     Bytes16 held[kWords][kCount];
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // beyond the end, anything
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, any word
 #pragma unroll
       for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
     }
@@ -86,7 +87,7 @@ PROXYCCL_DEVICE void sumManyWords(char* out, char* const* rows, const float* wei
 }
 #endif
 
-// By a group: a piece of the sum of `count` rows, each times its weight.
+// Called by a group: one piece of the sum of `count` rows, each times its weight.
 template <class T>
 PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights, uint32_t count, const Piece& piece,
                              uint32_t lane) {
@@ -108,15 +109,32 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
   if (misaligned % 16 == 0) {
     const uint32_t first = static_cast<uint32_t>(piece.begin / 16), words = static_cast<uint32_t>(piece.end / 16);
     switch (count) {
-      case 1: sumWords<T, 1>(out, rows, weights, first, words); break;
-      case 2: sumWords<T, 2>(out, rows, weights, first, words); break;
-      case 3: sumWords<T, 3>(out, rows, weights, first, words); break;
-      case 4: sumWords<T, 4>(out, rows, weights, first, words); break;
-      case 5: sumWords<T, 5>(out, rows, weights, first, words); break;
-      case 6: sumWords<T, 6>(out, rows, weights, first, words); break;
-      case 7: sumWords<T, 7>(out, rows, weights, first, words); break;
-      case 8: sumWords<T, 8>(out, rows, weights, first, words); break;
-      default: sumManyWords<T>(out, rows, weights, count, first, words);
+      case 1:
+        sumWords<T, 1>(out, rows, weights, first, words);
+        break;
+      case 2:
+        sumWords<T, 2>(out, rows, weights, first, words);
+        break;
+      case 3:
+        sumWords<T, 3>(out, rows, weights, first, words);
+        break;
+      case 4:
+        sumWords<T, 4>(out, rows, weights, first, words);
+        break;
+      case 5:
+        sumWords<T, 5>(out, rows, weights, first, words);
+        break;
+      case 6:
+        sumWords<T, 6>(out, rows, weights, first, words);
+        break;
+      case 7:
+        sumWords<T, 7>(out, rows, weights, first, words);
+        break;
+      case 8:
+        sumWords<T, 8>(out, rows, weights, first, words);
+        break;
+      default:
+        sumManyWords<T>(out, rows, weights, count, first, words);
     }
     begin = static_cast<uint64_t>(words) * Word<T>::kEach;
   }
@@ -131,9 +149,9 @@ PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights,
 }
 
 enum class CombineStage : uint32_t {
-  send,   // to each rank what it is to get of this one's rows
-  take,   // and sum what came from this node; across nodes, for the ranks with this rank's number
-  nodes,  // sum what the nodes made of this rank's tokens
+  send,       // send each rank this rank's rows of its tokens, or their sums
+  sum_node,   // sum what this node's ranks sent: for this rank's tokens and its counterparts'
+  sum_nodes,  // sum the nodes' sums for this rank's tokens
 };
 constexpr uint32_t kCombineStages = 3;
 
@@ -152,46 +170,46 @@ class Combine {
         own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
     for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
       team_.segmentOf(s) = Segment::of(static_cast<uint32_t>(call.layout.tokens[s]), block_, experts.blocks);
-    team_.enter();
+    team_.loadLookup();
   }
 
-  // Waits until the node has summed what the combine before brought.
-  PROXYCCL_DEVICE void awaitTakers() const {
+  // Called by the block: waits until the node has summed what the previous combine sent.
+  PROXYCCL_DEVICE void awaitSummed() const {
     if (threadIdx.x < team_->local_size)
-      team_.await(team_.taken(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));
+      team_.await(team_.summed(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));
     __syncthreads();
   }
 
-  // By every group: goes through one stage, each taking the next item that none has taken. What is to be summed is
-  // found in the stage's own way, and summed here: that is long, and is written once.
-  PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* taken) const {
+  // Called by every group: takes the next item of one stage until none is left. Each stage lists an item's rows in its
+  // own way. They are summed here, so that the long code is there once.
+  PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
     const uint32_t ranks = team_->world_size, most = team_.mostItems();
-    const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::take ? team_->nodes : 1;
+    const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
     for (;;) {
-      const uint32_t next = group.next(taken);
+      const uint32_t next = group.next(next_item);
       if (next >= most * sources) return;
-      // Ranks are sent to in turns. Of the nodes, others' tokens are taken first: their sums have the longer way.
+      // Ranks are sent to in turn. Tokens of other nodes come first, as their sums travel further.
       uint32_t item = next % most, source = team_->rank;
       if (stage == CombineStage::send) {
         item = next / ranks;
         source = (team_->rank + 1 + next) % ranks;
-      } else if (stage == CombineStage::take) {
+      } else if (stage == CombineStage::sum_node) {
         source = team_.member((team_->node + 1 + next / most) % team_->nodes, team_->local_rank);
       }
       const Segment& segment = team_.segmentOf(source);
       if (item >= segment.items()) continue;
       const GroupSpace& space = group.space();
-      // Rows that go each by itself are sums of one: copied with as many loads under way, by code that is there.
+      // A row that is sent unsummed is a sum of one row: the same code copies it, with as many loads in flight.
       const bool alone = stage == CombineStage::send && !team_->local_combine;
       char* to = nullptr;
       if (alone) {
         listSlots(group, item, source);
       } else if (stage == CombineStage::send) {
-        to = sendSum(group, item, source);
-      } else if (stage == CombineStage::take) {
-        to = takeItem(group, item, source);
+        to = listOwnRows(group, item, source);
+      } else if (stage == CombineStage::sum_node) {
+        to = listNodeRows(group, item, source);
       } else {
-        to = takeNodes(group, item);
+        to = listNodeSums(group, item);
       }
       const Piece piece(row_bytes_, segment, item);
       const uint32_t sums = alone ? space.count : to != nullptr;
@@ -205,11 +223,11 @@ class Combine {
     }
   }
 
-  // By the block, when it has sent. A release waits for all stores that are under way, so there is one.
-  PROXYCCL_DEVICE void tell() const {
+  // Called by the block when it has sent: raises its flag on every rank of the node. There is one release for all rows,
+  // as a release waits for all stores in flight.
+  PROXYCCL_DEVICE void raiseReturned() const {
     syncThreadsSystem();
-    if (threadIdx.x < team_->local_size)
-      team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
+    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
   PROXYCCL_DEVICE void awaitSenders() const {
     if (threadIdx.x < team_->local_size)
@@ -217,7 +235,8 @@ class Combine {
     __syncthreads();
   }
 
-  // By a group, when it has taken all: the last has all the others' rows, and the proxy reads them behind its release.
+  // Called by a group when no item is left. The last group acquires the sums of all others and posts them; the proxy
+  // reads them behind the release of that post.
   PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
     if (team_->nodes == 1 || group.lane != 0) return;
     if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
@@ -229,22 +248,20 @@ class Combine {
     }
   }
 
-  // By the block, when it has posted.
+  // Called by the block when it has posted: waits for the other nodes' sums.
   PROXYCCL_DEVICE void awaitNodes() const {
     __syncthreads();
-    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
-      team_.awaitPost(team_->back_channels, threadIdx.x);
+    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) team_.awaitPost(team_->back_channels, threadIdx.x);
     __syncthreads();
   }
 
   PROXYCCL_DEVICE void acknowledge() const {
     __syncthreads();
-    if (threadIdx.x < team_->local_size)
-      team_.raise(threadIdx.x, team_.taken(team_->local_rank, block_), number_);
+    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.summed(team_->local_rank, block_), number_);
   }
 
  private:
-  PROXYCCL_DEVICE const int32_t* rowsOf(uint32_t source, uint64_t token) const {
+  PROXYCCL_DEVICE const int32_t* rowsOfToken(uint32_t source, uint64_t token) const {
     return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
   }
   PROXYCCL_DEVICE uint64_t partial(uint64_t area, uint32_t node) const {
@@ -253,19 +270,18 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t place) const {
     return block_ * team_->return_segment_bytes + place * stride_;
   }
-  // Where, in the workspace of the rank that sums token i of a source, slot k's row goes.
+  // Offset of the row of slot k of token i of a source, in the workspace of the rank that sums it.
   PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k) const {
     const uint64_t segment = topk_ * team_->return_segment_bytes;
-    const uint64_t area = team_.isNear(source)
-                              ? team_->returns
-                              : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
+    const uint64_t area =
+        team_.isNear(source) ? team_->returns : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
     return area + block_ * segment + (i * topk_ + k) * stride_;
   }
-  // Behind a row, for each of its pieces: different groups bring them.
+  // A row's weight, stored behind the row once for each piece: different groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
     return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
   }
-  // With local_combine: where the sum of a rank of the node goes.
+  // With local_combine: the offset of the sum from a rank of the node.
   PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
     return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
   }
@@ -276,28 +292,28 @@ class Combine {
                       segment.tokens);
   }
 
-  // By a group: lists the rows here of an item of a source, and returns where their sum goes; null where there is
-  // nothing to sum. takeItem() and takeNodes() do the same.
-  PROXYCCL_DEVICE char* sendSum(const Group& group, uint32_t item, uint32_t source) const {
+  // Called by a group: lists this rank's rows for an item of a source. Returns where their sum goes; null if there is
+  // nothing to sum. listNodeRows() and listNodeSums() do the same for other rows.
+  PROXYCCL_DEVICE char* listOwnRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
-    const int32_t* rows = rowsOf(source, segment.begin + i);
-    // Also where no row of the token fitted in the output a sum is awaited; it is zero.
+    const int32_t* rows = rowsOfToken(source, segment.begin + i);
+    // The receiver also waits if no row of the token fitted in the output: then the sum is zero.
     if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
     group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
     return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
   }
 
-  // By a group: lists the rows here of an item of a source, and tells their weights. A null one did not fit in the
-  // output, and counts as zero.
+  // Called by a group: lists this rank's rows for an item of a source and sends their weights. A null row did not fit
+  // in the output and counts as zero.
   PROXYCCL_DEVICE void listSlots(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item);
-    const int32_t* rows = rowsOf(source, segment.begin + i);
-    const bool own = team_.localOf(source) == team_->local_rank;  // read where they are
+    const int32_t* rows = rowsOfToken(source, segment.begin + i);
+    const bool own = team_.localOf(source) == team_->local_rank;  // the sum reads them in place
     group.list(topk_, [&](uint32_t k, RowEntry* entry) {
       if (own || rows[k] == PROXYCCL_NO_ROW) return false;
-      ownRow(rows[k], entry);  // one that did not fit stays null, and its weight zero
+      ownRow(rows[k], entry);  // a row that did not fit stays null, with weight zero
       if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
       entry->number = static_cast<int32_t>(k);
       entry->weight = 1;
@@ -315,27 +331,26 @@ class Combine {
     return true;
   }
 
-  // By a group: what this rank's node made of an item of a source: this rank, or one that has its number.
-  PROXYCCL_DEVICE char* takeItem(const Group& group, uint32_t item, uint32_t source) const {
+  // Called by a group: lists the rows, or sums, of this rank's node for an item of a source, which is this rank or a
+  // counterpart.
+  PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
     const Segment& segment = team_.segmentOf(source);
     const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
     const uint64_t token = segment.begin + i;
     char* target = call_.output + token * row_bytes_;
     if (team_->nodes > 1) {
-      const int32_t place =
-          node == team_->node
-              ? static_cast<int32_t>(i)
-              : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
+      const int32_t place = node == team_->node
+                                ? static_cast<int32_t>(i)
+                                : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
       if (place == PROXYCCL_NO_ROW) return nullptr;
       target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
                partialRow(static_cast<uint32_t>(place));
     }
     const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
     if (team_->local_combine) {
-      group.list(team_->local_size,
-                 [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
+      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
     } else {
-      const int32_t* rows = rowsOf(source, token);
+      const int32_t* rows = rowsOfToken(source, token);
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
         const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
         if (rank >= team_->world_size || !team_.isNear(rank)) return false;
@@ -348,8 +363,8 @@ class Combine {
     return target;
   }
 
-  // By a group: what the nodes made of an item of this rank.
-  PROXYCCL_DEVICE char* takeNodes(const Group& group, uint32_t item) const {
+  // Called by a group: lists the nodes' sums for an item of this rank.
+  PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
     const uint32_t i = own_.tokenOf(item);
     const uint64_t token = own_.begin + i;
     group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
@@ -362,9 +377,8 @@ class Combine {
     return call_.output + token * row_bytes_;
   }
 
-  // By one thread: the sum that a rank of the node made of its rows of a token.
-  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local,
-                               RowEntry* entry) const {
+  // Called by one thread: finds the sum of a token's rows on a rank of the node. Returns false if it has none.
+  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local, RowEntry* entry) const {
     const uint32_t rank = team_.nearRank(local);
     bool chosen = false;
     const uint32_t first = rank * team_->experts_per_rank;
@@ -380,36 +394,36 @@ class Combine {
   const ProxycclCombine& call_;
   const uint64_t number_;
   const uint32_t block_, topk_;
-  const uint64_t row_bytes_, stride_;  // behind a row its pieces' weights
+  const uint64_t row_bytes_, stride_;  // the stride has room for the pieces' weights
   const Segment own_;
 };
 
 template <class T>
 PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
-  __shared__ uint32_t finished, taken[kCombineStages];
+  __shared__ uint32_t finished, next_item[kCombineStages];
   const Combine<T> combine(experts, call);
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
-  if (threadIdx.x < kCombineStages) taken[threadIdx.x] = 0;
+  if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
   if (threadIdx.x == 0) finished = 0;
-  if (sends) combine.awaitTakers();
+  if (sends) combine.awaitSummed();
   __syncthreads();
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {
     const CombineStage stage = static_cast<CombineStage>(number);
     if (stage == CombineStage::send ? !sends : !receives) continue;
-    if (stage == CombineStage::nodes && experts.nodes == 1) continue;
-    if (stage == CombineStage::take) combine.awaitSenders();
-    if (stage == CombineStage::nodes) combine.awaitNodes();
-    combine.run(stage, group, &taken[number]);
-    if (stage == CombineStage::send) combine.tell();
-    if (stage == CombineStage::take) combine.post(group, &finished);
+    if (stage == CombineStage::sum_nodes && experts.nodes == 1) continue;
+    if (stage == CombineStage::sum_node) combine.awaitSenders();
+    if (stage == CombineStage::sum_nodes) combine.awaitNodes();
+    combine.run(stage, group, &next_item[number]);
+    if (stage == CombineStage::send) combine.raiseReturned();
+    if (stage == CombineStage::sum_node) combine.post(group, &finished);
   }
   if (receives) combine.acknowledge();
   finishExperts(experts, &experts.counters->combines, receives);
 }
 
-// output[tokens][hidden] = each row times its weight. The two arrays may be one.
+// output[tokens][hidden] = each row times its weight. `rows` and `output` may be the same array.
 template <class T>
 PROXYCCL_DEVICE void expert_scale(const ProxycclExperts&, const ProxycclCombine& call) {
   using A = typename Element<T>::Accumulator;

@@ -1,8 +1,8 @@
-// Rows for dispatch in float8: 128 elements have a scale in common, and the scales of a row lie behind its elements.
+// Rows for dispatch in float8: each 128 elements share a scale, and the scales of a row lie behind its elements.
 //
-// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest is 448. A scale is the
-// greatest magnitude of its values over that, and an element is its value times 448 over it; both factors are 1 where
-// all values are zero.
+// The format is e4m3 without infinities (OCP 8-bit floating point, E4M3), whose greatest value is 448. With m the
+// greatest magnitude of the 128 values, the scale is m / 448 and an element is its value times 448 / m. If all values
+// are zero, both factors are 1.
 #ifndef PROXYCCL_EXPERT_QUANTIZE_H
 #define PROXYCCL_EXPERT_QUANTIZE_H
 
@@ -10,7 +10,7 @@
 
 namespace proxyccl {
 
-// To nearest, ties to even; what is beyond the greatest becomes that. A NaN stays one.
+// Rounds to nearest, ties to even, and saturates at 448. A NaN stays a NaN.
 PROXYCCL_DEVICE uint8_t floatToE4M3(float value) {
   const uint32_t bits = __builtin_bit_cast(uint32_t, value), magnitude = bits & 0x7fffffff;
   uint32_t result;
@@ -43,7 +43,7 @@ PROXYCCL_DEVICE void floatsToE4M3(uint8_t* to, const float* values) {
   for (uint32_t i = 0; i < kCount; ++i) to[i] = floatToE4M3(values[i]);
 }
 
-// The greater of a magnitude and that of a value; a NaN is none.
+// The greater of a magnitude and the magnitude of a value; NaN is ignored.
 PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #if PROXYCCL_ON_HOST
   const float magnitude = value < 0 ? -value : value;
@@ -53,8 +53,8 @@ PROXYCCL_DEVICE float greaterMagnitude(float greatest, float value) {
 #endif
 }
 
-// What one thread has of the elements that share a scale, as wide as an access can be. A group has kBlocks times as
-// many as share one.
+// One thread's part of the elements that share a scale, as wide as the widest access. A group holds the elements of
+// kBlocks scales.
 template <class T>
 struct ScaledPart {
   static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
@@ -63,7 +63,7 @@ struct ScaledPart {
   struct alignas(kTogether * sizeof(T)) Values {
     T at[kEach];
   };
-  struct alignas(4) Elements {  // as rows are, which scales lie between
+  struct alignas(4) Elements {  // as rows are, since scales lie between them
     uint8_t at[kEach];
   };
   Values given;
@@ -94,8 +94,8 @@ struct ScaledPart {
   }
 };
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kInFlight accesses of
-// a row at a time.
+// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group has kInFlight accesses to a
+// row in flight.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
   using Part = ScaledPart<T>;
@@ -108,7 +108,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
   const T* rows = reinterpret_cast<const T*>(call.rows) + lane * Part::kEach;
   const bool aligned = reinterpret_cast<uintptr_t>(call.rows) % alignof(typename Part::Values) == 0;
   const uint32_t groups = gridDim.x * Group::count(), first = blockIdx.x * Group::count() + group.number;
-  // Counted on: a division takes as long as a good deal of an access.
+  // The part is advanced by addition, as a division takes about as long as an access.
   uint32_t part = first % parts;
   for (uint32_t token = first / parts; token < call.tokens; token += groups / parts) {
     const uint32_t begin = part * kInFlight * Part::kBlocks;
@@ -118,7 +118,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
       const uint32_t block = begin + i * Part::kBlocks + own;
-      held[i].load(row + (block < blocks ? block : begin) * kBlock, aligned);  // beyond the last, anything
+      held[i].load(row + (block < blocks ? block : begin) * kBlock, aligned);  // past the last, any block
     }
 #pragma unroll
     for (uint32_t i = 0; i < kInFlight; ++i) {
@@ -139,7 +139,7 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
 
 }  // namespace proxyccl
 
-// The same from rows that are in float8 already: packed[tokens][row_bytes + scale_bytes].
+// The same for rows that are already in float8: packed[tokens][row_bytes + scale_bytes].
 extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
     expert_pack(const char* rows, const char* scales, char* packed, uint32_t tokens, uint64_t row_bytes,
                 uint64_t scale_bytes) {

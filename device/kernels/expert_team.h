@@ -1,9 +1,9 @@
 // Geometry of the expert-parallel kernels (experts.h): segments, groups of threads, items of work, flags.
 //
-// A group is the threads that move one piece of a row together: a warp, or on a CPU one fiber, which copies faster
-// than many do bits of it. Block b handles segment b of every source, on every rank alike, so flags are for blocks. But
-// what a dispatch sends is cut into parts, one for each group that sends where some blocks only do that, and each part
-// has a flag that says how much of it is there.
+// A group is the threads that move one piece of a row together: a warp, or one fiber on a CPU, where one copies faster
+// than many. Block b handles segment b of every source, on every rank alike, so flags are per block. What a dispatch
+// sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that says how many
+// of its items have arrived.
 #ifndef PROXYCCL_EXPERT_TEAM_H
 #define PROXYCCL_EXPERT_TEAM_H
 
@@ -17,20 +17,20 @@ namespace proxyccl {
 constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
 constexpr uint32_t kMaxPieces = 4;  // of a row
-// A flag's value is the number of the call, and below it how many items are there.
+// A flag's value is the number of the call, and in the lower bits how many items have arrived.
 constexpr uint32_t kItemBits = 32;
 constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
 
-// Where a row of a token goes to or comes from.
+// Where a token's row goes to or comes from.
 struct RowEntry {
   char* at;
   int32_t number;
   float weight;
 };
 
-// What each group keeps at hand.
+// A group's shared memory.
 struct GroupSpace {
   char* at[PROXYCCL_MAX_TOPK];
   int32_t number[PROXYCCL_MAX_TOPK];
@@ -49,7 +49,7 @@ struct Group {
   PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
   static PROXYCCL_DEVICE uint32_t count() { return PROXYCCL_ON_HOST ? blockDim.x : kMaxGroups; }
   PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
-  // Whether something is true for any i < n; each is looked at by one thread.
+  // Whether test(i) is true for any i < n. Each i is tested by one thread.
   template <class Test>
   PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
     bool found = false;
@@ -61,25 +61,25 @@ struct Group {
 #endif
   }
 
-  // What one thread of the group wrote, the others see.
+  // After it every thread of the group sees what the others wrote before it.
   PROXYCCL_DEVICE void sync() const {
 #if !PROXYCCL_ON_HOST
     syncWarp();
 #endif
   }
 
-  // The number of the next item, by a counter of the block.
-  PROXYCCL_DEVICE uint32_t next(uint32_t* taken) const {
+  // Takes the next number from a counter of the block.
+  PROXYCCL_DEVICE uint32_t next(uint32_t* counter) const {
     GroupSpace& space = this->space();
-    if (lane == 0) space.count = atomicAdd(taken, 1u);
+    if (lane == 0) space.count = atomicAdd(counter, 1u);
     sync();
     const uint32_t number = space.count;
     sync();
     return number;
   }
 
-  // Lists, in order, the entries for which find(i, &entry) is true, i < n, each found by one thread; there are no more
-  // than a token has slots.
+  // Lists in space(), in order of i < n, the entries for which find(i, &entry) is true. One thread calls it for each i.
+  // There may be at most PROXYCCL_MAX_TOPK entries.
   template <class Find>
   PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
     GroupSpace& space = this->space();
@@ -108,7 +108,7 @@ struct Group {
 // A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
 struct Segment {
   uint32_t begin, tokens, pieces_log2;
-  // The most tokens that one of `segments` has.
+  // The most tokens of any of `segments` segments.
   static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
     return (source_tokens + segments - 1) / segments;
   }
@@ -117,7 +117,7 @@ struct Segment {
     const uint32_t begin = source_tokens * number / segments;
     Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
 #if !PROXYCCL_ON_HOST
-    // By the source's own number of tokens: all ranks know it, and all must agree.
+    // Derived from the source's number of tokens alone: all ranks know that, and all must agree.
     const uint32_t most = longest(source_tokens, segments);
     while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
 #endif
@@ -129,7 +129,8 @@ struct Segment {
   PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
 };
 
-// Bytes between rows on their way, so that wide accesses are aligned. There is room for the layer's longest.
+// Bytes from one row to the next in a slab, so that wide accesses are aligned. Slabs have room for the layer's longest
+// rows.
 PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15) / 16 * 16; }
 
 // The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words but for the last piece.
@@ -144,9 +145,9 @@ struct Piece {
   }
 };
 
-// Kept out of line: it is waited in many places, and a short call's time is that of loading its code.
+// Out of line: many places wait, and a short call takes as long as loading its code.
 PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer) {
-  waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, 0, value},
+  waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
             [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) >= value; });
 }
 
@@ -157,25 +158,25 @@ class ExpertTeam {
   PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
 
   PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
-  // By the whole block, before anything else: keeps at hand what is looked up for every row. An acquire makes a GPU
-  // forget what it has cached of device memory.
-  PROXYCCL_DEVICE void enter() const {
-    Site& site = here();
-    for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) site.places[i] = e_.places[i];
+  // Called by the block, before anything else: copies to shared memory what is looked up for every row, as an acquire
+  // empties a GPU's cache of device memory.
+  PROXYCCL_DEVICE void loadLookup() const {
+    Lookup& lookup = ExpertTeam::lookup();
+    for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
     for (uint32_t i = threadIdx.x; i < e_.local_size; i += blockDim.x) {
-      site.peers[i] = e_.peers[i];
-      site.ranks[i] = member(e_.node, i);
+      lookup.peers[i] = e_.peers[i];
+      lookup.ranks[i] = member(e_.node, i);
     }
     __syncthreads();
   }
 
-  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank) const { return here().places[rank]; }
+  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank) const { return lookup().places[rank]; }
   PROXYCCL_DEVICE uint32_t nodeOf(uint32_t rank) const { return placeOf(rank) >> 16; }
   PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return placeOf(rank) & 0xffff; }
-  PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return here().ranks[local]; }
-  PROXYCCL_DEVICE char* peer(uint32_t local) const { return here().peers[local]; }
-  // This block's segment of each source's tokens; whoever needs them fills them in.
-  static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return here().segments[source]; }
+  PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
+  PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
+  // This block's segment of each source's tokens. The caller fills it in.
+  static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
   // The most items that any source has for this block.
   PROXYCCL_DEVICE uint32_t mostItems() const {
     uint32_t most = 0;
@@ -201,7 +202,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t outbox(uint64_t call, uint32_t node) const {
     return e_.outbox + (call % 2 * e_.nodes + node) * e_.slab_bytes;
   }
-  // Where what `source` sent to this rank or its node is read.
+  // Where to read what `source` sent to this rank or its node.
   PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
     const uint32_t local = localOf(source), node = nodeOf(source);
     return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
@@ -217,40 +218,40 @@ class ExpertTeam {
   }
 
   // -- flags, as offsets in a workspace ---
-  // Raised when block `block` of `source` has told its counts.
+  // Raised when block `block` of `source` has sent its counts.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
     return e_.routed + 8ull * (source * e_.segments + block);
   }
-  // How much of a part of what a source dispatches is there.
+  // Says how many items of a part of a source's dispatch have arrived.
   PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
     return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
   }
-  // Raised when the block of a rank of the node has read what dispatch brought.
+  // Raised when the block of a rank of the node has read what a dispatch brought.
   PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
     return e_.read + 8ull * (local * e_.segments + block);
   }
-  // Raised when the block of a rank of the node has returned its rows of combine.
+  // Raised when the block of a rank of the node has returned its rows of a combine.
   PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
     return e_.returned + 8ull * (local * e_.blocks + block);
   }
-  // Raised when the block of a rank of the node has summed what combine brought it.
-  PROXYCCL_DEVICE uint64_t taken(uint32_t local, uint32_t block) const {
-    return e_.taken + 8ull * (local * e_.blocks + block);
+  // Raised when the block of a rank of the node has summed what a combine brought it.
+  PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
+    return e_.summed + 8ull * (local * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
-  // Waits until a flag of the own workspace has reached `value`.
+  // Waits until a flag in this rank's workspace has reached `value`.
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer) const {
     awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer);
   }
-  // By a group.
+  // The same, called by a group.
   PROXYCCL_DEVICE void await(const Group& group, uint64_t flag, uint64_t value, uint32_t peer) const {
     if (group.lane == 0) await(flag, value, peer);
     group.sync();
   }
 
-  // -- the way to other nodes ---
+  // -- transfers to other nodes ---
   PROXYCCL_DEVICE void post(const ProxycclProxyChannel* channels, uint32_t node, uint64_t dst, uint64_t src,
                             uint64_t bytes) const {
     const ProxyChannelDeviceHandle channel{channels[node * e_.blocks + blockIdx.x]};
@@ -262,48 +263,48 @@ class ExpertTeam {
   }
 
  private:
-  struct Site {
+  struct Lookup {
     Segment segments[PROXYCCL_MAX_EXPERT_RANKS];
     char* peers[PROXYCCL_MAX_EXPERT_RANKS];
     uint32_t ranks[PROXYCCL_MAX_EXPERT_RANKS], places[PROXYCCL_MAX_EXPERT_RANKS];
   };
-  static PROXYCCL_DEVICE Site& here() {
-    __shared__ Site site;
-    return site;
+  static PROXYCCL_DEVICE Lookup& lookup() {
+    __shared__ Lookup lookup;
+    return lookup;
   }
 
   const ProxycclExperts& e_;
 };
 
-// How many rows lie one behind the other, of tokens that have these places or none.
+// The number of rows of the tokens with these places; a token may have none.
 PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
   for (uint32_t i = tokens; i > 0; --i)
     if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
   return 0;
 }
 
-// By one thread of each block, whose threads have all read the counters: the last block to come here advances `calls`.
-// Returns whether that was done.
+// Called by one thread of each block, after all its threads have read the counters: the last block to call it advances
+// `calls`. Returns whether this block was the last.
 PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
   if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return false;
   storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
   storeRelaxedDevice<uint64_t>(calls, *calls + 1);
   return true;
 }
-// Ends a kernel; `last` if it is a call's last.
+// Ends a kernel; `last` says whether it is its call's last one.
 PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
   __syncthreads();
   if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
-// By a group: bytes [0, bytes) of `src` to each of `count` places. They are read once.
+// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. They are read once.
 PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
                                 uint32_t lane) {
 #if !PROXYCCL_ON_HOST
   uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);
   if (misaligned % 16 == 0) {
-    constexpr uint32_t kInFlight = 4;  // with more, registers run out, which costs more than it brings
+    constexpr uint32_t kInFlight = 4;  // with more, registers run out, which costs more time than it saves
     const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(src));
     const uint32_t words = bytes / 16;
     for (uint32_t first = lane; first < words; first += kInFlight * kGroupLanes) {

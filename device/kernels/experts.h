@@ -1,24 +1,24 @@
 /* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
  *
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
- * block b of every rank handles segment b of every source, so blocks meet no others but for the counts. Where a
- * dispatch has much to move it has fewer segments than blocks, and the others do nothing but send. What few tokens
- * choose is announced to all instead (expert_announcement.h), and every block counts for itself.
+ * block b of every rank handles segment b of every source, so blocks wait for others only to get the counts. A large
+ * dispatch has fewer segments than blocks; the other blocks only send. A small one sends no counts: it announces its
+ * expert ids to all ranks (expert_announcement.h), and every block counts for itself.
  *
- * Every rank has a workspace, the same on all, which the ranks of its node map. It holds flags (8-byte words that
- * peers store and this rank polls), and slabs. A slab is what one source sends to one place: for each segment its
- * routing, then for each segment its tokens' rows.
+ * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
+ * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
+ * segment its routing, then for each segment its tokens' rows.
  *
- *   announced [2][…]                     packets: the expert ids and weights of every rank
- *   inbox   [local_size]        what the ranks of the node send here; [2][local_size] where ids are announced
- *   rail    [2][nodes]          what this rank's counterparts on other nodes send to this node: all its ranks read it here
- *   outbox  [2][nodes]          what this rank sends to its counterparts, for the proxy to fetch
- *   returns                     experts' rows on their way back to the tokens' ranks, and to rails
- *   partial_in, partial_out [2][nodes]   sums of a node on their way back to the tokens' ranks
+ * - announced [2][…]: packets: the expert ids and weights of every rank
+ * - inbox [local_size], where ids are announced [2][local_size]: what the ranks of the node send here
+ * - rail [2][nodes]: what this rank's counterparts on other nodes send to this node; all its ranks read it here
+ * - outbox [2][nodes]: what this rank sends to its counterparts; the proxy reads it
+ * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
+ * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
  *
- * What crosses nodes is double-buffered by the parity of the call. Nothing else guards it: a rank sends call n + 1 only
- * when its node has read call n, and starts call n + 2 only when it has received n + 1 from every node. Within a node
- * readers raise a flag when they have read.
+ * Data between nodes is double-buffered by the parity of the call. No flag guards it: a rank sends call n + 1 after its
+ * node has read call n, and starts call n + 2 after it has received call n + 1 from every node. Within a node readers
+ * raise a flag when they have read.
  */
 #ifndef PROXYCCL_EXPERTS_H
 #define PROXYCCL_EXPERTS_H
@@ -27,25 +27,25 @@
 
 enum {
   PROXYCCL_MAX_TOPK = 16,
-  PROXYCCL_EXPERT_THREADS = 512, /* in a block of these kernels on a GPU, and the most elsewhere */
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; at most as many elsewhere */
   PROXYCCL_MAX_EXPERT_RANKS = 256,
-  PROXYCCL_SCALED_ELEMENTS = 128, /* that have a scale in common, where rows are sent in float8 */
-  /* What a block can keep of announcements: slots of all ranks, of those the ones of its own segments, those of one
-   * segment, and experts. */
+  PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
+  /* What a block can keep of announcements: slots of all ranks, slots of its own segments, slots of one segment, and
+   * experts. */
   PROXYCCL_ANNOUNCED_SLOTS = 8192,
   PROXYCCL_ANNOUNCED_OWN_SLOTS = 2048,
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
-  PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and tell everyone */
-  PROXYCCL_EXPERT_GATHER = 2,  /* hear everyone's counts, and report them to the CPU */
-  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: push rows */
-  PROXYCCL_EXPERT_RECEIVE = 8, /* of both: take them in */
-  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of these two: find out where the rows of a dispatch would go */
+  PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
+  PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
+  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
+  PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
+  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
   /* Instead of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
-  PROXYCCL_PAST_END = -2, /* its row is here, and does not fit in the output */
+  PROXYCCL_PAST_END = -2, /* its row is on this rank, but does not fit in the output */
 };
 #define PROXYCCL_NO_EXPERT 0xffffffffu
 
@@ -56,7 +56,7 @@ enum {
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
   uint32_t tokens;   /* of the whole source */
-  uint32_t bad_slot; /* the first slot whose expert id is none, or 0xffffffff */
+  uint32_t bad_slot; /* the first slot with a bad expert id, or 0xffffffff */
   uint32_t reserved[2];
 } ProxycclExpertSegment;
 
@@ -65,20 +65,20 @@ typedef struct ProxycclExpertSlot {
   uint32_t position; /* among the segment's slots for this expert */
 } ProxycclExpertSlot;
 
-/* Pinned: what the CPU reads of a dispatch without waiting for the stream. */
-typedef struct ProxycclExpertReport {
-  uint64_t ticket;    /* of the dispatch that the first three are about; stored behind them */
-  uint32_t rows;      /* that this rank gets */
+/* Pinned: how many rows a dispatch brings, which the CPU reads without waiting for the stream. */
+typedef struct ProxycclReceivedRows {
+  uint64_t ticket;    /* of the dispatch that rows, bad_rank and bad_slot belong to; stored after them */
+  uint32_t rows;      /* rows that this rank receives */
   uint32_t bad_rank;  /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
-  uint32_t bad_slot;  /* and which */
+  uint32_t bad_slot;  /* the first such slot of that rank */
   uint32_t bad_index; /* 1 if full_scatter_indices were no permutation of this rank's rows */
   uint32_t most_rows; /* of any rank in any dispatch, since the CPU last set it to 0 */
-} ProxycclExpertReport;
+} ProxycclReceivedRows;
 
-/* Device memory, advanced by the last block of a kernel and never by the host: a captured graph replays. */
+/* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
 typedef struct ProxycclExpertCounters {
-  uint64_t dispatches, combines; /* calls of which every block has begun the last kernel */
-  uint64_t routings;             /* the dispatches that were no repetition */
+  uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
+  uint64_t routings;             /* dispatches that were no redispatch */
   uint32_t blocks_done;
 } ProxycclExpertCounters;
 
@@ -89,56 +89,56 @@ typedef struct ProxycclExperts {
   const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
   const uint32_t* members; /* [nodes][local_size]: ranks */
   uint32_t experts_per_rank, topk, max_tokens;
-  uint32_t blocks;                   /* of a kernel; and segments of a combine */
-  uint32_t segments, segment_tokens; /* of a dispatch, and the most tokens of one; the blocks beyond only send */
+  uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
+  uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
-  uint32_t id_packets, weight_packets; /* that a rank announces its slots in; 0: it tells counts instead */
-  uint64_t segment_bytes;        /* of the rows of a segment, at the longest that they can be */
-  uint64_t return_segment_bytes; /* the same on their way back, for one row of each token */
+  uint32_t id_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
+  uint64_t segment_bytes;              /* of the rows of a segment, at most */
+  uint64_t return_segment_bytes;       /* the same for a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
   uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
   /* In a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
-  uint64_t routed, sent, read, returned, taken; /* flags; see expert_team.h */
+  uint64_t routed, sent, read, returned, summed; /* flags; see expert_team.h */
   ProxycclControl* control;
   char* workspace;
   char* const* peers;                        /* [local_size]: the workspaces of the node */
-  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch, which has a segment for each then */
+  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch: across nodes segments == blocks */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
   uint32_t* bases;                           /* [segments][2][experts] */
-  ProxycclExpertReport* report;
+  ProxycclReceivedRows* received_rows;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
-/* Where one dispatch put everything; combine and later dispatches by the same routing read it. Device memory. */
+/* Where one dispatch put its rows, in device memory. Combine reads it, and later dispatches by the same routing. */
 typedef struct ProxycclExpertLayout {
   int32_t* tokens;      /* [world_size]: of each rank */
   int32_t* counts;      /* [world_size][experts] */
-  int32_t* rows;        /* [world_size][max_tokens][topk]: the row here of each rank's slots */
+  int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
   int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its segment's rows */
   int32_t* sent_places; /* [nodes][max_tokens]: the same of this rank's tokens, for each node */
   int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
-  int32_t* first_rows;  /* [rows]: of the same token on this rank */
-  int32_t* token_rows;  /* [rows][topk]: of the token that has its first row here, each slot's row */
+  int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
+  int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
   int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
 } ProxycclExpertLayout;
 
 typedef struct ProxycclDispatch {
   uint32_t phases;
-  uint32_t tokens;   /* of this rank */
-  uint32_t capacity; /* rows of the output */
-  uint32_t again;    /* by a layout that exists: nothing is counted */
-  uint64_t ticket;   /* for the report */
-  uint32_t scale_bytes; /* the end of each row, which goes to output_scales */
+  uint32_t tokens;      /* of this rank */
+  uint32_t capacity;    /* rows of the output */
+  uint32_t redispatch;  /* 1: use an existing layout and count nothing */
+  uint64_t ticket;      /* see ProxycclReceivedRows */
+  uint32_t scale_bytes; /* scales at the end of each row, which go to output_scales */
   uint64_t row_bytes;
-  const char* input;           /* [tokens][row_bytes] */
-  const int32_t* expert_ids;   /* [tokens][topk] */
-  const char* weights;         /* [tokens][topk], or null */
-  const int32_t* scatter;      /* [all ranks' tokens][topk], or null */
-  char* output;                /* [capacity][row_bytes - scale_bytes] */
-  char* output_scales;         /* [capacity][scale_bytes] */
-  char* output_weights;        /* [capacity], or null */
-  int32_t* received;           /* how many rows there are, or null */
+  const char* input;         /* [tokens][row_bytes] */
+  const int32_t* expert_ids; /* [tokens][topk] */
+  const char* weights;       /* [tokens][topk], or null */
+  const int32_t* scatter;    /* [all ranks' tokens][topk], or null */
+  char* output;              /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;       /* [capacity][scale_bytes] */
+  char* output_weights;      /* [capacity], or null */
+  int32_t* received;         /* how many rows there are, or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 

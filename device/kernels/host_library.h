@@ -1,22 +1,28 @@
-// Instances of the shipped kernels, compiled ahead of time for the host: collectives need no compiler at run time.
+// Instances of the shipped kernels, compiled ahead of time for the host, so that collectives need no compiler at run
+// time.
 //
-// One host/kernels_<types>.cpp a group of element types, so that they build in parallel.
+// setup.py makes a library of them for each element type, so that they build in parallel.
 #ifndef PROXYCCL_HOST_LIBRARY_H
 #define PROXYCCL_HOST_LIBRARY_H
 
+#include "all_reduce_by_proxy.h"
 #include "all_reduce_one_shot.h"
 #include "all_reduce_recursive_doubling.h"
 #include "all_reduce_ring.h"
 #include "all_reduce_two_shot.h"
 #include "all_reduce_two_shot_packets.h"
+#include "reduce_arrived.h"
+#include "reduce_scatter.h"
 
 #define FOR_EACH_ALGORITHM(T, type, Op, op)                                                             \
   PROXYCCL_REDUCTION(all_reduce_one_shot, all_reduce_one_shot_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_recursive_doubling, all_reduce_recursive_doubling_##type##_##op, T, Op) \
   PROXYCCL_REDUCTION(all_reduce_two_shot_packets, all_reduce_two_shot_packets_##type##_##op, T, Op)     \
   PROXYCCL_REDUCTION(all_reduce_two_shot, all_reduce_two_shot_##type##_##op, T, Op)                     \
+  PROXYCCL_REDUCTION(all_reduce_by_proxy, all_reduce_by_proxy_##type##_##op, T, Op)                     \
   PROXYCCL_REDUCTION(all_reduce_ring, all_reduce_ring_##type##_##op, T, Op)                             \
-  PROXYCCL_REDUCTION(reduce_scatter, reduce_scatter_##type##_##op, T, Op)
+  PROXYCCL_REDUCTION(reduce_scatter, reduce_scatter_##type##_##op, T, Op)                               \
+  PROXYCCL_REDUCTION(reduce_arrived, reduce_arrived_##type##_##op, T, Op)
 
 #define FOR_EACH_OPERATION(T, type)       \
   FOR_EACH_ALGORITHM(T, type, Sum, sum)   \
@@ -24,5 +30,10 @@
   FOR_EACH_ALGORITHM(T, type, Min, min)   \
   FOR_EACH_ALGORITHM(T, type, Max, max)   \
   FOR_EACH_ALGORITHM(T, type, Avg, avg)
+
+#define FOR_EACH_BITWISE_OPERATION(T, type) \
+  FOR_EACH_ALGORITHM(T, type, Band, band)   \
+  FOR_EACH_ALGORITHM(T, type, Bor, bor)     \
+  FOR_EACH_ALGORITHM(T, type, Bxor, bxor)
 
 #endif

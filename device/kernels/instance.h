@@ -1,5 +1,5 @@
-// PROXYCCL_TEAM_KERNEL name(…): a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS. Unless the compiler is told
-// so it may take more registers than such a block can have, and a launch is refused.
+// PROXYCCL_TEAM_KERNEL name(…): a kernel with blocks of at most PROXYCCL_MAX_BLOCK_THREADS. Without that bound the
+// compiler may use more registers than such a block can have, and the launch fails.
 //
 // PROXYCCL_REDUCTION(kernel, name, T, Op): a kernel `name` from the template `kernel` for one element type and
 // operation.
@@ -11,7 +11,7 @@
 
 namespace proxyccl {
 
-// What a kernel takes to know its team: what the template takes, by value where that takes a reference.
+// The type of a kernel's team parameter: that of the template, by value where the template takes a reference.
 template <class Template>
 struct TeamParameter;
 template <class Team, class T>

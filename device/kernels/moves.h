@@ -1,56 +1,131 @@
 // all_gather, all_to_all, broadcast and barrier: bytes are moved, none is looked at.
 //
-// Each lane takes its part, in pieces that fit its slots; `bytes` is what one rank contributes for one rank. Every
-// rank runs the same number of rounds. In-place calls are those of NCCL: all_gather with in = out + rank * bytes,
-// all_to_all and broadcast with in = out.
+// `bytes` is what one rank contributes for one rank. In-place calls are those of NCCL: all_gather with
+// in = out + rank * bytes, all_to_all and broadcast with in = out.
+//
+// Where every output is reached (outputs.h), a rank stores its bytes there: the ranks meet first, as an output may be
+// written when its rank's kernel runs, and once more at the end. Otherwise lanes send through scratch memory, in pieces
+// that fit their slots, and every rank runs the same number of rounds.
 #ifndef PROXYCCL_MOVES_H
 #define PROXYCCL_MOVES_H
 
 #include "exchange.h"
 #include "instance.h"
+#include "outputs.h"
 
-PROXYCCL_TEAM_KERNEL all_gather(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
-  using namespace proxyccl;
-  Exchange exchange(team);
-  gatherBytes(exchange, team, in, out, bytes);
-  exchange.finish();
+namespace proxyccl {
+
+// By all threads: whether every output is reached. A rank whose own is not knows the answer, and goes on at once.
+PROXYCCL_DEVICE bool meet(const ProxycclTeam& team, Exchange& exchange, const Outputs& outputs) {
+  if (!team.meet) return false;
+  outputs.tell();
+  exchange.post();
+  if (!outputs.ownIsReached()) {
+    outputs.ignore();
+    exchange.oweAwait();
+    return false;
+  }
+  exchange.await();
+  return outputs.learn();
 }
 
-PROXYCCL_TEAM_KERNEL all_to_all(ProxycclTeam* team, const char* in, char* out, uint64_t bytes) {
-  using namespace proxyccl;
+PROXYCCL_DEVICE void gatherBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
   Exchange exchange(team);
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      exchange.send(peer, in + peer * bytes + offset, size);
-    }
-    if (out != in) exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
+  const Outputs outputs(team);
+  const uint32_t rank = team.rank, ranks = team.world_size;
+  char* const own = out + rank * bytes;
+  if (meet(team, exchange, outputs)) {
+    exchange.forLanePart(bytes, [&](uint64_t offset, uint64_t size) {
+      for (uint32_t i = 1; i < ranks; ++i)
+        exchange.copy(outputs.of((rank + i) % ranks) + rank * bytes + offset, in + offset, size);
+      if (own != in) exchange.copy(own + offset, in + offset, size);
+    });
     exchange.swap();
-    for (uint32_t i = 1; i < ranks; ++i) {
-      const uint32_t peer = (rank + i) % ranks;
-      exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
-    }
-  });
-  exchange.finish();
-}
-
-PROXYCCL_TEAM_KERNEL broadcast(ProxycclTeam* team, const char* in, char* out, uint64_t bytes, uint32_t root) {
-  using namespace proxyccl;
-  Exchange exchange(team);
-  const uint32_t rank = team->rank, ranks = team->world_size;
-  exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
-    if (rank == root) {
+  } else {
+    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
       for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
-      if (out != in) exchange.copy(out + offset, in + offset, size);
-    }
-    exchange.swap();
-    if (rank != root) exchange.copy(out + offset, exchange.inbox(root), size);
-  });
+      if (own != in) exchange.copy(own + offset, in + offset, size);
+      exchange.swap();
+      for (uint32_t i = 1; i < ranks; ++i) {
+        const uint32_t peer = (rank + i) % ranks;
+        exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
+      }
+    });
+  }
   exchange.finish();
 }
 
-PROXYCCL_TEAM_KERNEL barrier(ProxycclTeam* team) {
+PROXYCCL_DEVICE void exchangeBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes) {
+  Exchange exchange(team);
+  const Outputs outputs(team);
+  const uint32_t rank = team.rank, ranks = team.world_size;
+  if (meet(team, exchange, outputs)) {
+    exchange.forLanePart(bytes, [&](uint64_t offset, uint64_t size) {
+      for (uint32_t i = 1; i < ranks; ++i) {
+        const uint32_t peer = (rank + i) % ranks;
+        exchange.copy(outputs.of(peer) + rank * bytes + offset, in + peer * bytes + offset, size);
+      }
+      exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
+    });
+    exchange.swap();
+  } else {
+    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
+      for (uint32_t i = 1; i < ranks; ++i) {
+        const uint32_t peer = (rank + i) % ranks;
+        exchange.send(peer, in + peer * bytes + offset, size);
+      }
+      if (out != in) exchange.copy(out + rank * bytes + offset, in + rank * bytes + offset, size);
+      exchange.swap();
+      for (uint32_t i = 1; i < ranks; ++i) {
+        const uint32_t peer = (rank + i) % ranks;
+        exchange.copy(out + peer * bytes + offset, exchange.inbox(peer), size);
+      }
+    });
+  }
+  exchange.finish();
+}
+
+PROXYCCL_DEVICE void broadcastBytes(const ProxycclTeam& team, const char* in, char* out, uint64_t bytes,
+                                    uint32_t root) {
+  Exchange exchange(team);
+  const Outputs outputs(team);
+  const uint32_t rank = team.rank, ranks = team.world_size;
+  if (meet(team, exchange, outputs)) {
+    exchange.forLanePart(bytes, [&](uint64_t offset, uint64_t size) {
+      if (rank != root) return;
+      for (uint32_t i = 1; i < ranks; ++i) exchange.copy(outputs.of((rank + i) % ranks) + offset, in + offset, size);
+      if (out != in) exchange.copy(out + offset, in + offset, size);
+    });
+    exchange.swap();
+  } else {
+    exchange.forEachPiece(bytes, 1, [&](uint64_t offset, uint64_t size) {
+      if (rank == root) {
+        for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in + offset, size);
+        if (out != in) exchange.copy(out + offset, in + offset, size);
+      }
+      exchange.swap();
+      if (rank != root) exchange.copy(out + offset, exchange.inbox(root), size);
+    });
+  }
+  exchange.finish();
+}
+
+}  // namespace proxyccl
+
+PROXYCCL_TEAM_KERNEL all_gather(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  proxyccl::gatherBytes(team, in, out, bytes);
+}
+
+// In place nothing is stored to outputs: each is still to be read.
+PROXYCCL_TEAM_KERNEL all_to_all(const ProxycclTeam team, const char* in, char* out, uint64_t bytes) {
+  proxyccl::exchangeBytes(team, in, out, bytes);
+}
+
+PROXYCCL_TEAM_KERNEL broadcast(const ProxycclTeam team, const char* in, char* out, uint64_t bytes, uint32_t root) {
+  proxyccl::broadcastBytes(team, in, out, bytes, root);
+}
+
+PROXYCCL_TEAM_KERNEL barrier(const ProxycclTeam team) {
   proxyccl::Exchange exchange(team);
   exchange.swap();
   exchange.finish();

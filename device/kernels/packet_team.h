@@ -1,9 +1,9 @@
-/* What the packet kernels need to know of the ranks and of one call: a kernel parameter, passed by value, so that a
- * kernel begins with no load but that of its block's epoch.
+/* What the packet kernels need to know of the ranks and of one call. It is a kernel parameter, passed by value, so a
+ * kernel's only load before its data is that of its block's epoch.
  *
  * Plain C. Scratch memory, the same on each rank and mapped by every other:
  *   for each block, for each parity of its epoch, for each slot: `slot_packets` packets
- * There are two slots a rank; what they are for is the algorithm's.
+ * There are two slots per rank. Each algorithm decides what they hold.
  */
 #ifndef PROXYCCL_PACKET_TEAM_H
 #define PROXYCCL_PACKET_TEAM_H
@@ -16,15 +16,15 @@ typedef struct ProxycclPacketTeam {
   uint32_t rank;
   uint32_t world_size;
   uint32_t slot_packets;
-  /* The call's shape, worked out by the host, as division is slow on a device. Of `packets` that a rank exchanges with
-   * each peer, a block takes `epoch_packets` (at most slot_packets) in each of `call_epochs` epochs. That may be more
-   * than there are: the last ones are padding. */
+  /* The call's shape, computed by the host, as division is slow on a device. A rank exchanges `packets` packets with
+   * each peer. A block moves `epoch_packets` of them (at most slot_packets) in each of `call_epochs` epochs. The blocks
+   * may move more packets than there are: the last ones are padding. */
   uint32_t epoch_packets;
   uint32_t call_epochs;
   uint32_t reserved;
   uint64_t packets;
   ProxycclControl* control;
-  uint32_t* epochs; /* one a block, in device memory: advanced by the block, never by the host, so a graph can replay */
+  uint32_t* epochs; /* one per block, in device memory; the block advances it, never the host, so a graph can replay */
   char* scratch;
   char* remote[PROXYCCL_MAX_PACKET_RANKS]; /* the peers' scratch, mapped */
 } ProxycclPacketTeam;

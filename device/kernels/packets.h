@@ -1,20 +1,20 @@
 // What the packet algorithms share: their scratch memory, and values as packet payloads.
 //
-// Every block goes by itself: it has its own epoch and its own packets on every rank, and its only counterparts are
-// the blocks of the same number at the peers. All ranks launch one grid, so those advance alike; a block that a call
-// does not use stays where it is, on all ranks.
+// Blocks are independent: each has its own epoch and its own packets on every rank, and exchanges packets only with the
+// peers' blocks of the same number. All ranks launch the same grid, so these blocks advance alike. A block that a call
+// does not use keeps its epoch, on all ranks.
 //
-// A packet's place is used again two epochs later, by whichever rank and algorithm comes then, and nothing guards it
-// but this. Say that rank x writes in epoch e + 2 what rank y read in epoch e.
-//   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, for which it needed data that every
-//     rank sends in that kernel, so y had started it, and had ended the one of epoch e.
-//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch and, before it sends any of e + 2, it
-//     has those of e + 1 of its counterpart in y. That one sent them when it had read its own of e; or, if e belongs to
-//     an earlier kernel, y has ended that.
-//   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: x's threads have all
-//     finished e + 1, so all of y's had finished e. This is why the last epoch is padded: a thread with packets in e
-//     must have some in e + 1.
-// So every algorithm must see to it that a rank which has finished an epoch has needed data of every other one.
+// A packet's place is used again two epochs later, by any rank and any algorithm. No flag guards it; the following
+// does. Let rank x write in epoch e + 2 where rank y read in epoch e.
+//   - Epoch e + 2 in a later kernel than e + 1: x has finished the kernel of e + 1, so it has received data that y sent
+//     in that kernel. So y had started that kernel, and had ended the kernel of epoch e.
+//   - e + 1 and e + 2 in one kernel: a thread has the same packets in every epoch. Before it sends any of e + 2, it has
+//     received those of e + 1 from the same thread of y. That thread sent them after it had read its packets of e; or e
+//     belongs to an earlier kernel, which y has ended.
+//   - e and e + 1 in one kernel, e + 2 in the next one, whose threads may have other packets: all threads of x have
+//     finished e + 1, so all threads of y had finished e. Therefore the last epoch is padded: a thread with packets in
+//     e must have some in e + 1.
+// So every algorithm must make a rank need data of every other rank before it finishes an epoch.
 #ifndef PROXYCCL_PACKETS_H
 #define PROXYCCL_PACKETS_H
 
@@ -40,7 +40,7 @@ template <class T>
 PROXYCCL_DEVICE bool isWholePayload(const T* array, uint64_t count, uint64_t i) {
   return reinterpret_cast<uintptr_t>(array) % sizeof(PayloadOf<T>) == 0 && (i + 1) * PayloadOf<T>::kCount <= count;
 }
-// Payload number i of array[count]: zeros stand for what lies past the end, and are not stored.
+// Payload number i of array[count]: values past the end are loaded as zero and not stored.
 template <class T>
 PROXYCCL_DEVICE PayloadOf<T> loadPayload(const T* array, uint64_t count, uint64_t i) {
   if (isWholePayload(array, count, i)) return reinterpret_cast<const PayloadOf<T>*>(array)[i];
@@ -59,7 +59,7 @@ PROXYCCL_DEVICE void storePayload(T* array, uint64_t count, uint64_t i, const Pa
     if (i * PayloadOf<T>::kCount + k < count) array[i * PayloadOf<T>::kCount + k] = payload.values[k];
 }
 
-// The reduction of one packet's values, given rank by rank: so all ranks that make it get the same bits.
+// The reduction of one packet's values in rank order, so that all ranks get the same bits.
 template <class T, class Op>
 class PacketReduction {
  public:
@@ -89,8 +89,8 @@ class PacketLanes {
   PROXYCCL_DEVICE explicit PacketLanes(const ProxycclPacketTeam& team)
       : team_(team), slots_(PROXYCCL_PACKET_SLOTS_PER_RANK * team.world_size), epoch_(team.epochs[blockIdx.x]) {}
 
-  // Calls body(first) for each epoch of the call: number `first` of the call's packets is the block's number 0 of this
-  // epoch. The end of the kernel's use of this object.
+  // Calls body(first) for each epoch of the call, where `first` is the index, among the call's packets, of the block's
+  // packet 0 of that epoch. The kernel's last use of this object.
   template <class Body>
   PROXYCCL_DEVICE void forEachEpoch(Body body) {
     for (uint32_t e = 0; e < team_.call_epochs; ++e) {
@@ -102,7 +102,7 @@ class PacketLanes {
     if (threadIdx.x == 0) team_.epochs[blockIdx.x] = epoch_;
   }
 
-  // Calls body(p) for the packets of an epoch that are this thread's, always the same ones.
+  // Calls body(p) for this thread's packets of an epoch, which are the same in every epoch.
   template <class Body>
   PROXYCCL_DEVICE void forEachPacket(Body body) const {
     forEach(team_.epoch_packets, threadIdx.x, blockDim.x, body);
@@ -111,12 +111,12 @@ class PacketLanes {
   PROXYCCL_DEVICE void send(uint32_t peer, uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
     slotIn(team_.remote[peer], slot)[p].write(payload, flag());
   }
-  // To every other rank, first to the next one, so that not all begin with the same.
+  // Sends to every other rank, the next one first, so that not all ranks begin with the same one.
   PROXYCCL_DEVICE void sendToAll(uint32_t slot, uint64_t p, LL16Packet::Payload payload) const {
     for (uint32_t i = 1; i < team_.world_size; ++i) send(peerAt(i), slot, p, payload);
   }
-  // The same with payload(rank) for each. They are loaded several at once: stores between would hold back the next
-  // load.
+  // The same with payload(rank) for each rank. Several are loaded at once: a store between two loads would delay the
+  // second.
   template <class PayloadFor>
   PROXYCCL_DEVICE void sendToEach(uint32_t slot, uint64_t p, PayloadFor payload) const {
     for (uint32_t first = 1; first < team_.world_size; first += kAtOnce) {
@@ -133,13 +133,14 @@ class PacketLanes {
   PROXYCCL_DEVICE LL16Packet::Payload receive(uint32_t peer, uint32_t slot, uint64_t p) const {
     return readPacket(&slotIn(team_.scratch, slot)[p], flag(), team_.control, peer);
   }
-  // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with what is in the slot
-  // first_slot + rank for every other. Their packets are looked at all at once, as looking takes longer than waiting.
+  // Calls use(rank, payload) for every rank in turn: with `own` for this rank, and with the packet in slot first_slot +
+  // rank for every other. Packets of several ranks are loaded at once, as a load takes longer than the wait for the
+  // data.
   template <class Use>
   PROXYCCL_DEVICE void receiveFromAll(uint32_t first_slot, uint64_t p, LL16Packet::Payload own, Use&& use) const {
     for (uint32_t first = 0; first < team_.world_size; first += kAtOnce) {
       LL16Packet::Words words[kAtOnce];
-      WaitFor what = {PROXYCCL_WAIT_PACKET, first, 0, flag()};
+      WaitFor what = {PROXYCCL_WAIT_PACKET, first, PROXYCCL_NO_CHANNEL, flag()};
       waitUntil(team_.control, what, [&](uint64_t* seen) {
         bool complete = true;
 #pragma unroll
@@ -162,12 +163,12 @@ class PacketLanes {
 
  private:
   static constexpr uint32_t kAtOnce = 8;
-  // Flags are 32 bits, and a packet's place may stay unused for long. So before a flag can come round again, a block
-  // clears its packets of each parity, at the end of an epoch whose number is 0 or 1 modulo this.
+  // Flags have 32 bits and wrap, and a packet's place may stay unused for longer than that. So before a flag repeats, a
+  // block clears its packets of each parity: at the end of the epochs whose number is 0 or 1 modulo this.
   static constexpr uint32_t kClearInterval = 1u << 30;
 
-  // Epochs count from 0 without a gap; flag 0 is what fresh memory holds, so the flag is one more, and skips 0 when it
-  // wraps.
+  // Epochs count from 0 without a gap; fresh memory holds flag 0, so the flag is the epoch plus one, and skips 0 when
+  // it wraps.
   PROXYCCL_DEVICE uint32_t flag() const { return epoch_ == ~0u ? 1u << 31 : epoch_ + 1; }
   PROXYCCL_DEVICE bool isPeer(uint32_t rank) const { return rank < team_.world_size && rank != team_.rank; }
   PROXYCCL_DEVICE uint32_t peerAt(uint32_t distance) const {
@@ -179,7 +180,8 @@ class PacketLanes {
     return reinterpret_cast<LL16Packet*>(scratch) + static_cast<uint64_t>(number) * team_.slot_packets;
   }
 
-  // All threads have read this epoch's packets, and no peer sends its next but one before it has this block's next.
+  // Called at the end of epoch e, when all threads have read its packets. No peer sends packets of epoch e + 2 before
+  // it has this block's packets of epoch e + 1.
   PROXYCCL_DEVICE void clear() const {
     __syncthreads();
     LL16Packet* packets = slotIn(team_.scratch, 0);

@@ -2,27 +2,67 @@
 #ifndef PROXYCCL_REDUCE_RANKS_H
 #define PROXYCCL_REDUCE_RANKS_H
 
+#include "integers.h"
 #include "proxyccl/copy.h"
 #include "proxyccl/reduce.h"
 
 namespace proxyccl {
+
+PROXYCCL_DEVICE bool isAligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 // As many values as one access moves.
 template <class T, uint32_t kCount>
 struct alignas(kCount * sizeof(T)) Pack {
   T values[kCount];
 
+  // NVRTC loads an array in a struct in halves, and stores it value by value.
   static PROXYCCL_DEVICE Pack load(const T* from) {
-#if !PROXYCCL_ON_HOST
-    // NVRTC loads an array in a struct in halves.
     if constexpr (sizeof(Pack) == sizeof(Bytes16))
       return __builtin_bit_cast(Pack, *reinterpret_cast<const Bytes16*>(from));
-#endif
     return *reinterpret_cast<const Pack*>(from);
   }
-  PROXYCCL_DEVICE void store(T* to) const { *reinterpret_cast<Pack*>(to) = *this; }
+  PROXYCCL_DEVICE void store(T* to) const {
+    if constexpr (sizeof(Pack) == sizeof(Bytes16)) {
+      const Bytes16 bytes = __builtin_bit_cast(Bytes16, *this);
+      return store128(to, bytes.low, bytes.high);
+    }
+    *reinterpret_cast<Pack*>(to) = *this;
+  }
 };
 
+#if PROXYCCL_ON_HOST
+// Values that lie side by side: what a thread combines at a time on the host.
+template <class T>
+struct Run {
+  const T* values;
+  uint64_t count;
+
+  PROXYCCL_DEVICE void store(T* to) const { __builtin_memcpy(to, values, count * sizeof(T)); }
+};
+
+// Calls store(i, run) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [begin, end).
+// By one thread. Each loop is over one array, so a C++ compiler makes vector instructions of it; a run is so short that
+// what the next loop reads is still in the nearest cache.
+template <class T, class Op, class Source, class Store>
+PROXYCCL_DEVICE void reduceRuns(uint32_t ranks, uint32_t divisor, uint64_t begin, uint64_t end, Source source,
+                                Store store) {
+  using A = typename Element<T>::Accumulator;
+  constexpr uint64_t kLongest = 4096 / sizeof(A);
+  A sums[kLongest];
+  T results[kLongest];
+  for (uint64_t i = begin; i < end; i += kLongest) {
+    const uint64_t count = minimum(kLongest, end - i);
+    const T* first = source(0) + i;
+    for (uint64_t k = 0; k < count; ++k) sums[k] = Element<T>::widen(first[k]);
+    for (uint32_t rank = 1; rank < ranks; ++rank) {
+      const T* next = source(rank) + i;
+      for (uint64_t k = 0; k < count; ++k) sums[k] = Op::combine(sums[k], Element<T>::widen(next[k]));
+    }
+    for (uint64_t k = 0; k < count; ++k) results[k] = Element<T>::narrow(Op::finish(sums[k], divisor));
+    store(i, Run<T>{results, count});
+  }
+}
+#else
 template <class T, class Op, uint32_t kCount, class Source>
 PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uint64_t i, Source source) {
   using A = typename Element<T>::Accumulator;
@@ -47,19 +87,24 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
   for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums[k], divisor));
   return result;
 }
+#endif
 
-// Calls store(i, pack) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): 16
-// bytes at once where `aligned`, else value by value. By the callers `thread` of `threads`. An average divides by
-// `divisor`.
+// Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
+// a GPU 16 bytes at once where `aligned`, else value by value; on the host in runs. By the callers `thread` of
+// `threads`. An average divides by `divisor`.
 template <class T, class Op, class Source, class Store>
-PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, bool aligned, uint32_t thread, uint32_t threads,
-                                 Source source, Store store) {
+PROXYCCL_DEVICE void reduceRanks(uint32_t ranks, uint32_t divisor, uint64_t n, [[maybe_unused]] bool aligned,
+                                 uint32_t thread, uint32_t threads, Source source, Store store) {
+#if PROXYCCL_ON_HOST
+  reduceRuns<T, Op>(ranks, divisor, n * thread / threads, n * (thread + 1) / threads, source, store);
+#else
   constexpr uint32_t kWide = 16 / sizeof(T);
   const uint64_t wide = aligned ? n / kWide : 0;
   forEach(wide, thread, threads,
           [&](uint64_t i) { store(i * kWide, reducePack<T, Op, kWide>(ranks, divisor, i * kWide, source)); });
   forEach(n - wide * kWide, thread, threads,
           [&](uint64_t i) { store(wide * kWide + i, reducePack<T, Op, 1>(ranks, divisor, wide * kWide + i, source)); });
+#endif
 }
 
 }  // namespace proxyccl

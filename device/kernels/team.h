@@ -1,5 +1,4 @@
-/* What the shipped collectives need to know of the ranks: filled by the host, read (and its counters advanced) by
- * kernels.
+/* What the shipped collectives need to know of the ranks.
  *
  * Plain C. Links are a table [lanes][world_size]. Where every peer is mapped each block has a lane of its own, and
  * blocks never wait for one another inside a collective. Where some are reached through the proxy there is one lane, on
@@ -10,8 +9,8 @@
 
 #include "proxyccl/handles.h"
 
-/* Thread p of a block talks to rank p, so there are no more ranks than a block of these kernels may have threads. That
- * many leave each 128 registers on a GPU. */
+/* The most threads of a block, which leave each thread 128 registers on a GPU. Also the most ranks: thread p of a block
+ * signals rank p and waits for it. */
 enum { PROXYCCL_MAX_BLOCK_THREADS = 512 };
 
 typedef struct ProxycclLink {
@@ -22,30 +21,48 @@ typedef struct ProxycclLink {
   uint32_t peer; /* its rank in the communicator, which errors name */
 } ProxycclLink;
 
-/* Scratch memory, the same on each rank, is this many buffers of exchange_bytes for what peers sent, and as many (from
- * staging_offset; absent where all peers are mapped) for what the proxy is to send.
+/* Scratch memory, the same on each rank:
+ *   PROXYCCL_ROUND_BUFFERS of exchange_bytes      what peers sent in a round (exchange.h)
+ *   PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes   what peers sent of a piece (all_reduce_two_shot.h,
+ * all_reduce_by_proxy.h) outputs [lanes][world_size]                   where peers' outputs lie (outputs.h) and from
+ * staging_offset the same buffers for what the proxy is to send; absent where all peers are mapped.
  */
 enum {
-  PROXYCCL_ROUND_BUFFERS = 2, /* of the exchange in rounds, by the parity of `round` */
+  PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
-  PROXYCCL_EXCHANGE_BUFFERS = PROXYCCL_ROUND_BUFFERS + 2 * PROXYCCL_PIPELINE_DEPTH /* the pipeline has two phases */
+  PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
+  PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
 };
 
+/* In device memory. Advanced by the last block of each kernel, never by the host: a captured graph replays. */
+typedef struct ProxycclTeamCounters {
+  uint64_t round;
+  uint32_t blocks_done;
+  uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
+} ProxycclTeamCounters;
+
+/* A kernel parameter, passed by value: what a kernel must load before it can send delays it. */
 typedef struct ProxycclTeam {
   uint32_t rank;       /* among the members */
   uint32_t world_size; /* their number */
   uint32_t divisor;    /* what an average divides by: the members, or all for whom each has combined a part */
+  uint32_t lanes;
   ProxycclControl* control;
   ProxycclLink* links;
+  ProxycclTeamCounters* counters;
+  uint32_t* epochs; /* one a lane, in device memory, advanced by its block: kernels that used outputs.h */
   char* scratch;
-  uint64_t exchange_bytes; /* what a rank takes in from all others at a time */
-  uint64_t staging_offset;
-  uint64_t shortest_piece; /* bytes below which a pipeline's piece is not worth its signal */
-  uint32_t lanes;
-  /* Advanced by the last block of each kernel, never by the host: a captured graph replays. */
-  uint32_t blocks_done;
-  uint64_t round;
-  uint32_t grid_barrier[2]; /* a DeviceSyncer's two words */
+  uint64_t exchange_bytes; /* bytes from all peers that a buffer for rounds holds */
+  uint64_t pipeline_bytes; /* the same of a pipeline's */
+  uint64_t outputs_offset, staging_offset;
+  /* The shape of a call in pieces, worked out by the host, as division is slow on a device. In elements: a rank reduces
+   * a share, in pieces. */
+  uint64_t share, piece, pieces;
+  uint64_t slot_bytes; /* of a slot for a peer's piece */
+  uint32_t meet; /* whether ranks learn of each other's outputs before they send anything; the same on all ranks */
+  char* remote[PROXYCCL_MAX_MAPPED_RANKS]; /* by rank, the peers' scratch memory; null if it is not mapped */
+  /* By rank, where its kernels reach this rank's output, and where it lies here; all null if one does not reach it. */
+  char* reached_at[PROXYCCL_MAX_MAPPED_RANKS];
 } ProxycclTeam;
 
 #endif

@@ -1,153 +1,91 @@
-"""A rank's side of the node daemon: the same methods as a service of its own, asked for over the socket.
+"""A rank's proxy in the node daemon: the same methods as a service of its own, asked for over the socket.
 
-Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. A thread reads what
-the daemon says: an answer goes to who asked, and a failure, or the daemon's end, to `on_failure`.
+Rings, counters and memories are this process's; the daemon gets descriptors and handles of them. What the daemon can't
+do, a service in this process does: Python handlers, and copies from memory that no other process can map.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
-import os
-import queue
-import socket
 import threading
-import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from proxyccl.device._native import lib as native
-from proxyccl.device.errors import (
-    ArgumentError,
-    ClosedError,
-    ProxyCCLError,
-    ProxyLostError,
-    ResourceError,
-    RuntimeUnavailableError,
-    TransportError,
-)
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ProxyLostError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy.daemon.client_rdma import DaemonRdma
+from proxyccl.proxy.daemon.connection import DaemonAddress, DaemonConnection, daemon_process, missing_in_daemon
 from proxyccl.proxy.daemon.protocol import (
-    LAYOUT,
-    VERSION,
-    Fields,
-    ProtocolError,
-    limit_waits,
-    peer_credentials,
-    receive,
-    send,
-    socket_path,
+    AddMemory,
+    AddPinnedMemory,
+    AddPlan,
+    AddRdmaMemory,
+    ChannelReserved,
+    ConnectCopy,
+    Connected,
+    Done,
+    Drain,
+    Drained,
+    FreeChannels,
+    MemoryAdded,
+    Open,
+    Opened,
+    OpenRdma,
+    PlanAdded,
+    RemoveMemory,
+    RemovePlan,
+    ReserveChannel,
+    ReserveElsewhere,
+    SetChannel,
 )
 from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.handlers import require_callable
 from proxyccl.proxy.interface import (
     ChannelCounters,
     Connection,
-    Handle,
+    HandleProvider,
     Handler,
     ProxyFailure,
 )
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.observe.reader import OutstandingView
-from proxyccl.proxy.processes import start_of
-from proxyccl.proxy.service import ProxyService, SharedWords, require_rings
+from proxyccl.proxy.observe.reader import ObservedView
+from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
-from proxyccl.proxy.trigger import Trigger
+from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.workers import require_rings
 
-_MARGIN = 10.0  # seconds that an answer may take beside what was asked for
-_HELLO_SECONDS = 10.0  # that a daemon may take to say that it is there
-
-
-def connect(path: Path, timeout: float) -> tuple[socket.socket, int]:
-    """A connection to the daemon, which has taken the client in, and the daemon's process.
-
-    Raises:
-        RuntimeUnavailableError: there is no daemon that would; the message says what to do.
-    """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        limit_waits(connection, timeout, timeout)
-        connection.connect(os.fspath(path))
-        pid, user = peer_credentials(connection)
-        refusal = _introduce(connection) if user in (0, os.geteuid()) else f"it belongs to user {user}"
-        limit_waits(connection, timeout, 0)
-    except (OSError, ProtocolError) as error:
-        connection.close()
-        raise RuntimeUnavailableError(
-            f"no node daemon answers at {path} ({error}); start one with: proxyccl daemon --socket {path}"
-        ) from None
-    if refusal:
-        connection.close()
-        raise RuntimeUnavailableError(f"the node daemon at {path} is not for this process: {refusal}")
-    return connection, pid
-
-
-def _introduce(connection: socket.socket) -> str:
-    """Says hello. Returns why the daemon does not take this process in; empty if it does."""
-    send(connection, {"hello": VERSION, "layout": LAYOUT})
-    message = receive(connection)
-    if message is None:
-        return "it hung up"
-    fields, _ = message
-    if "error" in fields:
-        return fields.text("message")
-    version = fields.integer("version")
-    return "" if version == VERSION else f"it speaks version {version} of the protocol, this process {VERSION}"
-
-
-def daemon_process(path: Path) -> int:
-    """The process of the daemon that listens at a path.
-
-    Raises:
-        RuntimeUnavailableError: none answers.
-    """
-    connection, process = connect(path, _HELLO_SECONDS)
-    connection.close()
-    return process
-
-
-def missing_in_daemon(timeout: float) -> tuple[str, str]:
-    """Why this process can't have its proxy in a daemon, and why it can't have RDMA there; empty if it can."""
-    try:
-        connection, _ = connect(socket_path(), timeout)
-    except RuntimeUnavailableError as error:
-        return str(error), "there is no node daemon"
-    with connection:
-        try:
-            limit_waits(connection, timeout, timeout)
-            send(connection, {"do": "rdma_missing"})
-            message = receive(connection)
-            return "", "the node daemon hung up" if message is None else message[0].text("missing")
-        except (OSError, ProtocolError) as error:
-            return "", f"the node daemon does not say: {error}"
+__all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
 
 
 class DaemonClient:
     """See `proxyccl.proxy.interface.Proxy` for the methods.
 
     Args:
-        runtime: whose rings the kernels push to.
+        runtime: the runtime of the rank's kernels.
         shared: pinned memory that begins with the ProxycclControl whose abort word ends the workers.
         shared_offset: of `ProxyService.shared_bytes()` in it.
+        semaphores_offset: of the words in it that peers signal, by channel id.
         fifos: number of rings.
-        threads: number of workers, each on a thread of the daemon's as far as it has so many.
+        threads: number of workers. Each has a daemon thread of its own if the daemon has that many.
         fifo_size: slots in each ring.
-        idle: what a thread of this process does that runs handlers; the daemon's threads have the daemon's policy.
-        on_failure: called, in a thread of this object's, when a worker ends on an error, and when the daemon is lost.
-        description: by which observers and the daemon's log know it.
-        timeout: in seconds, of what the daemon is asked.
+        idle: what idle threads in this process do; the daemon's threads have the daemon's policy.
+        on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
+        description: the rank, for observers and the daemon's log.
+        timeout: seconds that the daemon may take for an answer.
+        address: of the daemon; None for the node daemon at the default socket.
+        takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
+            process; otherwise it is refused.
 
     Attributes:
         daemon: the daemon's process.
-        daemon_started: when that did (`proxyccl.proxy.processes.start_of`).
+        daemon_started: when that began (`proxyccl.proxy.processes.start_of`).
 
     Raises:
-        ArgumentError: numbers of rings and threads that don't go together, or a device that the daemon does not see.
-        RuntimeUnavailableError: there is no daemon, or it refuses this process.
+        ArgumentError: fewer rings than threads, or a device that the daemon does not see.
+        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
     """
 
     def __init__(
@@ -156,6 +94,7 @@ class DaemonClient:
         shared: PinnedMemory,
         *,
         shared_offset: int,
+        semaphores_offset: int,
         fifos: int = 1,
         threads: int = 1,
         fifo_size: int = 8192,
@@ -164,14 +103,14 @@ class DaemonClient:
         name: str = "proxyccl",
         description: Description | None = None,
         timeout: float = 30.0,
+        address: DaemonAddress | None = None,
+        takes_private: bool = False,
     ) -> None:
         require_rings(fifos, threads)
         self._runtime = runtime
         self._segment = shared
         self._shared = SharedWords(shared, shared_offset)
-        self._on_failure = on_failure
-        self._timeout = timeout
-        self._handler_options: dict[str, Any] = {
+        self._own_options: dict[str, Any] = {
             "fifos": fifos,
             "threads": threads,
             "fifo_size": fifo_size,
@@ -180,150 +119,100 @@ class DaemonClient:
             "description": description,
             "name": name,
         }
-        self._handlers: ProxyService | None = None  # runs in this process
-        self._handler_words: PinnedMemory | None = None
-        self._of_handler: set[int] = set()
+        self._own: ProxyService | None = None  # runs in this process, with the ids of the daemon's
+        self._own_words: PinnedMemory | None = None
+        self._own_channels: set[int] = set()
+        self._spare_channels: list[int] = []  # that the daemon reserved for this process, and that are free
+        self._takes_private = takes_private
+        # By first id, for memory that copies reach: what registers it with the service in this process.
+        self._memories: dict[int, Callable[[ProxyService], int]] = {}
         self._ring_of: dict[int, int] = {}
         self._lock = threading.RLock()
-        self._answers: queue.SimpleQueue[Fields | None] = queue.SimpleQueue()
-        self._requests = itertools.count()
-        self._lost = ""
-        self._outstanding: OutstandingView | None = None
-        self._closed = False
-        self._path = socket_path()
+        self._timeout = timeout
+        self._observed: ObservedView | None = None
         self.fifos = [Fifo(runtime, fifo_size) for _ in range(fifos)]
-        self._connection, self.daemon = connect(self._path, timeout)
-        self.daemon_started = start_of(self.daemon)
-        self._reader = threading.Thread(target=self._read, name=f"{name}-daemon", daemon=True)
-        self._reader.start()
+        self._daemon = DaemonConnection(timeout, name, on_failure, address)
+        self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:
+            request = Open(
+                runtime.name, runtime.device_id, fifo_size, threads, shared_offset, description, semaphores_offset
+            )
             descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
-            request: dict[str, Any] = {
-                "runtime": runtime.name,
-                "device_id": runtime.device_id,
-                "fifo_size": fifo_size,
-                "threads": threads,
-                "shared_offset": shared_offset,
-                **(asdict(description) if description is not None else {}),
-            }
-            answer = self._ask("open", descriptors=descriptors, **request)
-            self._outstanding = _open_outstanding(answer.data("observed"), threads)
+            opened = self._daemon.ask(request, Opened, takes=timeout, descriptors=descriptors)  # may open a device
+            self._observed = _open_observed(opened.observed, threads)
         except ProxyCCLError:
-            self._hang_up()
+            self._daemon.hang_up()
+            self._free()
             raise
 
     def __repr__(self) -> str:
-        return f"<DaemonClient of process {self.daemon} at {self._path}, {len(self.fifos)} rings>"
+        return f"<DaemonClient of process {self.daemon} at {self._daemon.address}, {len(self.fifos)} rings>"
 
-    def want_report(self, cause: str) -> None:
-        """Has the daemon report too. It is not waited for: it may be what hangs."""
-        with contextlib.suppress(OSError):  # it is lost, which this rank reports
-            send(self._connection, {"do": "report", "cause": cause}, flags=socket.MSG_DONTWAIT)
-
-    # -- the conversation ---
-
-    def _ask(self, request: str, *, takes: float = 0.0, descriptors: Iterable[int] = (), **fields: Any) -> Fields:
-        """Sends a request and waits for its answer; the daemon may take so many seconds for it, and then some."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the proxy service is closed")
-            if self._lost:
-                raise self._lost_error(request)
-            number = next(self._requests)
-            try:
-                send(self._connection, {"do": request, "request": number, **fields}, list(descriptors))
-                answer = self._answer_to(number, takes + min(self._timeout, _MARGIN))
-            except BrokenPipeError:
-                self._reader.join(_MARGIN)  # it knows why
-                answer = None
-            except (OSError, queue.Empty) as error:
-                self._lose(f"process {self.daemon} does not answer a request to {request}: {error or 'too late'}")
-                answer = None
-        if answer is None:
-            raise self._lost_error(request)
-        if "error" in answer:
-            raise _exception(answer)
-        return answer
-
-    def _answer_to(self, number: int, timeout: float) -> Fields | None:
-        """None where the daemon is lost. The answer to a request that was interrupted (Ctrl-C) may come before."""
-        deadline = time.monotonic() + timeout
-        while True:
-            answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
-            if answer is None or answer.optional("request") in (None, number):
-                return answer
-
-    def _is_open(self) -> bool:
-        return not self._closed and not self._lost
-
-    def _lost_error(self, request: str) -> ProxyLostError:
-        return ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request)
-
-    def _read(self) -> None:
-        try:
-            while (message := receive(self._connection)) is not None:
-                fields, _ = message
-                if "event" not in fields:
-                    self._answers.put(fields)
-                elif fields.text("event") == "failed":
-                    self._on_failure(_failure(fields))
-                else:
-                    self._lose(f"process {self.daemon} was told to end")
-            reason = f"process {self.daemon} ended"
-        except (OSError, ProtocolError) as error:
-            reason = str(error)
-        self._lose(reason)
-
-    def _lose(self, reason: str) -> None:
-        if self._lost or self._closed:
-            return
-        self._lost = reason
-        self._answers.put(None)
-        self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
+    def request_report(self, cause: str) -> None:
+        """Asks the daemon for a report too, without waiting for it: the daemon may be what hangs."""
+        self._daemon.request_report(cause)
 
     # -- what is read here, in shared memory ---
 
     def _words_of(self, channel: int) -> SharedWords | ProxyService:
-        return self._handlers if self._handlers is not None and channel in self._of_handler else self._shared
+        return self._own if self._own is not None and channel in self._own_channels else self._shared
 
     def fifo_for(self, channel: int) -> Fifo:
         """The ring that a channel's triggers go through."""
-        if self._handlers is not None and channel in self._of_handler:
-            return self._handlers.fifo_for(channel)
+        if self._own is not None and channel in self._own_channels:
+            return self._own.fifo_for(channel)
         return self.fifos[self._ring_of[channel]]
 
     @property
     def rings(self) -> list[Fifo]:
-        """All rings of this rank's kernels: those that the daemon drains, and those of handlers."""
-        return [*self.fifos, *(self._handlers.rings if self._handlers is not None else ())]
+        """All rings of this rank's kernels: those that the daemon drains and those that this process does."""
+        return [*self.fifos, *(self._own.rings if self._own is not None else ())]
 
     @property
     def handling(self) -> dict[int, float]:
         """The channel of each handler that runs, and time.monotonic() when it began."""
-        return self._handlers.handling if self._handlers is not None else {}
+        return self._own.handling if self._own is not None else {}
 
     def flushed(self, channel: int) -> int:
         """One more than the ticket of the last flush that is complete on a channel."""
         return self._words_of(channel).flushed(channel)
 
     def outstanding(self, channel: int) -> int | None:
-        """Triggers of a channel's connection that are issued and not known to be complete; None for a handler, and
-        where the daemon's memory can't be opened.
+        """Triggers of a channel's connection that are issued and not known to be complete.
+
+        None for a handler's channel, and if the daemon's memory cannot be opened.
         """
-        if self._closed:
+        if self._daemon.is_closed:
             raise ClosedError("the proxy service is closed")
-        if channel in self._of_handler or self._outstanding is None:
+        if self._own is not None and channel in self._own_channels:
+            return self._own.outstanding(channel)
+        if self._observed is None:
             return None
-        return self._outstanding.of(channel)
+        return self._observed.outstanding(channel)
+
+    def plan_waits(self) -> list[PlanWait]:
+        """What plans that make no progress wait for; empty if the daemon's memory cannot be opened."""
+        if self._daemon.is_closed:
+            raise ClosedError("the proxy service is closed")
+        return [] if self._observed is None else self._observed.plan_waits()
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
         return self._words_of(channel).flushed_pointer(channel)
 
     @property
-    def extents_pointer(self) -> int:
+    def memory_limits_pointer(self) -> int:
         """The device's address of the table that says for each memory id how many bytes follow it."""
-        return self._shared.extents_pointer
+        return self._shared.memory_limits_pointer
+
+    @property
+    def plan_pointers(self) -> PlanPointers:
+        """The words through which streams ring plans."""
+        return self._shared.plan_pointers
+
+    def end_waits(self) -> None:
+        """Ends the waits of streams for plans and their stages, for after a failure."""
+        self._shared.end_waits()
 
     def counters(self, channel: int) -> ChannelCounters:
         """A channel's counters, read without disturbing the proxy."""
@@ -331,7 +220,7 @@ class DaemonClient:
 
     # -- what the daemon does ---
 
-    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: Handle | None = None) -> int:
+    def add_memory(self, base: int, nbytes: int, key: int = 0, *, handle: HandleProvider | None = None) -> int:
         """Has the daemon map memory, and registers it there.
 
         Raises:
@@ -340,147 +229,169 @@ class DaemonClient:
         """
         if handle is None:
             raise ArgumentError("memory", "the node daemon reaches memory by a handle alone")
-        named = handle().hex() if nbytes else ""
-        return self._ask("add_memory", handle=named, nbytes=nbytes, key=key).integer("first")
+        try:
+            request: AddMemory | AddRdmaMemory = AddMemory(handle() if nbytes else b"", nbytes, key)
+        except ArgumentError:
+            if not self._takes_private:
+                raise
+            request = AddRdmaMemory(base, nbytes, key)  # the daemon refuses to copy from it, or to it
+        first = self._daemon.ask(request, MemoryAdded).first
+        self._repeat(first, lambda own: own.add_memory(base, nbytes, first=first))
+        return first
 
-    def add_keyed_memory(self, address: int, nbytes: int, key: int) -> int:
+    def add_pinned_memory(self, memory: PinnedMemory) -> int:
+        """Has the daemon map pinned memory, and registers it there. Raises as `Proxy.add_pinned_memory`."""
+        first = self._daemon.ask(AddPinnedMemory(memory.handle), MemoryAdded).first
+        self._repeat(first, lambda own: own.add_pinned_memory(memory, first=first))
+        return first
+
+    def _repeat(self, first: int, add: Callable[[ProxyService], int]) -> None:
+        """Registers with the service in this process, now or when that is made, what the daemon has registered."""
+        with self._lock:
+            self._memories[first] = add
+            if self._own is not None:
+                add(self._own)
+
+    def add_rdma_memory(self, address: int, nbytes: int, key: int) -> int:
         """Registers memory that RDMA knows by an address and a key. Raises ResourceError when no ids are left."""
-        return self._ask("add_keyed_memory", address=address, nbytes=nbytes, key=key).integer("first")
+        return self._daemon.ask(AddRdmaMemory(address, nbytes, key), MemoryAdded).first
 
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Gives ids back. No trigger may name them any more."""
-        if self._is_open():
-            self._ask("remove_memory", first=first)
+        if not self._daemon.is_open:
+            return
+        with self._lock:
+            if self._memories.pop(first, None) is not None and self._own is not None:
+                self._own.remove_memory(first, nbytes)
+        self._daemon.ask(RemoveMemory(first), Done)
 
-    def connect_copy(self, *, peer: int | None = None) -> Connection:
-        """A connection that copies within the node, from memory that the daemon maps to memory that it maps."""
-        answer = self._ask("connect_copy", peer=peer)
-        return Connection(answer.integer("number"), answer.integer("worker"), peer, answer.text("transport"))
+    def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
+        """A connection that copies within the host: in the daemon, between memories that it maps, or from private
+        memory in this process.
+        """
+        if private and self._takes_private:
+            return self._own_service().connect_copy(peer=peer, transport=transport)
+        return self._daemon.ask(ConnectCopy(peer, transport), Connected).connection(peer)
+
+    def _own_service(self) -> ProxyService:
+        """The service in this process, made when first used."""
+        with self._lock:
+            if self._own is None:
+                self._own_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
+                self._own = ProxyService(self._runtime, self._segment.host_ptr, self._own_words, **self._own_options)
+                for add in self._memories.values():
+                    add(self._own)
+            return self._own
+
+    def _reserve_own(self) -> int:
+        """A channel id for the service in this process."""
+        with self._lock:
+            if self._spare_channels:
+                return self._spare_channels.pop()
+        return self._daemon.ask(ReserveElsewhere(), ChannelReserved).channel
 
     def open_rdma(
         self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> DaemonRdma:
         """Has the daemon open an RDMA device for this rank. Arguments and errors as of `Proxy.open_rdma`."""
-        rdma = DaemonRdma(self._ask, self._is_open, self._timeout)
-        rdma.open(options, signals, near=near, local_rank=local_rank)
-        return rdma
+        return DaemonRdma(self._daemon, OpenRdma.of(options, signals, near, local_rank), self._timeout)
 
     def reserve_channel(self, connection: Connection) -> int:
         """A channel id for a connection's ring. Triggers on it are refused until `set_channel`."""
-        answer = self._ask("reserve_channel", connection=connection.number)
-        channel, ring = answer.integer("channel"), answer.integer("ring", 0, len(self.fifos) - 1)
-        self._ring_of[channel] = ring
-        return channel
+        if connection.pointer is not None:
+            channel = self._own_service().reserve_channel(connection, self._reserve_own())
+            self._own_channels.add(channel)
+            return channel
+        reserved = self._daemon.ask(ReserveChannel(connection.number), ChannelReserved)
+        if reserved.ring is None or reserved.ring >= len(self.fifos):
+            raise ProxyLostError(
+                f"the node daemon named ring {reserved.ring}; expected one of {len(self.fifos)}", operation="channel"
+            )
+        self._ring_of[reserved.channel] = reserved.ring
+        return reserved.channel
 
     def set_channel(
-        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: Handle | None = None
+        self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None
     ) -> None:
-        """Puts a channel in use. The word that its signals count up is named by `handle` where they are copied, and by
-        `remote_semaphore` where they go by RDMA.
+        """Puts a channel in use. Its signals count up a word: on a connection that copies `handle` names it, by RDMA
+        `remote_semaphore` does.
         """
-        word: dict[str, Any] = {"address": remote_semaphore}
-        if connection.transport == "copy":
+        if connection.pointer is not None:
+            self._own_service().set_channel(channel, connection, remote_semaphore)
+            return
+        request = SetChannel(channel, connection.number, address=remote_semaphore)
+        if not find_transport(connection.transport).uses_rdma:
             if handle is None:
                 raise ArgumentError("handle", "the node daemon copies to a semaphore by a handle alone")
-            word = {"word": handle().hex()}
-        self._ask("set_channel", channel=channel, connection=connection.number, **word)
+            request = SetChannel(channel, connection.number, word=handle())
+        self._daemon.ask(request, Done)
 
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Gives a connection's channel ids back."""
-        if self._is_open():
-            self._ask("free_channels", channels=list(channels), connection=connection.number)
+        freed = list(channels)
+        if connection.pointer is not None:
+            self._own_service().free_channels(freed, connection)
+            with self._lock:
+                self._own_channels.difference_update(freed)
+                self._spare_channels += freed
+        elif self._daemon.is_open:
+            self._daemon.ask(FreeChannels(freed, connection.number), Done)
+
+    def add_plan(self, plan: ProxyPlan) -> int:
+        """Sets a plan in the daemon. Returns its number. Arguments and errors as of `Proxy.add_plan`."""
+        return self._daemon.ask(AddPlan(plan), PlanAdded).number
+
+    def remove_plan(self, number: int) -> None:
+        """Frees a plan in the daemon. No stream may ring it any more."""
+        if self._daemon.is_open:
+            self._daemon.ask(RemovePlan(number), Done)
 
     def add_handler(self, handler: Handler) -> int:
-        """A channel whose triggers go to a function of this process, through rings and threads of its own."""
-        if not callable(handler):
-            raise ArgumentError("handler", f"must be callable, not {type(handler).__name__}")
-        with self._lock:
-            channel = self._ask("reserve_handler").integer("channel")
-            if self._handlers is None:
-                self._handler_words = self._runtime.allocate_pinned(ProxyService.shared_bytes())
-                self._handlers = ProxyService(
-                    self._runtime, self._segment.host_ptr, self._handler_words, **self._handler_options
-                )
-            self._handlers.add_handler(handler, channel)
-            self._of_handler.add(channel)
+        """A channel whose triggers go to a function in this process, through rings and threads of its own."""
+        require_callable(handler)
+        channel = self._reserve_own()
+        self._own_service().add_handler(handler, channel)
+        self._own_channels.add(channel)
         return channel
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
-        """Waits until what the rings held is done and nothing is outstanding. An abort ends that too."""
-        if self._closed or self._lost or given_up():
+        """Waits until all triggers in the rings are done and nothing is outstanding; an abort ends the wait."""
+        if not self._daemon.is_open or given_up():
             return False
-        if self._handlers is not None and not self._handlers.drain(timeout, given_up):
+        if self._own is not None and not self._own.drain(timeout, given_up):
             return False
         try:
-            answer = self._ask("drain", takes=timeout, timeout=timeout)
+            return self._daemon.ask(Drain(timeout), Drained, takes=timeout).drained
         except ProxyLostError:
             return False
-        return answer.flag("drained")
 
     def close(self, timeout: float = 30.0) -> bool:
-        """Drains the rings, and has the daemon let go of all that it was given.
+        """Drains the rings and has the daemon free all that it was given.
 
-        False if a handler, or a worker of the daemon's, did not end in time (what it uses is then kept).
+        False if a handler or a worker did not end in time; what it uses is then kept.
         """
         with self._lock:
-            if self._closed:
+            if self._daemon.is_closed:
                 return True
-            ended = self._handlers is None or self._handlers.close(timeout)
-            handlers_ended = ended
+            own_ended = self._own is None or self._own.close(timeout)
             try:
-                if not self._lost:
-                    ended &= self._ask("close", takes=2 * timeout, timeout=timeout).flag("ended")
-            except ProxyLostError:  # then nothing of it runs, or nothing can be done about it
-                pass
+                ended = self._daemon.close_service(timeout)
             finally:
-                self._hang_up()
-            if handlers_ended and self._handler_words is not None:
-                self._handler_words.close()
-            return ended
+                self._free()
+            if own_ended and self._own_words is not None:
+                self._own_words.close()
+            return ended and own_ended
 
-    def _hang_up(self) -> None:
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        if self._reader is not threading.current_thread():
-            self._reader.join(self._timeout)
-        self._connection.close()
-        if self._outstanding is not None:
-            self._outstanding.close()
+    def _free(self) -> None:
+        if self._observed is not None:
+            self._observed.close()
         for fifo in self.fifos:
             fifo.close()
 
 
-def _open_outstanding(handle: bytes, workers: int) -> OutstandingView | None:
+def _open_observed(handle: bytes, workers: int) -> ObservedView | None:
     try:
-        return OutstandingView(handle.hex(), workers)
-    except ArgumentError as error:  # the work goes on without what only reports want
-        logging.getLogger("proxyccl").warning("reports can't show what the node daemon has outstanding: %s", error)
+        return ObservedView(handle.hex(), workers)
+    except ArgumentError as error:  # only reports need it
+        logging.getLogger("proxyccl").warning("reports cannot show what the node daemon has outstanding: %s", error)
         return None
-
-
-def _failure(fields: Fields) -> ProxyFailure:
-    words = fields.integers("trigger")
-    return ProxyFailure(
-        code=fields.integer("code"),
-        channel=fields.optional("channel"),
-        trigger=Trigger.decode(*words[:2]) if words else None,
-        status=fields.integer("status", -(1 << 31), (1 << 31) - 1),
-        reason=fields.text("reason"),
-        peer=fields.optional("peer"),
-    )
-
-
-def _exception(answer: Fields) -> ProxyCCLError:
-    kind, message = answer.text("error"), answer.text("message")
-    if kind == "argument":
-        return ArgumentError(answer.text("argument"), message)
-    if kind == "resource":
-        return ResourceError(message)
-    if kind == "unavailable":
-        return RuntimeUnavailableError(message)
-    if kind == "transport":
-        return TransportError(message, operation="connect")
-    if kind == "protocol":
-        return ProxyLostError(f"the node daemon refuses this process: {message}", operation="proxy")
-    return ProxyCCLError(f"the node daemon: {message}")

@@ -2,74 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
-
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.daemon.protocol import Fields
-from proxyccl.proxy.interface import Connection, RdmaEnd, RdmaMemory
-from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.daemon.connection import DaemonConnection
+from proxyccl.proxy.daemon.protocol import (
+    Connected,
+    ConnectEndpoint,
+    ConnectRdma,
+    Done,
+    EndpointMade,
+    Expose,
+    Exposed,
+    MakeEndpoint,
+    OpenRdma,
+    RdmaSupport,
+    RdmaUnsupportedReason,
+    Withdraw,
+)
+from proxyccl.proxy.interface import Connection, RdmaEndpointInfo, RdmaMemory
 
 
 class DaemonRdma:
     """See `proxyccl.proxy.interface.RdmaContext` for the methods.
 
     Args:
-        ask: sends a request to the daemon and gives its answer.
-        is_open: whether there is still a daemon to ask.
-        timeout: in seconds, of what registers memory.
+        daemon: the connection to the daemon, which opens a device for it.
+        request: which device.
+        timeout: seconds that the registration of memory may take.
     """
 
-    def __init__(self, ask: Callable[..., Fields], is_open: Callable[[], bool], timeout: float) -> None:
-        self._ask = ask
-        self._is_open = is_open
+    def __init__(self, daemon: DaemonConnection, request: OpenRdma, timeout: float) -> None:
+        self._daemon = daemon
         self._timeout = timeout
+        daemon.ask(request, Done)
 
-    def open(self, options: RdmaOptions, signals: range, *, near: int | None, local_rank: int) -> None:
-        """Has the daemon open a device. See `Proxy.open_rdma`."""
-        self._ask(
-            "open_rdma",
-            options=asdict(options),
-            signals=[signals.start, signals.stop],
-            near=near,
-            local_rank=local_rank,
-        )
+    def unsupported_reason(self, transport: str) -> str:
+        """Why a transport's device can't register the memory of the rank's GPU; empty if it can."""
+        return self._daemon.ask(RdmaUnsupportedReason(transport), RdmaSupport).unsupported_reason
 
-    def refusal(self) -> str:
-        """Why the device can't register the memory of the rank's GPU; empty if it can."""
-        return self._ask("rdma_refusal").text("refusal")
-
-    def make_end(self, peer: int, transport: str) -> RdmaEnd:
+    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
         """This rank's end of a way to a peer."""
-        return RdmaEnd.decode(self._ask("make_end", peer=peer, transport=transport).values("end"))
+        return self._daemon.ask(MakeEndpoint(peer, transport), EndpointMade).end
 
-    def connect_end(self, peer: int, theirs: RdmaEnd, timeout: float) -> None:
+    def connect_endpoint(self, peer: int, theirs: RdmaEndpointInfo, timeout: float) -> None:
         """Makes the end ready to send to the peer's."""
-        self._ask("connect_end", takes=timeout, peer=peer, end=theirs.encode(), timeout=timeout)
+        self._daemon.ask(ConnectEndpoint(peer, theirs, timeout), Done, takes=timeout)
 
     def open_connection(self, peer: int) -> Connection:
         """The daemon's way to a peer, over a connected end."""
-        answer = self._ask("connect_rdma", peer=peer)
-        return Connection(answer.integer("number"), answer.integer("worker"), peer, answer.text("transport"))
+        return self._daemon.ask(ConnectRdma(peer), Connected).connection(peer)
 
     def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
         """Lets peers reach memory of this process, which the daemon maps."""
         if not handle:
             raise ArgumentError("memory", "the node daemon reaches memory by a handle alone, and this has none")
-        answer = self._ask("expose", takes=self._timeout, handle=handle.hex(), nbytes=nbytes, transport=transport)
+        exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout)
         return RdmaMemory(
-            transport,
-            answer.integer("address"),
-            answer.integer("key"),
-            answer.integer("local_key"),
-            answer.flag("copied"),
-            answer.integer("number"),
+            transport, exposed.address, exposed.key, exposed.local_key, exposed.copied, owner=exposed.number
         )
 
     def withdraw(self, memory: RdmaMemory) -> None:
         """Ends `expose`."""
-        if self._is_open():
-            self._ask("withdraw", number=memory.owner)
+        if self._daemon.is_open:
+            self._daemon.ask(Withdraw(memory.owner), Done)
 
     def close(self) -> None:
         """Does nothing: the daemon frees it with the proxy."""

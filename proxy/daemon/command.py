@@ -1,46 +1,83 @@
-"""`proxyccl daemon`: a daemon in the foreground, until it is told to end."""
+"""A process that is a daemon: `proxyccl daemon`, until a signal ends it, or a job's own, until its ranks have gone."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from proxyccl.proxy.daemon.attendance import Attendance
+from proxyccl.proxy.daemon.job import JOB_OPTIONS
+from proxyccl.proxy.daemon.listeners import HandedOver
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions, raise_descriptor_limit
-from proxyccl.proxy.observe.metrics import MetricsServer
 from proxyccl.proxy.reports import on_signal
+from proxyccl.proxy.thread import IdlePolicy
+
+_LINE = "%(asctime)s %(levelname)s %(message)s"
 
 
 def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> int:
-    """Serves until SIGTERM or SIGINT, then drains what clients have asked for. Returns the exit code.
+    """Serves until SIGTERM or SIGINT, then finishes what clients have asked for. Returns the exit code.
 
-    SIGUSR1 has it report and go on.
+    On SIGUSR1 it writes a report and goes on.
 
     Args:
         path: of the socket.
         options: the daemon's.
-        metrics_port: of the loopback interface, where all proxies of this user are shown to Prometheus; None: nowhere.
+        metrics_port: port of the loopback interface where Prometheus finds all proxies of this user; None for none.
 
     Raises:
         ArgumentError: an option is wrong.
-        ResourceError: another daemon listens there, or somebody else at the port.
+        ResourceError: another daemon listens at the path, or the port is in use.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_LINE)
     raise_descriptor_limit()
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
         if metrics_port is not None:
+            from proxyccl.proxy.observe.metrics import MetricsServer  # a job's own daemon has no time to import it
+
             server = opened.enter_context(MetricsServer(metrics_port))
             logging.getLogger("proxyccl.daemon").info("metrics at http://127.0.0.1:%d/metrics", server.port)
-
-        def stop(number: int, _: FrameType | None) -> None:
-            daemon.stop()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        if daemon.reporter.enabled:
-            on_signal.install(daemon.reporter.write)
-        daemon.serve()
+        _serve(daemon)
     return 0
+
+
+def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> None:
+    """Serves a job's ranks until they have gone. On signals it does as `run`.
+
+    Args:
+        listener: descriptor of the listening socket.
+        options: an encoded `JobOptions`.
+        on_ready: called before it serves.
+
+    Raises:
+        ArgumentError: an option is wrong.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LINE)
+    raise_descriptor_limit()
+    chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")
+    every = range(os.cpu_count() or 1)
+    # Launchers may bind each rank to one core, where its program spins while it waits for its GPU.
+    os.sched_setaffinity(0, chosen.affinity if len(chosen.affinity) > chosen.threads else every)
+    daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, idle=IdlePolicy(*chosen.idle))
+    with Daemon(HandedOver(listener), daemon_options, Attendance()) as daemon:
+        on_ready()
+        _serve(daemon)
+
+
+def _serve(daemon: Daemon) -> None:
+    """Serves until a signal ends it."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        daemon.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    if daemon.reporter.enabled:
+        on_signal.install(daemon.reporter.write)
+    daemon.serve()

@@ -1,169 +1,530 @@
-"""What a rank and the node daemon say to each other: frames over a Unix socket of sequenced packets.
+"""What a rank and the node daemon say to each other, and where they meet.
 
-A frame is one JSON object of at most `LONGEST_FRAME` bytes, and may carry file descriptors. The client's first says the
-version; every request gets one answer, in order and with the request's number, and the daemon tells of a failure
-unasked. Nothing that comes in is trusted: `Fields` gives values by name and type, or raises.
+Both ends first say which build they are, by `Hello` and `HelloAnswer`. Then the client sends requests. The daemon
+answers all but `WriteReport`, in order and with the request's number. It sends an event when a worker fails and when
+the daemon itself ends. `frames` carries the messages.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import struct
-from collections.abc import Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
+
+from msgspec import Meta
 
 from proxyccl.device._native import ffi as native
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.errors import (
+    ArgumentError,
+    ProtocolError,
+    ProxyCCLError,
+    ProxyLostError,
+    ResourceError,
+    RuntimeUnavailableError,
+    TransportError,
+)
 from proxyccl.proxy._engine import ffi as engine
-from proxyccl.proxy.service import SharedWords
+from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
+from proxyccl.proxy.interface import Connection, ProxyFailure, RdmaEndpointInfo
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.plan import ProxyPlan
+from proxyccl.proxy.plan_table import MAX_PLANS
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
+from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 4
+VERSION = 7
 LONGEST_FRAME = 64 * 1024
-MOST_DESCRIPTORS = 65
-"""The segment and 64 rings."""
+MOST_DESCRIPTORS = MAX_RINGS + 1
+"""In a frame: the control segment's and the rings'."""
 
-LAYOUT = [int(native.sizeof("ProxycclControl")), SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"))]
-"""What both must have built alike: sizes of what they share memory with."""
+CONTROL_BYTES = int(native.sizeof("ProxycclControl"))
+LAYOUT = [CONTROL_BYTES, SharedWords.BYTES, int(engine.sizeof("ProxycclObserved"))]
+"""Sizes of the structs in shared memory, which both ends must have built alike."""
 
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_SEGMENT_ALIGNMENT = 128
 
-
-class ProtocolError(ProxyCCLError):
-    """The other side said what makes no sense."""
-
-
-class Fields:
-    """A frame's fields, by name and type."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self._values = values
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._values
-
-    def integer(self, name: str, low: int = 0, high: int = 2**64 - 1) -> int:
-        """A number from `low` to `high`."""
-        value = self._values.get(name)
-        if type(value) is not int or not low <= value <= high:
-            raise ProtocolError(f"{name}: {value!r:.100} is no integer from {low} to {high}")
-        return value
-
-    def optional(self, name: str, low: int = 0, high: int = 2**64 - 1) -> int | None:
-        """The same, or None."""
-        return None if self._values.get(name) is None else self.integer(name, low, high)
-
-    def integers(self, name: str, high: int = 2**64 - 1) -> list[int]:
-        """Numbers from 0 to `high`."""
-        value = self._values.get(name)
-        if not isinstance(value, list) or any(type(item) is not int or not 0 <= item <= high for item in value):
-            raise ProtocolError(f"{name}: {value!r:.100} is no list of integers from 0 to {high}")
-        return list(value)
-
-    def flag(self, name: str) -> bool:
-        """Yes or no."""
-        value = self._values.get(name)
-        if not isinstance(value, bool):
-            raise ProtocolError(f"{name}: {value!r:.100} is neither true nor false")
-        return value
-
-    def number(self, name: str, low: float, high: float) -> float:
-        """A number, of seconds say."""
-        value = self._values.get(name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise ProtocolError(f"{name}: {value!r:.100} is no number from {low} to {high}")
-        return float(value)
-
-    def text(self, name: str) -> str:
-        """A string."""
-        value = self._values.get(name)
-        if not isinstance(value, str):
-            raise ProtocolError(f"{name}: {value!r:.100} is no text")
-        return value
-
-    def values(self, name: str) -> dict[str, Any]:
-        """Values by name."""
-        value = self._values.get(name)
-        if not isinstance(value, dict):
-            raise ProtocolError(f"{name}: {value!r:.100} is no object")
-        return value
-
-    def data(self, name: str) -> bytes:
-        """Bytes, which travel in hexadecimal."""
-        try:
-            return bytes.fromhex(self.text(name))
-        except ValueError:
-            raise ProtocolError(f"{name}: these are no bytes in hexadecimal") from None
+Rank = Annotated[int, Meta(ge=0, le=2**31)]
+MemoryId = Annotated[int, Meta(ge=0, le=MAX_MEMORIES - 1)]
+PlanNumber = Annotated[int, Meta(ge=1, le=MAX_PLANS - 1)]
+ChannelId = Annotated[int, Meta(ge=0, le=MAX_CHANNELS - 1)]
+Nbytes = Annotated[int, Meta(ge=0, le=2**62)]
+PositiveNbytes = Annotated[int, Meta(ge=1, le=2**62)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+SegmentOffset = Annotated[int, Meta(ge=0, le=2**40)]
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """A message as a frame."""
-    frame = json.dumps(message, separators=(",", ":")).encode()
-    if len(frame) > LONGEST_FRAME:
-        raise ProtocolError(f"a frame of {len(frame)} bytes, where {LONGEST_FRAME} are the most")
-    return frame
+class Hello(Message, frozen=True):
+    """A client's first frame; `hello` is its version of the protocol. It is of this form in every version."""
+
+    hello: Uint64
+    layout: list[Uint64]
 
 
-def decode(frame: bytes, flags: int = 0) -> Fields:
-    """The fields of a frame, which was received with these flags.
+class HelloAnswer(Message, frozen=True, omit_defaults=True):
+    """The daemon's first frame, of this form in every version: version and process, or why it refuses the client."""
 
-    Raises:
-        ProtocolError: it is none.
+    version: Uint64 = 0
+    pid: Uint64 = 0
+    error: str = ""
+    message: str = ""
+
+
+def _wire_name(class_name: str) -> str:
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in class_name).lstrip("_")
+
+
+class Request(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="do", tag=_wire_name):
+    """Something that a client asks for. `request` is its number, which the answer carries too."""
+
+    request: Uint64 | None = None
+
+    @property
+    def name(self) -> str:
+        """What it asks for, as on the wire: "add_memory", say."""
+        return str(self.__struct_config__.tag)
+
+
+class RdmaMissing(Request, frozen=True):
+    """Why the daemon cannot use RDMA. Answered by `Missing`."""
+
+
+class WriteReport(Request, frozen=True):
+    """Has the daemon write a report; `cause` says why. The only request without an answer."""
+
+    cause: str
+
+
+class Open(Request, frozen=True):
+    """A proxy service over the client's rings. Answered by `Opened`.
+
+    Its frame carries the descriptors of the control segment and of each ring.
+
+    Attributes:
+        runtime: name of the runtime.
+        device_id: of the device that pushes to the rings.
+        fifo_size: slots in each ring.
+        threads: number of workers.
+        shared_offset: of `SharedWords` in the control segment.
+        description: the rank that the service works for.
+        semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
+            without plans.
     """
-    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-        raise ProtocolError(
-            f"a frame that did not come whole: of more than {LONGEST_FRAME} bytes, with more than {MOST_DESCRIPTORS} "
-            "descriptors, or with more than this process may still open (ulimit -n)"
+
+    runtime: str
+    device_id: str
+    fifo_size: Annotated[int, Meta(ge=2, le=2**20)]
+    threads: Annotated[int, Meta(ge=1, le=MAX_RINGS)]
+    shared_offset: Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30)]
+    description: Description | None = None
+    semaphores_offset: Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30)] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shared_offset", "semaphores_offset"):
+            if (getattr(self, name) or 0) % _SEGMENT_ALIGNMENT:
+                raise ValueError(f"{name} must be a multiple of {_SEGMENT_ALIGNMENT}, not {getattr(self, name)}")
+
+
+class AddMemory(Request, frozen=True):
+    """Memory that copies reach, which the daemon maps by its handle. Answered by `MemoryAdded`."""
+
+    handle: bytes
+    nbytes: Nbytes
+    key: Uint32
+
+
+class AddPinnedMemory(Request, frozen=True):
+    """Pinned memory, which the daemon maps by its handle for copies and for its CPU. Answered by `MemoryAdded`."""
+
+    handle: bytes
+
+
+class AddRdmaMemory(Request, frozen=True):
+    """Memory that RDMA knows by an address and a key. Answered by `MemoryAdded`."""
+
+    address: Uint64
+    nbytes: Nbytes
+    key: Uint32
+
+
+class RemoveMemory(Request, frozen=True):
+    """Gives the ids of a memory back; `first` is the first of them. Answered by `Done`."""
+
+    first: MemoryId
+
+
+class ConnectCopy(Request, frozen=True):
+    """A connection that copies within the host. Answered by `Connected`."""
+
+    peer: Rank | None
+    transport: str = "copy"
+
+
+class ConnectRdma(Request, frozen=True):
+    """A connection over an RDMA endpoint that is connected. Answered by `Connected`."""
+
+    peer: Rank
+
+
+class ReserveChannel(Request, frozen=True):
+    """A channel id for a connection, by its number. Answered by `ChannelReserved`."""
+
+    connection: Uint64
+
+
+class ReserveElsewhere(Request, frozen=True):
+    """A channel id that the client's process serves itself. Answered by `ChannelReserved`."""
+
+
+class SetChannel(Request, frozen=True):
+    """Puts a channel in use. Answered by `Done`.
+
+    Attributes:
+        channel: its id.
+        connection: number of its connection.
+        word: handle of the 8 bytes that its signals count up, on a connection that copies.
+        address: their address as the peer knows it, on a connection by RDMA.
+    """
+
+    channel: ChannelId
+    connection: Uint64
+    word: bytes = b""
+    address: Uint64 = 0
+
+
+class FreeChannels(Request, frozen=True):
+    """Gives channel ids of one connection back. Answered by `Done`."""
+
+    channels: list[ChannelId]
+    connection: Uint64
+
+
+class AddPlan(Request, frozen=True):
+    """A plan that the client's streams may ring. Answered by `PlanAdded`."""
+
+    plan: ProxyPlan
+
+
+class RemovePlan(Request, frozen=True):
+    """Frees a plan. Answered by `Done`."""
+
+    number: PlanNumber
+
+
+class Drain(Request, frozen=True):
+    """Waits until what the rings hold is done. Answered by `Drained`."""
+
+    timeout: Seconds
+
+
+class Close(Request, frozen=True):
+    """Drains the rings and frees all that the client was given. Answered by `Closed`."""
+
+    timeout: Seconds
+
+
+class OpenRdma(Request, frozen=True):
+    """An RDMA device for this client. Answered by `Done`.
+
+    Attributes:
+        options: `RdmaOptions`, by field.
+        signals: begin and end, in bytes, of the words in the control segment that peers may signal.
+        near: NUMA node that the device should be near to.
+        local_rank: the rank's number on its host.
+    """
+
+    options: dict[str, str | int | None]
+    signals: tuple[SegmentOffset, SegmentOffset]
+    near: Annotated[int, Meta(ge=0, le=2**16)] | None
+    local_rank: Rank
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(RdmaOptions)]
+        if self.options.keys() != set(names):
+            raise ValueError(f"options has the fields {', '.join(self.options)}; expected {', '.join(names)}")
+
+    @property
+    def rdma_options(self) -> RdmaOptions:
+        """The options. Raises ArgumentError for a value that cannot be."""
+        values: dict[str, Any] = dict(self.options)
+        return RdmaOptions(**values)
+
+    @classmethod
+    def of(cls, options: RdmaOptions, signals: range, near: int | None, local_rank: int) -> OpenRdma:
+        """The request for these options."""
+        return cls(asdict(options), (signals.start, signals.stop), near, local_rank)
+
+
+class RdmaUnsupportedReason(Request, frozen=True):
+    """Why a transport's RDMA cannot reach the memory of the rank's device. Answered by `RdmaSupport`."""
+
+    transport: str
+
+
+class MakeEndpoint(Request, frozen=True):
+    """The client's endpoint of an RDMA connection to a peer. Answered by `EndpointMade`."""
+
+    peer: Rank
+    transport: str
+
+
+class ConnectEndpoint(Request, frozen=True):
+    """Connects the client's endpoint to the peer's. Answered by `Done`."""
+
+    peer: Rank
+    end: RdmaEndpointInfo
+    timeout: Seconds
+
+
+class Expose(Request, frozen=True):
+    """Lets peers reach the client's memory by RDMA. Answered by `Exposed`."""
+
+    handle: bytes
+    nbytes: PositiveNbytes
+    transport: str
+
+
+class Withdraw(Request, frozen=True):
+    """Ends `Expose`; `number` is the one of its answer. Answered by `Done`."""
+
+    number: Uint64
+
+
+class Reply(Message, frozen=True, omit_defaults=True, kw_only=True, tag_field="kind", tag=_wire_name):
+    """An answer, with the number of the request; or an event, which has none."""
+
+    request: Uint64 | None = None
+
+
+class Done(Reply, frozen=True):
+    """What was asked for is done."""
+
+
+class Missing(Reply, frozen=True):
+    """By transport, why RDMA cannot be used; empty if it can."""
+
+    missing: dict[str, str]
+
+
+class Opened(Reply, frozen=True):
+    """A service is open. `observed` is the handle of its `ObservedSegment`."""
+
+    observed: bytes
+
+
+class MemoryAdded(Reply, frozen=True):
+    """`first` is the memory's first id."""
+
+    first: MemoryId
+
+
+class Connected(Reply, frozen=True):
+    """A connection; see `proxyccl.proxy.interface.Connection`."""
+
+    number: Uint64
+    worker: Annotated[int, Meta(ge=0, le=MAX_RINGS - 1)]
+    transport: str
+
+    @classmethod
+    def of(cls, connection: Connection) -> Connected:
+        """The answer for a connection."""
+        return cls(connection.number, connection.worker, connection.transport)
+
+    def connection(self, peer: int | None) -> Connection:
+        """The connection as the client knows it."""
+        return Connection(self.number, self.worker, peer, self.transport)
+
+
+class ChannelReserved(Reply, frozen=True):
+    """A channel's id, and the number of the ring that its triggers go through; None where the client serves it."""
+
+    channel: ChannelId
+    ring: Annotated[int, Meta(ge=0, le=MAX_RINGS - 1)] | None = None
+
+
+class PlanAdded(Reply, frozen=True):
+    """A plan's number."""
+
+    number: PlanNumber
+
+
+class Drained(Reply, frozen=True):
+    """Whether what the rings held is done."""
+
+    drained: bool
+
+
+class Closed(Reply, frozen=True):
+    """Whether the workers ended."""
+
+    ended: bool
+
+
+class RdmaSupport(Reply, frozen=True):
+    """Why RDMA cannot reach the device's memory; empty if it can."""
+
+    unsupported_reason: str
+
+
+class EndpointMade(Reply, frozen=True):
+    """The client's endpoint, for the peer."""
+
+    end: RdmaEndpointInfo
+
+
+class Exposed(Reply, frozen=True):
+    """Memory that peers reach; see `proxyccl.proxy.interface.RdmaMemory`. `number` is for `Withdraw`."""
+
+    number: Uint64
+    address: Uint64
+    key: Uint32
+    local_key: Uint32
+    copied: bool
+
+
+class Refused(Reply, frozen=True):
+    """A request that the daemon did not do.
+
+    Attributes:
+        error: the kind of exception that the client raises. After "protocol" the daemon hangs up.
+        message: why.
+        argument: with "argument": its name.
+    """
+
+    error: Literal["argument", "resource", "protocol", "unavailable", "transport", "other"]
+    message: str
+    argument: str = ""
+
+    @classmethod
+    def of(cls, error: ProxyCCLError) -> Refused:
+        """The answer to a request that raised."""
+        text = str(error)
+        match error:
+            case ArgumentError():
+                return cls("argument", text.removeprefix(f"{error.argument}: "), error.argument)
+            case ResourceError():
+                return cls("resource", text)
+            case ProtocolError():
+                return cls("protocol", text)
+            case RuntimeUnavailableError():
+                return cls("unavailable", text)
+            case TransportError():
+                return cls("transport", text)
+            case _:
+                return cls("other", text)
+
+    def exception(self) -> ProxyCCLError:
+        """What the client raises."""
+        match self.error:
+            case "argument":
+                return ArgumentError(self.argument, self.message)
+            case "resource":
+                return ResourceError(self.message)
+            case "protocol":
+                return ProxyLostError(f"the node daemon refuses this process: {self.message}", operation="proxy")
+            case "unavailable":
+                return RuntimeUnavailableError(self.message)
+            case "transport":
+                return TransportError(self.message, operation="connect")
+            case "other":
+                return ProxyCCLError(f"the node daemon: {self.message}")
+
+
+class Failed(Reply, frozen=True):
+    """An event: a worker of the client's service ended on an error. See `proxyccl.proxy.interface.ProxyFailure`."""
+
+    code: Uint32
+    channel: Uint64 | None
+    trigger: tuple[Uint64, Uint64] | None
+    status: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+    reason: str
+    peer: Uint64 | None
+    plan: Uint32 = 0
+    wait: Uint32 = 0
+
+    @classmethod
+    def of(cls, failure: ProxyFailure) -> Failed:
+        """The event for a failure."""
+        trigger = failure.trigger.encode() if failure.trigger is not None else None
+        return cls(
+            failure.code,
+            failure.channel,
+            trigger,
+            failure.status,
+            failure.reason,
+            failure.peer,
+            failure.plan,
+            failure.wait,
         )
-    try:
-        message = json.loads(frame)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"a frame that is no JSON: {error}") from None
-    if not isinstance(message, dict):
-        raise ProtocolError(f"a frame that is no object but {type(message).__name__}")
-    return Fields(message)
+
+    def failure(self) -> ProxyFailure:
+        """The failure, without the exception of a handler."""
+        trigger = Trigger.decode(*self.trigger) if self.trigger is not None else None
+        return ProxyFailure(
+            self.code,
+            self.channel,
+            trigger,
+            self.status,
+            self.reason,
+            peer=self.peer,
+            plan=self.plan,
+            wait=self.wait,
+        )
 
 
-def send(connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = (), flags: int = 0) -> None:
-    """Sends a frame. Raises OSError as the socket does."""
-    socket.send_fds(connection, [encode(message)], list(descriptors), flags)
+class Ending(Reply, frozen=True):
+    """An event: the daemon is ending."""
 
 
-def receive(connection: socket.socket) -> tuple[Fields, list[int]] | None:
-    """The next frame and its descriptors, which belong to the caller; None at the end.
+ServiceRequest: TypeAlias = (
+    AddMemory
+    | AddPinnedMemory
+    | AddRdmaMemory
+    | RemoveMemory
+    | ConnectCopy
+    | ConnectRdma
+    | ReserveChannel
+    | ReserveElsewhere
+    | SetChannel
+    | FreeChannels
+    | AddPlan
+    | RemovePlan
+    | Drain
+    | OpenRdma
+    | RdmaUnsupportedReason
+    | MakeEndpoint
+    | ConnectEndpoint
+    | Expose
+    | Withdraw
+)
+"""What needs an open service."""
 
-    Raises:
-        ProtocolError: what came is no frame.
-        OSError: as the socket does.
-    """
-    frame, descriptors, flags, _ = socket.recv_fds(connection, LONGEST_FRAME, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    try:
-        if not frame and not descriptors:
-            return None
-        return decode(frame, flags), descriptors
-    except ProtocolError:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise
+AnyRequest: TypeAlias = RdmaMissing | WriteReport | Open | Close | ServiceRequest
 
+AnyReply: TypeAlias = (
+    Done
+    | Missing
+    | Opened
+    | MemoryAdded
+    | Connected
+    | ChannelReserved
+    | PlanAdded
+    | Drained
+    | Closed
+    | RdmaSupport
+    | EndpointMade
+    | Exposed
+    | Refused
+    | Failed
+    | Ending
+)
 
-def limit_waits(connection: socket.socket, send_seconds: float, receive_seconds: float) -> None:
-    """Bounds what the socket waits for; 0 for no bound.
-
-    These are the system's time-outs and not Python's, under which a send that must not wait would wait all the same.
-    """
-    for option, seconds in ((socket.SO_SNDTIMEO, send_seconds), (socket.SO_RCVTIMEO, receive_seconds)):
-        parts = divmod(int(seconds * 1e6), 1_000_000)
-        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", *parts))
-
-
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end, as the kernel knows them."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, user, _ = _CREDENTIALS.unpack(raw)
-    return pid, user
+HELLOS = Codec(Hello, LONGEST_FRAME)
+HELLO_ANSWERS = Codec(HelloAnswer, LONGEST_FRAME, name="answer to Hello")
+REQUESTS = Codec[AnyRequest](AnyRequest, LONGEST_FRAME, name="request")
+REPLIES = Codec[AnyReply](AnyReply, LONGEST_FRAME, name="reply")
 
 
 def socket_path(path: str | os.PathLike[str] | None = None) -> Path:

@@ -1,30 +1,25 @@
-"""What a report of the node daemon holds: its threads and its clients at one moment. Nothing here looks at a daemon."""
+"""What a report of the node daemon holds: its threads and its clients at one moment. `DaemonReporter` makes it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal
 
+from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, WorkerView
-from proxyccl.proxy.reports.document import Member, decode
+from proxyccl.proxy.reports.document import MOST_BYTES, Member
 from proxyccl.proxy.reports.rings import Ring
 
-FORMAT = "proxyccl daemon report"
-VERSION = 2
 
-
-@dataclass(frozen=True)
-class EngineThread:
+class EngineThread(Message, frozen=True):
     """A thread that runs clients' workers.
 
     Attributes:
         name: its name.
         number: the system's.
-        state: of /proc/PID/stat: R for one that runs, S for one that sleeps, D for one that a driver holds in the
-            kernel, ….
-        core: where it ran last.
-        cores: where it may run.
+        state: as in /proc/PID/stat: R while it runs, S while it sleeps, D while a driver holds it in the kernel, ….
+        core: that it last ran on.
+        cores: that it may run on.
     """
 
     name: str
@@ -34,16 +29,15 @@ class EngineThread:
     cores: list[int]
 
 
-@dataclass(frozen=True)
-class Worker:
-    """A worker of a client's.
+class Worker(Message, frozen=True):
+    """A worker of a client.
 
     Attributes:
         thread: name of the thread that runs it.
-        ended: whether the thread has let go of it: it failed, the client's communicator has, or its proxy is closed.
-        looks_meanwhile: how often it looked at its rings while the report was made: 0 if something holds its thread, or
-            that sleeps for so long.
-        seen: what it has done so far.
+        ended: whether it ended: it failed, the client's communicator failed, or the proxy is closed.
+        looks_meanwhile: how often it looked at its rings in `DaemonReport.meanwhile` seconds. 0 if something holds its
+            thread, or the thread slept that long.
+        seen: what it did so far.
     """
 
     thread: str
@@ -52,25 +46,23 @@ class Worker:
     seen: WorkerView
 
 
-@dataclass(frozen=True)
-class Request:
-    """Something that a client asked the daemon for and has no answer to, and for how many seconds."""
+class Request(Message, frozen=True):
+    """A request that is not answered yet, and for how many seconds."""
 
     name: str
     seconds: float
 
 
-@dataclass(frozen=True)
-class Client:
+class Client(Message, frozen=True):
     """A process that the daemon runs a proxy for.
 
     Attributes:
-        pid: the process; None for one that has not said hello.
-        description: the rank that the proxy works for; None for one that has opened none, or says nothing of itself.
+        pid: the process; None before its hello.
+        description: the rank that the proxy works for; None if it has opened no proxy, or gave no description.
         device_id: the rank's device.
-        seconds: since it came.
-        request: the one under way; None: it may ask.
-        failure: why a worker of it failed; None if none has.
+        seconds: since it connected.
+        request: the one under way; None if there is none.
+        failure: why its last worker that failed did; None if none has.
         workers: by number.
         rings: by number.
         connections: by worker and number.
@@ -89,32 +81,29 @@ class Client:
     channels: list[ChannelView]
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
-        """The way that a channel's triggers take."""
+        """The connection that a channel's triggers go over."""
         place = (channel.worker, channel.connection)
         return next((each for each in self.connections if (each.worker, each.number) == place), None)
 
 
-@dataclass(frozen=True)
-class DaemonReport:
+class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemon report"):
     """A node daemon at one moment.
 
     Attributes:
-        format: `FORMAT`.
-        version: `VERSION`.
+        version: of this format.
         process: where it runs.
         socket: where it listens.
         command: the process's command line.
         written: date and time in UTC.
         cause: why it was written, in words.
         meanwhile: seconds in which `looks_meanwhile` were counted.
-        longest_sleep: seconds that a thread with nothing to do sleeps at most between two looks.
+        longest_sleep: seconds that an idle thread sleeps at most between two looks at its rings.
         threads: that run the workers.
-        clients: in the order in which they came.
+        clients: in the order in which they connected.
         unread: what could not be read, and why.
     """
 
-    format: str
-    version: int
+    version: Literal[2]
     process: Member
     socket: str
     command: str
@@ -129,13 +118,14 @@ class DaemonReport:
     def client_of(self, job: str, rank: int) -> Client | None:
         """The client that is a rank of a job."""
         for client in self.clients:
-            whose = client.description
-            if whose is not None and (whose.job, whose.rank) == (job, rank):
+            description = client.description
+            if description is not None and (description.job, description.rank) == (job, rank):
                 return client
         return None
 
+    def encode(self) -> str:
+        """As text for a file."""
+        return _DAEMON_REPORTS.encode(self, indent=1).decode() + "\n"
 
-def from_json(data: dict[str, Any]) -> DaemonReport:
-    """The report in a JSON object. Raises ValueError that says why it is none."""
-    report: DaemonReport = decode(DaemonReport, VERSION, data)
-    return report
+
+_DAEMON_REPORTS = Codec(DaemonReport, MOST_BYTES, name="report")

@@ -1,7 +1,7 @@
-"""Writes the node daemon's reports: when a signal or a client asks for one.
+"""Writes the node daemon's reports, when a signal or a client asks for one.
 
-It takes no lock that a session or a thread of the engine may hold, and asks none of them for anything: what a proxy
-does is read in the memory that it shows to observers, mapped a second time, so that the proxy may go meanwhile.
+It takes no lock that a session or a thread of the engine may hold, and waits for neither. It reads what a proxy does
+from the memory that observers read, mapped a second time, so that the proxy may be closed meanwhile.
 """
 
 from __future__ import annotations
@@ -15,26 +15,30 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from proxyccl.proxy.daemon.report import FORMAT, VERSION, Client, DaemonReport, EngineThread, Request, Worker
+from msgspec import structs
+
+from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.reader import Observer, ServiceView
 from proxyccl.proxy.processes import start_of, stat_of
 from proxyccl.proxy.reports import files
-from proxyccl.proxy.reports.document import Member, encode
+from proxyccl.proxy.reports.document import Member
 from proxyccl.proxy.reports.rings import TRIGGERS, Ring
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import ProxyThread
 
 _MEANWHILE = 0.1
-"""Seconds between two looks, to see which workers look at their rings."""
+"""Seconds between two snapshots, which show whether workers look at their rings."""
 _COVERED_SECONDS = 5.0
-"""All ranks of a job ask when it fails, and one report shows them all: how long it does for the others."""
+"""All ranks of a job ask for a report when it fails. One report shows them all, so later requests within this time get
+none.
+"""
 _TURN_SECONDS = 10.0
 
 log = logging.getLogger("proxyccl.daemon")
@@ -44,23 +48,23 @@ class DaemonReporter:
     """Writes reports of one daemon.
 
     Args:
-        path: the daemon's socket.
+        place: the daemon's socket.
         threads: which run its clients' workers.
-        longest_sleep: of such a thread, in seconds.
-        sessions: gives the sessions there are, without waiting.
-        enabled: whether clients and signals may ask for one.
+        longest_sleep: of an idle thread, in seconds.
+        sessions: gives the current sessions, without waiting.
+        enabled: whether clients and signals may ask for reports.
     """
 
     def __init__(
         self,
-        path: Path,
+        place: str,
         threads: Sequence[ProxyThread],
         longest_sleep: float,
         sessions: Callable[[], list[Session]],
         *,
         enabled: bool,
     ) -> None:
-        self._path = path
+        self._place = place
         self._threads = threads
         self._longest_sleep = longest_sleep
         self._sessions = sessions
@@ -69,36 +73,37 @@ class DaemonReporter:
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()  # one report at a time
         self._lock = threading.Lock()
-        self._asked: dict[str, float] = {}  # by job: time.monotonic() when the last report was begun for it
+        self._requested: dict[str, float] = {}  # by job: time.monotonic() of the request that got a report
 
-    def asked(self, job: str, cause: str) -> None:
-        """Has a report written, unless one has just been begun for the job. Does not wait for it, but what clients show
-        has been read when this returns: who asks may leave.
+    def request(self, job: str, cause: str) -> None:
+        """Writes a report in a thread of its own, unless one was just begun for the job.
+
+        The clients' state is read before this returns, so the client that asked may leave.
         """
         now = time.monotonic()
         with self._lock:
-            self._asked = {other: then for other, then in self._asked.items() if now - then < _COVERED_SECONDS}
-            if not self.enabled or job in self._asked:
+            self._requested = {other: then for other, then in self._requested.items() if now - then < _COVERED_SECONDS}
+            if not self.enabled or job in self._requested:
                 return
-            self._asked[job] = now
-        looks = _Looks(self._sessions())
-        threading.Thread(target=self._write, args=(cause, looks), name="proxyccl-report", daemon=True).start()
+            self._requested[job] = now
+        snapshots = _Snapshots(self._sessions())
+        threading.Thread(target=self._write, args=(cause, snapshots), name="proxyccl-report", daemon=True).start()
 
     def write(self, cause: str) -> Path | None:
         """Writes a report. None if it can't be written; the log says why."""
-        return self._write(cause, _Looks(self._sessions()))
+        return self._write(cause, _Snapshots(self._sessions()))
 
-    def _write(self, cause: str, looks: _Looks) -> Path | None:
+    def _write(self, cause: str, snapshots: _Snapshots) -> Path | None:
         time.sleep(_MEANWHILE)
-        clients = looks.again()
+        clients = snapshots.finish()
         if not self._turn.acquire(timeout=_TURN_SECONDS):
-            log.error("no report on %s: the last one is still being written", cause)
+            log.error("no report on %r: an earlier one is still being written", cause)
             return None
         try:
-            report = self._report(cause, clients, looks.unread)
-            path = files.write(self._group, "daemon", next(self._numbers), encode(report))
+            report = self._report(cause, clients, snapshots.unread)
+            path = files.write(self._group, "daemon", next(self._numbers), report.encode())
         except OSError as error:
-            log.error("no report could be written: %s", error)  # noqa: TRY400  no fault of this program
+            log.error("cannot write a report: %s", error)  # noqa: TRY400  no fault of this program
             return None
         finally:
             self._turn.release()
@@ -108,13 +113,12 @@ class DaemonReporter:
     def _report(self, cause: str, clients: list[Client], unread: list[str]) -> DaemonReport:
         threads: list[EngineThread] = []
         for thread in self._threads:
-            with _noting(unread, thread.name):
+            with _collecting_errors(unread, thread.name):
                 threads.append(_thread(thread))
         return DaemonReport(
-            format=FORMAT,
-            version=VERSION,
+            version=2,
             process=Member(host_name(), os.getpid(), start_of(os.getpid())),
-            socket=str(self._path),
+            socket=self._place,
             command=" ".join(sys.orig_argv),
             written=datetime.now(UTC).isoformat(timespec="milliseconds"),
             cause=cause,
@@ -127,16 +131,16 @@ class DaemonReporter:
 
 
 @contextlib.contextmanager
-def _noting(unread: list[str], what: str) -> Iterator[None]:
+def _collecting_errors(unread: list[str], what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # a report says what went wrong and goes on: it is wanted when things are broken
+    except Exception as error:  # reports are written when things are broken: a report notes what it cannot read
         unread.append(f"{what}: {type(error).__name__}: {error}")
 
 
 @dataclass
-class _Look:
-    """What a client's proxy shows at a moment, and a second look to come."""
+class _Snapshot:
+    """What a client's proxy did so far, and how often its workers look at their rings from now on."""
 
     service: ProxyService
     threads: Sequence[ProxyThread]
@@ -145,26 +149,26 @@ class _Look:
     rings: list[Ring]
 
     @classmethod
-    def at(cls, session: Session, opened: contextlib.ExitStack) -> _Look | None:
-        """None for a client that has opened no proxy, or one that says nothing of itself."""
+    def of(cls, session: Session, opened: contextlib.ExitStack) -> _Snapshot | None:
+        """None for a client that has opened no proxy, or gave no description."""
         service, threads = session.served, session.threads
         if service is None or service.publication is None:
             return None
         observer = opened.enter_context(Observer(service.publication))
         rings = [Ring.of(ring) for ring in observer.look_into_rings(TRIGGERS)]
-        return cls(service, threads, observer, observer.look(), rings)
+        return cls(service, threads, observer, observer.snapshot(), rings)
 
     def workers(self) -> list[Worker]:
         """The workers, and how often they have looked at their rings since."""
-        ended, before, now = self.service.ended, self.view.workers, self.observer.look().workers
+        ended, before, now = self.service.ended, self.view.workers, self.observer.snapshot().workers
         return [
             Worker(thread.name, ended[i], now[i].looks - before[i].looks, now[i])
             for i, thread in enumerate(self.threads)
         ]
 
 
-class _Looks:
-    """Looks at clients, until `again`.
+class _Snapshots:
+    """Snapshots of clients, to be completed by `finish`.
 
     Attributes:
         unread: what could not be read, and why.
@@ -173,26 +177,26 @@ class _Looks:
     def __init__(self, sessions: Sequence[Session]) -> None:
         self.unread: list[str] = []
         self._opened = contextlib.ExitStack()
-        self._clients: list[tuple[Client, _Look | None]] = []
+        self._clients: list[tuple[Client, _Snapshot | None]] = []
         for session in sessions:
-            look = None
-            with _noting(self.unread, session.name):
-                look = _Look.at(session, self._opened)
-            self._clients.append((_client(session, look), look))
+            snapshot = None
+            with _collecting_errors(self.unread, session.name):
+                snapshot = _Snapshot.of(session, self._opened)
+            self._clients.append((_client(session, snapshot), snapshot))
 
-    def again(self) -> list[Client]:
+    def finish(self) -> list[Client]:
         """The clients as they were, with their workers as they are now."""
         clients = []
         with self._opened:
-            for client, look in self._clients:
+            for client, snapshot in self._clients:
                 workers: list[Worker] = []
-                with _noting(self.unread, f"process {client.pid}"):
-                    workers = look.workers() if look is not None else []
-                clients.append(replace(client, workers=workers))
+                with _collecting_errors(self.unread, f"process {client.pid}"):
+                    workers = snapshot.workers() if snapshot is not None else []
+                clients.append(structs.replace(client, workers=workers))
         return clients
 
 
-def _client(session: Session, look: _Look | None) -> Client:
+def _client(session: Session, snapshot: _Snapshot | None) -> Client:
     """A client without its workers."""
     now = time.monotonic()
     request, failure = session.request, session.failure
@@ -204,16 +208,16 @@ def _client(session: Session, look: _Look | None) -> Client:
         request=Request(request[0], round(now - request[1], 3)) if request is not None else None,
         failure=_failure_text(failure) if failure is not None else None,
         workers=[],
-        rings=look.rings if look is not None else [],
-        connections=list(look.view.connections) if look is not None else [],
-        channels=list(look.view.channels) if look is not None else [],
+        rings=snapshot.rings if snapshot is not None else [],
+        connections=list(snapshot.view.connections) if snapshot is not None else [],
+        channels=list(snapshot.view.channels) if snapshot is not None else [],
     )
 
 
 def _failure_text(failure: ProxyFailure) -> str:
     where = f" on channel {failure.channel}" if failure.channel is not None else ""
-    towards = f" to rank {failure.peer}" if failure.peer is not None else ""
-    return f"{failure.reason}{where}{towards}"
+    to_peer = f" to rank {failure.peer}" if failure.peer is not None else ""
+    return f"{failure.reason}{where}{to_peer}"
 
 
 def _thread(thread: ProxyThread) -> EngineThread:

@@ -1,148 +1,117 @@
-"""What the daemon does for one client's RDMA: a device opened for it alone, whose keys are worth nothing to others."""
+"""RDMA for one client of the daemon. Each client has a device context of its own, so its keys work for it alone."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import fields as fields_of
-from typing import Any, Protocol
 
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
-from proxyccl.device.runtime import Memory
-from proxyccl.proxy.daemon.protocol import Fields, ProtocolError
-from proxyccl.proxy.interface import Connection, RdmaEnd, RdmaMemory
+from proxyccl.device.errors import ProtocolError, ProxyCCLError
+from proxyccl.proxy.daemon.protocol import (
+    ConnectEndpoint,
+    Done,
+    EndpointMade,
+    Expose,
+    Exposed,
+    MakeEndpoint,
+    OpenRdma,
+    RdmaSupport,
+    RdmaUnsupportedReason,
+    Withdraw,
+)
+from proxyccl.proxy.daemon.session_memories import SessionMemories
+from proxyccl.proxy.interface import Connection, RdmaMemory
 from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.verbs.context import VerbsContext
-from proxyccl.proxy.verbs.options import RdmaOptions
-
-_LONGEST_CONNECT = 1e9
-_RANKS = 1 << 31
-
-
-class Keeper(Protocol):
-    """What maps a client's memory, and unmaps it when nothing uses it any more."""
-
-    def map(self, handle: bytes, nbytes: int) -> Memory:
-        """At least so many bytes of the memory that a handle names. Paired with an `unmap`, retired or not."""
-        ...
-
-    def unmap(self, handle: bytes) -> None:
-        """Ends `map`."""
-        ...
-
-    def retire(self, end: Callable[[], None]) -> None:
-        """Calls `end` when the worker is seen with nothing to do."""
-        ...
-
-    def has_left(self) -> bool:
-        """Whether the client has hung up."""
-        ...
+from proxyccl.proxy.service_rdma import ServiceRdma
+from proxyccl.proxy.transports.table import rdma_functions
 
 
 class SessionRdma:
-    """The requests of a client about RDMA, each a method of its fields that gives the answer's.
+    """The client's RDMA device, endpoints and exposed memory.
 
     Args:
         proxy: the client's service.
-        keeper: of the client's memory.
+        memories: maps and unmaps the client's memory.
+        has_left: whether the client has hung up.
     """
 
-    def __init__(self, proxy: ProxyService, keeper: Keeper) -> None:
+    def __init__(self, proxy: ProxyService, memories: SessionMemories, has_left: Callable[[], bool]) -> None:
         self._proxy = proxy
-        self._keeper = keeper
-        self._context: VerbsContext | None = None
+        self._memories = memories
+        self._has_left = has_left
+        self._context: ServiceRdma | None = None
         self._exposed: dict[int, tuple[RdmaMemory, bytes]] = {}  # with the handle, by number
         self._next = 0
-        self.requests = {
-            "open_rdma": self._open,
-            "rdma_refusal": self._refusal,
-            "make_end": self._make_end,
-            "connect_end": self._connect_end,
-            "expose": self._expose,
-            "withdraw": self._withdraw,
-        }
+
+    def handle(
+        self, request: OpenRdma | RdmaUnsupportedReason | MakeEndpoint | ConnectEndpoint | Expose | Withdraw
+    ) -> Done | RdmaSupport | EndpointMade | Exposed:
+        """Does what a request asks for."""
+        match request:
+            case OpenRdma():
+                return self._open(request)
+            case RdmaUnsupportedReason(transport=transport):
+                return RdmaSupport(self._opened.unsupported_reason(transport))
+            case MakeEndpoint(peer=peer, transport=transport):
+                return EndpointMade(self._opened.make_endpoint(peer, transport))
+            case ConnectEndpoint(peer=peer, end=end, timeout=timeout):
+                self._opened.connect_endpoint(peer, end, timeout, self._has_left)
+                return Done()
+            case Expose():
+                return self._expose(request)
+            case Withdraw(number=number):
+                return self._withdraw(number)
 
     @property
-    def _opened(self) -> VerbsContext:
+    def _opened(self) -> ServiceRdma:
         if self._context is None:
-            raise ProtocolError("do: no RDMA device is open")
+            raise ProtocolError("no RDMA device is open; expected open_rdma first")
         return self._context
 
-    def _open(self, fields: Fields) -> dict[str, Any]:
+    def _open(self, request: OpenRdma) -> Done:
         if self._context is not None:
-            raise ProtocolError("open_rdma: a device is open")
-        options, signals = fields.values("options"), fields.integers("signals", 1 << 40)
-        if options.keys() != {field.name for field in fields_of(RdmaOptions)} or len(signals) != 2:
-            raise ProtocolError("options or signals: they are not of this build of ProxyCCL")
+            raise ProtocolError("open_rdma: an RDMA device is open already")
         self._context = self._proxy.open_rdma(
-            RdmaOptions(**options),
-            range(*signals),
-            near=fields.optional("near", high=1 << 16),
-            local_rank=fields.integer("local_rank", high=_RANKS),
+            request.rdma_options,
+            range(*request.signals),
+            near=request.near,
+            local_rank=request.local_rank,
         )
-        return {}
+        return Done()
 
-    def _refusal(self, fields: Fields) -> dict[str, Any]:
-        return {"refusal": self._opened.refusal()}
+    def open_connection(self, peer: int) -> Connection:
+        """A connection over the client's endpoint to a peer."""
+        return self._opened.open_connection(peer)
 
-    def _make_end(self, fields: Fields) -> dict[str, Any]:
-        end = self._opened.make_end(fields.integer("peer", high=_RANKS), fields.text("transport"))
-        return {"end": end.encode()}
-
-    def _connect_end(self, fields: Fields) -> dict[str, Any]:
-        theirs, timeout = RdmaEnd.decode(fields.values("end")), fields.number("timeout", 0, _LONGEST_CONNECT)
-        self._opened.connect_end(fields.integer("peer", high=_RANKS), theirs, timeout, self._keeper.has_left)
-        return {}
-
-    def open_connection(self, fields: Fields) -> Connection:
-        """The connection that is asked for, which is the session's to number."""
-        return self._opened.open_connection(fields.integer("peer", high=_RANKS))
-
-    def _expose(self, fields: Fields) -> dict[str, Any]:
-        handle, nbytes, transport = (
-            fields.data("handle"),
-            fields.integer("nbytes", 1, 1 << 62),
-            fields.text("transport"),
-        )
-        context = self._opened
-        memory = self._keeper.map(handle, nbytes)
+    def _expose(self, request: Expose) -> Exposed:
+        context, handle = self._opened, request.handle
+        memory = self._memories.map(handle, request.nbytes)
         try:
             # Registered for as long as it is used: the mapping goes then, and with it what its address means.
-            exposed = context.expose(memory.ptr, nbytes, transport, b"")
+            exposed = context.expose(memory.ptr, request.nbytes, request.transport, b"")
         except ProxyCCLError:
-            self._keeper.unmap(handle)
+            self._memories.unmap(handle)
             raise
         number, self._next = self._next, self._next + 1
         self._exposed[number] = exposed, handle
-        told = {"address": exposed.address, "key": exposed.key, "local_key": exposed.local_key}
-        return {"number": number, "copied": exposed.copied, **told}
+        return Exposed(number, exposed.address, exposed.key, exposed.local_key, exposed.copied)
 
-    def _withdraw(self, fields: Fields) -> dict[str, Any]:
-        number = fields.integer("number")
+    def _withdraw(self, number: int) -> Done:
         if number not in self._exposed:
-            raise ProtocolError(f"number: {number} is none of this client's memories")
+            raise ProtocolError(f"number: this client has no exposed memory {number}")
         exposed, handle = self._exposed.pop(number)
-        if exposed.transport == "staged":
-            self._opened.withdraw(exposed)  # peers' data is refused from now on; what is on its way is waited for
-            self._keeper.retire(functools.partial(self._keeper.unmap, handle))
+        if rdma_functions(exposed.transport).withdraws_at_once:
+            self._opened.withdraw(exposed)  # refuses peers' data from now on, and waits for what is on its way
+            self._memories.retire(functools.partial(self._memories.unmap, handle))
         else:
-            self._keeper.retire(functools.partial(self._forget, exposed, handle))
-        return {}
+            self._memories.retire(functools.partial(self._forget, exposed, handle))
+        return Done()
 
     def _forget(self, exposed: RdmaMemory, handle: bytes) -> None:
         self._opened.withdraw(exposed)
-        self._keeper.unmap(handle)
+        self._memories.unmap(handle)
 
     def close(self) -> None:
-        """Frees it all. The service must have ended; the keeper unmaps what is left."""
+        """Frees the device. The service must have ended."""
         context, self._context = self._context, None
         if context is not None:
             context.close()
-
-
-def address_of_word(fields: Fields) -> int:
-    """The address, as a peer knows it, of a word that is signalled by RDMA."""
-    address = fields.integer("address")
-    if address == 0 or address % 8:
-        raise ArgumentError("address", "a semaphore is a word of 8 bytes, aligned to 8")
-    return address

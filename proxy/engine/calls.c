@@ -1,24 +1,27 @@
-/* An entry is a sequence lock: its writer takes the number away, writes, and puts the new number there; a reader that
- * does not find the same number before and after has read nothing. */
+/* An entry is a sequence lock: its writer zeroes the number, writes the fields, and stores the new number. A reader
+ * that does not find the same number before and after its reads ignores them. */
 #include "calls.h"
 
 #include <string.h>
 
+#include "order.h"
+
 static void write_entry(ProxycclCallEntry *entry, uint64_t sequence, const ProxycclCall *call) {
   __atomic_store_n(&entry->sequence, 0, __ATOMIC_RELAXED);
-  /* The fields below must not become visible before the 0 above. */
+  /* Pairing 24, release: no field below becomes visible before the 0 above. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     __atomic_store_n(&entry->call.fields[i], call->fields[i], __ATOMIC_RELAXED);
-  /* Pairs with the acquire load in read_entry(). */
+  /* Pairing 24, release: the fields before the number. */
   __atomic_store_n(&entry->sequence, sequence, __ATOMIC_RELEASE);
 }
 
 static int read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
+  /* Pairing 24, acquire: the number before the fields. */
   if (__atomic_load_n(&entry->sequence, __ATOMIC_ACQUIRE) != sequence) return 0;
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     call->fields[i] = __atomic_load_n(&entry->call.fields[i], __ATOMIC_RELAXED);
-  /* Pairs with the fence in write_entry(): who has read a later field sees that the number was taken away. */
+  /* Pairing 24, acquire: a reader that has read a later call's field sees that the number was zeroed. */
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&entry->sequence, __ATOMIC_RELAXED) == sequence;
 }
@@ -28,7 +31,7 @@ int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, Proxycc
 }
 
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
-  if (__atomic_load_n(&callers->control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK) return PROXYCCL_CALL_ABORTED;
+  if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;
   write_entry(&callers->own[slot], sequence, call);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
@@ -46,4 +49,11 @@ int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, con
   if (!proxyccl_is_current(launch)) return PROXYCCL_OTHER_CONTEXT;
   const int status = proxyccl_calls_agree(callers, call);
   return status != 0 ? status : proxyccl_launch_current(launch, stream);
+}
+
+int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
+                        uintptr_t stream) {
+  if (!proxyccl_stream_is_current(operations)) return PROXYCCL_OTHER_CONTEXT;
+  const int status = proxyccl_calls_agree(callers, call);
+  return status != 0 ? status : proxyccl_stream_issue_current(operations, stream);
 }

@@ -1,8 +1,8 @@
-/* The log of a rank's collective calls, which lets ranks see that they disagree before they wait for each other; and
- * the issue of a call whose launch is prepared.
+/* The log of a rank's collective calls, by which ranks find that their calls differ before they wait for each other;
+ * and the issue of a call with a prepared launch, or with operations of the stream itself.
  *
- * The log is a ring in memory that all ranks of the host map. Whoever comes second to a call of one number compares:
- * nothing can complete before, since every collective needs every rank.
+ * The log is a ring in memory that all ranks of the host map. Of two ranks, the one that makes a call later compares
+ * the two entries of its number. No call completes before that, as every collective needs every rank.
  */
 #ifndef PROXYCCL_CALLS_H
 #define PROXYCCL_CALLS_H
@@ -11,10 +11,11 @@
 
 #include "launch.h"
 #include "proxyccl/control.h"
+#include "stream_operations.h"
 
-enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 6 };
+enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7 };
 
-/* What must agree between ranks, as channels/control.py names it. */
+/* What must agree between ranks, as channels/calls.py names it. */
 typedef struct ProxycclCall {
   uint64_t fields[PROXYCCL_CALL_FIELDS];
 } ProxycclCall;
@@ -22,7 +23,6 @@ typedef struct ProxycclCall {
 typedef struct ProxycclCallEntry {
   uint64_t sequence; /* the call's number, from 1; 0 while the entry is being written */
   ProxycclCall call;
-  uint64_t reserved;
 } ProxycclCallEntry;
 
 typedef struct ProxycclCallers {
@@ -32,17 +32,21 @@ typedef struct ProxycclCallers {
   uint32_t peer_count;
   uint64_t sequence;      /* calls made */
   uint32_t differing;     /* index of the peer that made another call … */
-  ProxycclCall different; /* … and what that was */
+  ProxycclCall different; /* … and that call */
 } ProxycclCallers;
 
 enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3 };
 
-/* Reads the call of this number from a log. Returns whether it is there. For any thread. */
+/* Reads the call with a number from a log. Returns 1 if it is there, otherwise 0. For any thread. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
-/* Logs a call and compares it with those of the same number that peers have logged. 0, or one of the above. */
+/* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* The same, then the launch, and its status. With PROXYCCL_OTHER_CONTEXT nothing was done, not even logged. */
+/* The same, then the launch. Returns the launch's status, or one of the above. PROXYCCL_OTHER_CONTEXT: nothing was
+ * done, and the call is not logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
+/* The same with operations of the stream. PROXYCCL_STREAM_OTHER_CONTEXT, which has the same value: nothing was done. */
+int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
+                        uintptr_t stream);
 
 #endif

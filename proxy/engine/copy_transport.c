@@ -1,46 +1,61 @@
-/* The stream gives the order: copies, then the signal behind them, then the flush word, each a stream operation. So
- * neither a signal nor a flush makes the engine wait, and a peer whose link is slow holds back no other peer's
- * stream. */
+/* The stream keeps the order: copies, then the signal behind them, then the flush word, each a stream operation. So
+ * neither a signal nor a flush makes the engine wait, and a slow link to one peer delays no other peer's stream.
+ *
+ * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies what is short
+ * between memories that it may touch. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
+#include <string.h>
+
+#include "order.h"
+#include "transports.h"
 
 typedef struct {
   ProxycclConnection base;
   ProxycclRuntimeTable runtime;
   void *stream;
   void *event;
-  int issued;   /* work was issued behind the last record of `event` */
+  int issued;   /* work was issued after `event` was last recorded */
   int recorded; /* `event` is recorded and not yet seen complete */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
-
-static int copy_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
-                    uint64_t src_offset, uint64_t bytes) {
-  CopyConnection *self = self_of(base);
-  self->issued = 1;
-  return self->runtime.copy(dst->base + dst_offset, src->base + src_offset, bytes, self->stream);
-}
 
 static int copy_idle(const ProxycclConnection *base) {
   const CopyConnection *self = (const CopyConnection *)base;
   return !self->issued && !self->recorded;
 }
 
-/* With nothing outstanding there is nothing to be behind, and a store of the CPU arrives in half the time. The release
- * pairs with the acquire of who waits for the word. */
+/* Behind the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases the copy. */
+static int copy_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+                    uint64_t src_offset, uint64_t bytes) {
+  CopyConnection *self = self_of(base);
+  if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
+    memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* a trigger's ranges may overlap */
+    return 0;
+  }
+  self->issued = 1;
+  return self->runtime.copy(dst->base + dst_offset, src->base + src_offset, bytes, self->stream);
+}
+
+/* If nothing is outstanding, the store need not be behind anything, and the CPU's arrives in half the time. */
 static int copy_write(ProxycclConnection *base, uint64_t *address, uint64_t value) {
   CopyConnection *self = self_of(base);
   if (copy_idle(base)) {
-    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+    word_store(address, value);
     return 0;
   }
   self->issued = 1;
   return self->runtime.write64(self->stream, address, value, 0);
 }
 
-/* A failed copy shows in the status of an event behind it. One event does: it is recorded again when it is seen
+static int copy_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
+  (void)previous;
+  return copy_write(base, remote, value);
+}
+
+/* A failed copy shows in the status of an event behind it. One event is enough: it is recorded again when it is
  * complete and more was issued since. */
 static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
   CopyConnection *self = self_of(base);
@@ -64,20 +79,31 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
 
 static void copy_destroy(ProxycclConnection *base) { free(base); }
 
-static const ProxycclTransport copy_transport = {
-    "copy",     PROXYCCL_COPIES_SOURCE | PROXYCCL_COPIES_DESTINATION,
-    NULL,       copy_put,
-    copy_write, copy_write,
-    copy_poll,  copy_idle,
-    copy_destroy,
-};
+static const char *copy_refused(const void *options) {
+  (void)options; /* 0 is a stream too */
+  return NULL;
+}
 
-ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event) {
+static ProxycclConnection *copy_create(const void *options, const ProxycclRuntimeTable *runtime) {
+  const ProxycclCopyOptions *given = options;
   CopyConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
-  self->base.transport = &copy_transport;
+  self->base.transport = &proxyccl_copy_transport;
   self->runtime = *runtime;
-  self->stream = stream;
-  self->event = event;
+  self->stream = given->stream;
+  self->event = given->event;
   return &self->base;
 }
+
+const ProxycclTransport proxyccl_copy_transport = {
+    .name = "copy",
+    .copies = PROXYCCL_COPIES_SOURCE | PROXYCCL_COPIES_DESTINATION,
+    .refused = copy_refused,
+    .create = copy_create,
+    .put = copy_put,
+    .signal = copy_signal,
+    .flush = copy_write,
+    .poll = copy_poll,
+    .idle = copy_idle,
+    .destroy = copy_destroy,
+};

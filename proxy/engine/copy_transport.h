@@ -1,11 +1,17 @@
-/* Copies by a runtime's copy engine, in one stream for each peer. */
+/* Copies by a runtime's copy engine, in one stream for each peer; short ones between pinned memories by the CPU. */
 #ifndef PROXYCCL_COPY_TRANSPORT_H
 #define PROXYCCL_COPY_TRANSPORT_H
 
-#include "runtime_table.h"
-#include "transport.h"
+#include <stdint.h>
 
-/* `stream` and `event` belong to the caller and outlive the connection. NULL when out of memory. */
-ProxycclConnection *proxyccl_copy_connection(const ProxycclRuntimeTable *runtime, void *stream, void *event);
+/* Longest put that the CPU copies, in bytes. A core copies so many from outside its caches in about the 10 us that a
+ * GPU's copy engine takes for any. Meanwhile its worker serves no other connection. */
+enum { PROXYCCL_CPU_COPY_BYTES = 65536 };
+
+/* They belong to the caller, and no other connection may use them. */
+typedef struct ProxycclCopyOptions {
+  void *stream;
+  void *event;
+} ProxycclCopyOptions;
 
 #endif

@@ -1,14 +1,18 @@
 /* The proxy engine: drains rings of triggers and issues what they ask for.
  *
- * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. A
- * channel's triggers all come through one ring, so its order is kept whatever the number of workers. A thread runs
- * workers in turn, of one service or of many. The engine knows no Python, no driver and no rank; it reaches data
+ * A service has one table of memories, one of channels, and some workers, each of which drains its own rings. All
+ * triggers of a channel go through one ring, so their order is kept whatever the number of workers. A thread runs
+ * workers in turn, of one service or of many. The engine knows nothing of Python, drivers and ranks; it moves data
  * through connections (transport.h).
+ *
+ * service.c has the tables, worker.c what other threads ask of a worker, plan.c, drain.c and poll.c what a worker does
+ * in its turn, thread.c the turns and the idling.
  */
 #ifndef PROXYCCL_ENGINE_H
 #define PROXYCCL_ENGINE_H
 
 #include "observe.h"
+#include "plan.h"
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
 #include "transport.h"
@@ -17,28 +21,27 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Written by its worker alone, with plain 8-byte stores; read by anybody at any time. They
- * may lie in memory that other processes map. */
+/* Counters of one channel. Only its worker writes them; anybody reads them at any time, other processes too. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
   uint64_t bytes;
   uint64_t signals;
   uint64_t flushes;
-  uint64_t flush_ns;      /* from issue to completion of flushes, all together … */
-  uint64_t timed_flushes; /* … of so many: those that had something to wait for, one at a time for each connection */
+  uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
+  uint64_t timed_flushes; /* … over so many flushes: those that had to wait, one at a time for each connection */
   uint64_t errors;
 } ProxycclCounters;
 
-enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker; and PROXYCCL_MAX_CONNECTIONS */
+enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker */
 
-typedef enum ProxycclExit { /* why proxyccl_thread_run returned; the thread has let go of the worker but for a handler
-                             */
-                            PROXYCCL_EXIT_STOPPED = 0,   /* asked to, with its rings drained */
-                            PROXYCCL_EXIT_HANDLER = 1,   /* `trigger` belongs to a Python handler; run again after it */
-                            PROXYCCL_EXIT_ERROR = 2,     /* see the fields below; the worker must not be run again */
-                            PROXYCCL_EXIT_ABORTED = 3,   /* the abort word was raised elsewhere, or it was abandoned */
-                            PROXYCCL_EXIT_NO_WORKERS = 4 /* the thread has none to run */
+/* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
+typedef enum ProxycclExit {
+  PROXYCCL_EXIT_STOPPED = 0,   /* the worker was stopped, and its rings are empty */
+  PROXYCCL_EXIT_HANDLER = 1,   /* `trigger` is for a Python handler: call it, then run the thread again */
+  PROXYCCL_EXIT_ERROR = 2,     /* ProxycclExitInfo says what failed */
+  PROXYCCL_EXIT_ABORTED = 3,   /* another rank or kernel set the abort word, or the worker was abandoned */
+  PROXYCCL_EXIT_NO_WORKERS = 4 /* the thread has no worker to run */
 } ProxycclExit;
 
 typedef struct ProxycclExitInfo {
@@ -47,68 +50,70 @@ typedef struct ProxycclExitInfo {
   uint64_t ticket;
   uint32_t channel;
   uint32_t code;                  /* ProxycclErrorCode */
-  int32_t status;                 /* the transport's or driver's own */
-  const char *reason;             /* static text: why a trigger is bad, or what failed */
-  ProxycclConnection *connection; /* the one that failed, or that the trigger is for; NULL: none is concerned */
+  int32_t status;                 /* the transport's or the driver's */
+  const char *reason;             /* static text: why a trigger is refused, or what failed */
+  ProxycclConnection *connection; /* the connection that failed, or the trigger's; NULL if none is concerned */
+  uint32_t plan;                  /* number of the plan that failed; 0 if none is concerned */
+  uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {
   uint64_t spin_ns;      /* spin this long after the last trigger of any worker … */
-  uint64_t yield_ns;     /* … then yield the core between looks for this long … */
-  uint64_t max_sleep_ns; /* … then sleep between looks, for a 32nd of the time idle, up to this */
+  uint64_t yield_ns;     /* … then yield the core between polls for this long … */
+  uint64_t max_sleep_ns; /* … then sleep between polls, for a 32nd of the idle time, up to this */
 } ProxycclIdlePolicy;
 
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
-void proxyccl_service_destroy(ProxycclService *service); /* its workers have returned */
+void proxyccl_service_destroy(ProxycclService *service); /* after its workers ended */
 
-/* Table entries may be set while workers run, before a trigger names them; otherwise while its workers are paused. The
- * last arguments are the entry's fields. */
+/* Set table entries: while workers run, if no trigger names the id yet, otherwise while they are paused. 0, or EINVAL
+ * for an id that is out of range. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
-                                uint32_t keyed);
+                                uint32_t rdma_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
 
-/* `stats` are zeroed and outlive the worker. */
+/* Before workers run: lets streams ring plans in. `semaphores` are the own words, by channel id, that peers signal. */
+void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores);
+/* Ends the waits of streams, for after a failure. `words` may be NULL. */
+void proxyccl_plan_words_end_waits(ProxycclPlanWords *words);
+/* Sets plans, also while workers run. 0, or EINVAL for an id that is out of range, EEXIST, ENOMEM. */
+int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *steps);
+/* No stream rings it any more. 0, or EBUSY while it runs. */
+int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number);
+
+/* `stats` must be zeroed, and outlive the worker. All workers of a service are made before one of them runs. */
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats);
 void proxyccl_worker_destroy(ProxycclWorker *worker);
-/* Also while it runs. `slots` and `tail` as in ProxycclFifo. */
+/* These two may be called while the worker runs. `slots` and `tail` are those of ProxycclFifo. 0, or ENOSPC. */
 int proxyccl_worker_add_ring(ProxycclWorker *worker, ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2);
 int proxyccl_worker_add_connection(ProxycclWorker *worker, ProxycclConnection *connection);
-/* Before it runs: what its thread calls, where it runs workers of several devices, before this one's connections are
- * used (cuCtxSetCurrent, hipSetDevice). */
+/* Before it runs, if its thread runs workers of several devices: the function that makes this one's device current
+ * (cuCtxSetCurrent, hipSetDevice). */
 void proxyccl_worker_set_context(ProxycclWorker *worker, int (*make_current)(uintptr_t context), uintptr_t context);
-/* From any thread: its thread lets go of it when the rings are empty and nothing is outstanding. */
+/* From any thread: ends the worker once its rings are empty and nothing is outstanding. */
 void proxyccl_worker_stop(ProxycclWorker *worker);
-/* The same, but at once and whatever there is. */
+/* The same at once, whatever its rings hold. */
 void proxyccl_worker_abandon(ProxycclWorker *worker);
-/* Asks a running worker to tell when its rings were seen empty and nothing was outstanding. Returns the request's
- * number; proxyccl_worker_drained() gives that of the last one told of. */
+/* Asks a running worker to report that its rings are empty and nothing is outstanding. Returns the request's number;
+ * proxyccl_worker_drained() returns that of the last request that was answered. */
 uint32_t proxyccl_worker_drain(ProxycclWorker *worker);
 uint32_t proxyccl_worker_drained(const ProxycclWorker *worker);
-/* Keeps a worker from its rings and from the service's tables, until proxyccl_worker_resume(): its entries can then be
- * changed whatever its triggers name. Returns the request's number; it holds when proxyccl_worker_paused() gives that.
- */
+/* Keeps a worker from its rings and from the service's tables until proxyccl_worker_resume(), so that entries can
+ * change which triggers name. Returns the request's number; the worker is paused once proxyccl_worker_paused() returns
+ * that. */
 uint32_t proxyccl_worker_pause(ProxycclWorker *worker);
 uint32_t proxyccl_worker_paused(const ProxycclWorker *worker);
 void proxyccl_worker_resume(ProxycclWorker *worker);
-/* Ends the trigger that PROXYCCL_EXIT_HANDLER gave, before the thread is run again. */
+/* Takes the trigger of PROXYCCL_EXIT_HANDLER out of its ring, before the thread runs again. */
 void proxyccl_worker_handled(ProxycclWorker *worker);
 
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
 void proxyccl_thread_destroy(ProxycclThread *thread);
-/* Hands a worker over, also while the thread runs. No other thread may have it. */
+/* Adds a worker, also while the thread runs. No other thread may run it. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
-/* Runs its workers in turn until one of them has something to tell. The caller's thread stays inside, without the GIL.
- */
+/* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
-
-/* Drains a ring and nothing else: what the ring itself allows, for the benchmark to compare the engine with. Returns
- * when `count` triggers were taken, or, with fewer, after timeout_ns. */
-uint64_t proxyccl_bare_drain(ProxycclTrigger *slots, uint64_t *tail, uint32_t size_log2, uint64_t count,
-                             uint64_t timeout_ns);
-/* Fills a ring from one CPU thread, `count` copies of `trigger`. Returns the number pushed before timeout_ns. */
-uint64_t proxyccl_bare_produce(ProxycclTrigger *slots, const uint64_t *tail, uint32_t size_log2, uint64_t first_ticket,
-                               uint64_t count, ProxycclTrigger trigger, uint64_t timeout_ns);
 
 #endif

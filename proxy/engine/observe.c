@@ -1,15 +1,27 @@
 /* The reader's side of the trace. See observe.h. */
 #include "observe.h"
 
-/* Number of the oldest record that the worker is not about to write over. */
+/* Number of the oldest record that the worker can't be overwriting. */
 static uint64_t oldest(uint64_t traced) {
-  enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNTOLD };
+  enum { KEPT = PROXYCCL_TRACE_RECORDS - PROXYCCL_TRACE_UNPUBLISHED };
   return traced > KEPT ? traced - KEPT : 0;
+}
+
+/* Pairing 17, acquire: the number before the records. */
+static uint64_t traced_acquire(const ProxycclWorkerStats *stats) {
+  return __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
+}
+
+/* Pairing 17, acquire: the number again, after the records were read. It tells which of them may have been overwritten
+ * meanwhile. */
+static uint64_t traced_behind_reads(const ProxycclWorkerStats *stats) {
+  __atomic_thread_fence(__ATOMIC_ACQUIRE);
+  return __atomic_load_n(&stats->traced, __ATOMIC_RELAXED);
 }
 
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost) {
-  const uint64_t traced = __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
+  const uint64_t traced = traced_acquire(stats);
   uint64_t first = *next, end, kept;
   if (oldest(traced) > first) {
     *lost += oldest(traced) - first;
@@ -22,9 +34,7 @@ uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, P
     records[i - first].word1 = __atomic_load_n(&record->word1, __ATOMIC_RELAXED);
   }
   *next = end;
-  /* What the worker wrote over meanwhile is not what it was. */
-  __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  kept = oldest(__atomic_load_n(&stats->traced, __ATOMIC_RELAXED));
+  kept = oldest(traced_behind_reads(stats));
   if (kept <= first) return (uint32_t)(end - first);
   if (kept > end) kept = end;
   *lost += kept - first;

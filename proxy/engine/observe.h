@@ -1,8 +1,7 @@
-/* What a service shows of itself: memory that other processes map, to read it at any time.
+/* What a service shows observers: memory that other processes map and read at any time.
  *
- * A worker writes what is its own with plain 8-byte stores. It knows neither whether anybody looks nor how far a reader
- * has come, and waits for nobody. The channels' counters lie elsewhere (engine.h); how full a ring is shows in the
- * parity of its slots.
+ * Each worker writes its own part with plain 8-byte stores. It does not know whether anybody reads, and waits for
+ * nobody. The channels' counters lie elsewhere (engine.h); the parity of a ring's slots tells how full it is.
  */
 #ifndef PROXYCCL_OBSERVE_H
 #define PROXYCCL_OBSERVE_H
@@ -12,15 +11,15 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 1, /* of all that is here: who finds another number reads nothing */
+  PROXYCCL_OBSERVE_FORMAT = 2, /* version of everything here: readers of another version read nothing */
   PROXYCCL_MAX_CONNECTIONS = 1024,
-  PROXYCCL_TRACE_RECORDS = 1 << 16, /* of one worker */
-  PROXYCCL_TRACE_UNTOLD = 2048      /* that it writes between two stores to `traced`, at most */
+  PROXYCCL_TRACE_RECORDS = 1 << 16, /* kept of one worker */
+  PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */
 };
 
-/* Where a channel's triggers go. */
+/* A channel's worker, ring and connection. */
 typedef struct ProxycclChannelPlace {
-  uint32_t connection; /* its number in its worker, plus one; 0: the id is not in use */
+  uint32_t connection; /* its number in the worker, plus one; 0: the id is not in use */
   uint16_t worker;
   uint16_t ring;
 } ProxycclChannelPlace;
@@ -28,17 +27,22 @@ typedef struct ProxycclChannelPlace {
 #define PROXYCCL_PLACE_HANDLER 0xffffffffu /* in place of a connection: a Python handler */
 
 typedef struct ProxycclConnectionStats {
-  uint64_t issued;    /* triggers that it was given … */
-  uint64_t completed; /* … and how many of them, from the first, were seen to be complete */
+  uint64_t issued;    /* triggers, and sends of plans */
+  uint64_t completed; /* of these, from the first, that were seen to be complete */
   uint64_t errors;
   uint32_t in_use;
   uint32_t peer; /* or PROXYCCL_NO_PEER */
   char transport[16];
-  uint64_t reserved[2];
+  uint64_t plan_wait; /* what a plan that idles, or was stopped, waits for here: a ProxycclWaitKind (control.h) and the
+                         plan's number below it; 0: nothing */
+  uint64_t reserved;
 } ProxycclConnectionStats;
 
-/* A trigger as it stood in its ring, but with parity 0; or a mark, which has parity 1. A mark's word 0 is the time, of
- * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. */
+#define PROXYCCL_PLAN_WAIT_SHIFT 32 /* of the kind in `plan_wait` */
+
+/* A trigger as it was in its ring, but with parity 0; or a mark, which has parity 1. A mark's word 0 is the time by
+ * CLOCK_MONOTONIC in ns; its word 1 has a ProxycclTraceMark and a number. A plan's send is recorded as the trigger that
+ * would do the same. */
 typedef struct ProxycclTraceRecord {
   uint64_t word0, word1;
 } __attribute__((aligned(16))) ProxycclTraceRecord;
@@ -46,36 +50,37 @@ typedef struct ProxycclTraceRecord {
 enum { PROXYCCL_MARK_SHIFT = 60, PROXYCCL_MARK_BITS = 3 }; /* in word 1, above the number and below the parity */
 
 typedef enum ProxycclTraceMark {
-  PROXYCCL_MARK_SEEN = 0,     /* the triggers behind it come from ring number >> 48, from ticket number % 2^48 on */
-  PROXYCCL_MARK_ISSUED = 1,   /* the triggers before it, back to the last mark, are issued; others may follow */
+  PROXYCCL_MARK_SEEN = 0,      /* the triggers behind it come from ring number >> 48, from ticket number % 2^48 on */
+  PROXYCCL_MARK_ISSUED = 1,    /* the triggers before it, back to the last mark, are issued; others may follow */
   PROXYCCL_MARK_COMPLETED = 2, /* of the triggers before it that connection number >> 32 was given, the last number %
                                   2^32 are not complete, all others are */
-  PROXYCCL_MARK_HANDLED = 3    /* the handler of channel number has returned from the last trigger before it */
+  PROXYCCL_MARK_HANDLED = 3,   /* the handler of channel number has returned from the last trigger before it */
+  PROXYCCL_MARK_PLAN = 4       /* the triggers behind it come from no ring: they are sends of plan number */
 } ProxycclTraceMark;
 
 typedef struct ProxycclWorkerStats {
-  /* By the worker. */
-  uint64_t looks;      /* at its rings and connections */
-  uint64_t idle_ns;    /* that its thread found nothing to do, for any worker, in steps of some looks */
-  uint64_t sleeps;     /* in that time */
-  uint64_t slept_ns;   /* of that time */
-  uint64_t started_ns; /* by CLOCK_MONOTONIC; 0: it has ended */
+  /* Written by the worker. */
+  uint64_t looks;                                /* polls of its rings and connections */
+  uint64_t idle_ns;                              /* time in which its thread had nothing to do, for any worker */
+  uint64_t sleeps;                               /* sleeps in that time */
+  uint64_t slept_ns;                             /* time asleep */
+  uint64_t started_ns;                           /* by CLOCK_MONOTONIC; 0: the worker has ended */
   uint64_t traced __attribute__((aligned(128))); /* records ever written; the last of them are in `records` */
-  /* By an observer: until when, by CLOCK_MONOTONIC, it wants records; 0: it does not. The worker takes a time that has
-   * passed away, so an observer that was killed costs nothing for long. */
+  /* Written by an observer: it wants records until then, by CLOCK_MONOTONIC; 0: it wants none. The worker zeroes a time
+   * that has passed, so an observer that was killed soon costs nothing. */
   uint64_t trace_until __attribute__((aligned(128)));
   ProxycclConnectionStats connections[PROXYCCL_MAX_CONNECTIONS] __attribute__((aligned(128)));
   ProxycclTraceRecord records[PROXYCCL_TRACE_RECORDS] __attribute__((aligned(4096)));
 } ProxycclWorkerStats;
 
-/* A service's; what no worker has touched takes no memory. */
+/* One service's. Pages that no worker has touched take no memory. */
 typedef struct ProxycclObserved {
   ProxycclChannelPlace channels[PROXYCCL_MAX_CHANNELS];
   ProxycclWorkerStats workers[] __attribute__((aligned(4096)));
 } ProxycclObserved;
 
-/* For observers: copies up to `room` records from number *next on, and moves *next behind the last of them. Returns how
- * many there are; *lost grows by those that were written over before. */
+/* For observers: copies up to `room` records from number *next on, and advances *next. Returns the number of records
+ * copied, and adds to *lost those that were overwritten before. */
 uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, ProxycclTraceRecord *records,
                              uint32_t room, uint64_t *lost);
 

@@ -6,23 +6,26 @@
 
 #include "proxyccl/trigger.h"
 
-/* Slots to look ahead: four cache lines. A full slot's line lies in the producer's cache, and fetching it takes longer
+/* Slots to prefetch ahead: four cache lines. A full slot lies in the producer's cache, and fetching it takes longer
  * than acting on a trigger. */
 enum { RING_PREFETCH = 16 };
+
+/* Triggers between two stores to a tail: a store to a line that a GPU polls is expensive. */
+enum { RING_RELEASE_BATCH = 64 };
 
 typedef struct {
   ProxycclTrigger *slots;
   uint64_t *tail;
   uint32_t size_log2;
   uint64_t next;     /* ticket of the next trigger to take */
-  uint64_t released; /* value last stored to *tail */
+  uint64_t released; /* value that *tail has */
 } Ring;
 
-/* Looks at the next slot. It is full when its parity bit is that of the current lap: 1 in the first, so zeroed memory
- * is empty.
+/* Reads the next slot if it is full: if its parity bit is that of the current lap. The first lap has 1, so zeroed
+ * memory is an empty ring.
  *
- * The acquire pairs with the producer's release (storeTrigger): seeing word 1 means seeing word 0, and everything
- * that the kernel wrote before it pushed. */
+ * Pairing 1, acquire; the producer's release is in storeTrigger. Whoever sees word 1 sees word 0, and everything that
+ * the kernel wrote before the push. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const uint64_t mask = (1ull << ring->size_log2) - 1;
   const ProxycclTrigger *slot = &ring->slots[ring->next & mask];
@@ -35,8 +38,10 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   return 1;
 }
 
-/* Gives the slots before `next` back to the producers. The release pairs with their acquire of the tail: a slot is
- * stored to again only after it was read, and sync() returns only after the trigger was acted on. */
+/* Gives the slots before `next` back to the producers.
+ *
+ * Pairing 2, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
+ * overwritten, and a trigger is issued before sync() returns. */
 static inline void ring_release(Ring *ring) {
   if (ring->released == ring->next) return;
   __atomic_store_n(ring->tail, ring->next, __ATOMIC_RELEASE);

@@ -1,9 +1,8 @@
-/* The calls that the engine makes into a runtime: the one seam to a GPU driver.
+/* The functions of a runtime that the engine calls: its only connection to a GPU driver.
  *
- * The signatures are the driver API's own (CUDA's, which HIP shares), so the addresses that cuda-bindings, hip-python
- * or the host runtime give are used as they are. No driver header is included and nothing is linked. Each returns 0
- * for success; event_query returns NOT_READY while work is outstanding (600 in CUDA and HIP). The engine never makes
- * a call that waits for the device.
+ * They have the driver API's own signatures, which CUDA and HIP share, so addresses from cuda-bindings, hip-python and
+ * the host runtime are used unchanged. No driver header is included and nothing is linked. Each returns 0 for success;
+ * event_query returns NOT_READY while work is outstanding (600 in CUDA and HIP). None of them waits for the device.
  */
 #ifndef PROXYCCL_RUNTIME_TABLE_H
 #define PROXYCCL_RUNTIME_TABLE_H

@@ -1,16 +1,17 @@
-/* The worker's side of the trace (observe.h): a ring that is written over, whoever reads it.
+/* The worker's side of the trace (observe.h): a ring of records that it overwrites, whoever reads it.
  *
- * The clock takes longer than most triggers, so triggers that follow fast on each other share a look at it: as many as
- * took TRACE_CLOCK_INTERVAL_NS together, by the last look. One that takes longer has times of its own.
+ * Reading the clock takes longer than most triggers, so triggers that follow each other fast share a reading: as many
+ * as took TRACE_CLOCK_INTERVAL_NS together before. A trigger that takes longer has times of its own.
  */
 #ifndef PROXYCCL_TRACE_H
 #define PROXYCCL_TRACE_H
 
+#include "clock.h"
 #include "observe.h"
 
 typedef struct {
   uint64_t next;  /* number of the next record */
-  uint32_t share; /* how many triggers share a look at the clock; 0: not known yet */
+  uint32_t share; /* triggers that share a reading of the clock; 0: not known yet */
 } Trace;
 
 enum { TRACE_CLOCK_INTERVAL_NS = 2000 };
@@ -24,7 +25,7 @@ static inline void trace_trigger(ProxycclTraceRecord *record, ProxycclTrigger tr
   trace_record(record, trigger.word0, trigger.word1 & ~(1ull << PROXYCCL_PARITY_SHIFT));
 }
 
-/* Where the next record goes, and how many go there one behind the other. */
+/* Where the next record goes, and how many fit behind each other from there. */
 static inline ProxycclTraceRecord *trace_next(const Trace *trace, ProxycclWorkerStats *stats) {
   return &stats->records[trace->next % PROXYCCL_TRACE_RECORDS];
 }
@@ -45,19 +46,31 @@ static inline void trace_seen(Trace *trace, ProxycclWorkerStats *stats, uint32_t
   trace_mark(trace, stats, PROXYCCL_MARK_SEEN, (uint64_t)ring << 48 | (ticket & ((1ull << 48) - 1)), now_ns);
 }
 
-/* How many triggers share the next look, after so many took that long; at most `most`. */
+/* Triggers that share the next reading, after `triggers` of them took `took_ns`; at most `most`. */
 static inline uint32_t trace_share(uint32_t triggers, uint64_t took_ns, uint32_t most) {
   const uint64_t share = (uint64_t)triggers * TRACE_CLOCK_INTERVAL_NS / (took_ns + 1);
   return share == 0 ? 1 : share > most ? most : (uint32_t)share;
 }
 
-/* Before what is written over: pairs with the acquire fence in proxyccl_trace_read(), which so learns of the last
- * store to `traced` at least. */
+/* Pairing 17, release: before records are overwritten. A reader that has read a new record learns that from `traced`.
+ */
 static inline void trace_begin(void) { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
-/* Tells readers of all that was written. Pairs with their acquire. */
-static inline void trace_tell(const Trace *trace, ProxycclWorkerStats *stats) {
+/* Pairing 17, release: the records before their number. */
+static inline void trace_publish(const Trace *trace, ProxycclWorkerStats *stats) {
   __atomic_store_n(&stats->traced, trace->next, __ATOMIC_RELEASE);
+}
+
+/* The time if an observer wants records, otherwise 0. A request that has expired is zeroed, so that the clock is read
+ * for it only once, unless the observer has extended it meanwhile. Relaxed: the request orders nothing. */
+static inline uint64_t trace_wanted(ProxycclWorkerStats *stats) {
+  uint64_t until = __atomic_load_n(&stats->trace_until, __ATOMIC_RELAXED);
+  if (__builtin_expect(until == 0, 1)) return 0;
+  const uint64_t now = now_ns();
+  trace_begin();
+  if (now <= until) return now;
+  __atomic_compare_exchange_n(&stats->trace_until, &until, 0, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return 0;
 }
 
 #endif

@@ -1,62 +1,70 @@
-/* What moves data to one peer. A connection is one peer's: the channels to it share it.
+/* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
  *
- * Every function returns 0, or a status of its own that ends the communicator; none of them blocks. What a connection
- * is given is done in order: a signal arrives behind the puts before it, and a flush word is written when they are
- * complete.
+ * No function blocks. Those that return a status return 0, or a status of the transport that ends the communicator. A
+ * connection executes its operations in order: a signal arrives behind the puts before it, and a flush word is written
+ * when they are complete.
  */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H
 
 #include <stdint.h>
 
-/* One memory id. For a memory longer than a window, id + i starts i windows further. */
+#include "runtime_table.h"
+
+/* One memory id. A memory longer than a window has consecutive ids, one for each window. */
 typedef struct ProxycclMemory {
-  char *base;     /* address of the window, as the transport reaches it */
-  uint64_t bytes; /* from `base` to the end of the memory; 0: id not in use */
-  uint64_t key;   /* the transport's: an RDMA key */
-  uint32_t keyed; /* known to RDMA alone, by its key: `base` is no address for a copy of this process */
+  char *base;         /* address of the window, as the transport reaches it */
+  uint64_t bytes;     /* from `base` to the end of the memory; 0: the id is not in use */
+  uint64_t key;       /* an RDMA key, or the transport's own */
+  uint32_t rdma_only; /* only RDMA reaches it, by its key: no copy of this process may use `base` */
+  char *host;         /* address of the window for the CPU; NULL: the CPU may not touch the memory */
 } ProxycclMemory;
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The ends of a put that a transport reaches by copies of this process. */
+/* The sides of a put that a transport copies in this process. */
 enum { PROXYCCL_COPIES_SOURCE = 1, PROXYCCL_COPIES_DESTINATION = 2 };
 
 typedef struct ProxycclTransport {
   const char *name;
-  uint32_t copies; /* the engine gives it no keyed memory there */
-  /* Number of triggers that the connection is ready to take now, of a put, a signal and a flush each. NULL: any. The
-   * engine gives it no more; after a 0 it leaves the trigger in its ring and asks again behind the next poll. */
+  uint32_t copies; /* sides where the engine refuses rdma_only memory */
+  /* The name of an option that is out of range, or NULL. `options` is the transport's own struct. */
+  const char *(*refused)(const void *options);
+  /* A connection with options that are not refused. What they name must outlive it. NULL with errno: ENOMEM, or ENOSYS
+   * in a build without the transport. */
+  ProxycclConnection *(*create)(const void *options, const ProxycclRuntimeTable *runtime);
+  /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
+   * The engine issues no more. At 0 it leaves the trigger in its ring and asks again after the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);
-  /* Of one byte at least. */
+  /* Moves at least one byte. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* Stores `value` to the peer's semaphore word. */
-  int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value);
-  /* Stores `value` to the own word `flushed` when all before is complete. */
+  /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */
+  int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
+  /* Stores `value` to the own word `flushed` when all earlier operations are complete. */
   int (*flush)(ProxycclConnection *self, uint64_t *flushed, uint64_t value);
   /* Makes progress and finds failures. Adds the number of completions to *progress. */
   int (*poll)(ProxycclConnection *self, uint32_t *progress);
-  /* 1 when nothing is outstanding. */
+  /* 1 if nothing is outstanding. */
   int (*idle)(const ProxycclConnection *self);
   void (*destroy)(ProxycclConnection *self);
 } ProxycclTransport;
 
-/* How far a connection's work has come, in triggers from the first that it was given. */
+/* How far a connection has come, in triggers from its first. */
 typedef struct ProxycclProgress {
-  uint64_t issued;    /* by the engine, behind a run of triggers */
-  uint64_t completed; /* by the transport, at a poll: so many of them, at least, are complete */
-  uint64_t marked;    /* by the transport: what `completed` comes to be next */
+  uint64_t issued;    /* set by the engine, after a run of triggers */
+  uint64_t completed; /* set by the transport, at a poll: at least so many of them are complete */
+  uint64_t marked;    /* set by the transport: the next value of `completed` */
 } ProxycclProgress;
 
 struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
   uint32_t number; /* in its worker */
+  uint32_t worker; /* the worker's number in its service */
 };
 
-/* For the end of a poll, where a flush costs the transport nothing: has `completed` follow what was issued, by one flush
- * at a time. */
+/* For the end of a poll of a transport whose flush is free: has `completed` follow `issued`, by one flush at a time. */
 static inline int proxyccl_mark_progress(ProxycclConnection *self) {
   ProxycclProgress *progress = &self->progress;
   if (progress->completed < progress->marked || progress->marked == progress->issued) return 0;

@@ -1,4 +1,4 @@
-/* A pointer is believed if what it leads to is in every part what a queue pair of that number would be. */
+/* A pointer is accepted if the memory there matches a queue pair with that number in every part. */
 #define _GNU_SOURCE
 #include "verbs_objects.h"
 
@@ -15,7 +15,7 @@ static int copy_from(const void *address, void *out, size_t bytes) {
   const struct iovec local = {out, bytes}, remote = {(void *)address, bytes};
   const ssize_t copied = process_vm_readv(getpid(), &local, 1, &remote, 1, 0);
   if (copied < 0) return errno;
-  return (size_t)copied == bytes ? 0 : EFAULT; /* less: it ends at memory that can't be read */
+  return (size_t)copied == bytes ? 0 : EFAULT; /* less: the rest can't be read */
 }
 
 static ProxycclVerbsFinding finding(int error, ProxycclVerbsFinding unreadable) {

@@ -1,15 +1,15 @@
-/* A signal that wakes a thread: the handler writes to a descriptor, which some thread reads.
+/* A signal handler that wakes a thread: it writes to a descriptor, which that thread reads.
  *
- * Python's own handlers run in the main thread between two bytecodes, so not while that thread is inside a call that
- * waits. This one is C, and whoever reads the descriptor may be any thread.
+ * Python's own handlers run in the main thread between two bytecodes, so not while that thread waits inside a call.
+ * This one is C, and any thread may read the descriptor.
  */
 #ifndef PROXYCCL_WAKE_SIGNAL_H
 #define PROXYCCL_WAKE_SIGNAL_H
 
-/* Has `signal` add one to the eventfd, and then go to the handler that was there before, if there was one: an MPI may
- * have its own. Called once in a process. Returns 0 or an errno. */
+/* Has `signal` add one to the eventfd and then call the previous handler, if there was one: MPI libraries install some.
+ * Call it once in a process. Returns 0 or an errno. */
 int proxyccl_wake_signal_install(int signal, int eventfd);
-/* Puts back what was there before, unless somebody has put something else there since. */
+/* Restores the previous handler, unless somebody has installed another one since. */
 void proxyccl_wake_signal_remove(int signal);
 
 #endif

@@ -33,15 +33,15 @@ _RINGS: tuple[tuple[str, str, str, Callable[[RingView], float]], ...] = (
     ("ring_slots", "gauge", "Slots.", lambda r: r.size),
 )
 _CONNECTIONS: tuple[tuple[str, str, str, Callable[[ConnectionView], float]], ...] = (
-    ("connection_triggers_completed_total", "counter", "Triggers seen to be complete.", lambda c: c.completed),
-    ("connection_outstanding_triggers", "gauge", "Triggers issued and not yet complete.", lambda c: c.outstanding),
+    ("connection_triggers_completed_total", "counter", "Triggers and sends complete.", lambda c: c.completed),
+    ("connection_outstanding_triggers", "gauge", "Triggers and sends not yet complete.", lambda c: c.outstanding),
     ("connection_errors_total", "counter", "Failures.", lambda c: c.errors),
 )
 _CHANNELS: tuple[tuple[str, str, str, Callable[[ChannelView], float]], ...] = (
     ("channel_triggers_total", "counter", "Triggers acted on.", lambda c: c.triggers),
-    ("channel_puts_total", "counter", "Triggers that moved data.", lambda c: c.puts),
+    ("channel_puts_total", "counter", "Triggers and sends of plans that moved data.", lambda c: c.puts),
     ("channel_bytes_total", "counter", "Bytes moved.", lambda c: c.bytes),
-    ("channel_signals_total", "counter", "Triggers that signalled.", lambda c: c.signals),
+    ("channel_signals_total", "counter", "Triggers and sends of plans that signalled.", lambda c: c.signals),
     ("channel_flushes_total", "counter", "Triggers that flushed.", lambda c: c.flushes),
     ("channel_errors_total", "counter", "Triggers that failed.", lambda c: c.errors),
 )
@@ -117,12 +117,12 @@ def metrics_text(views: Iterable[ServiceView]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def look_at_all() -> list[ServiceView]:
-    """This user's services on this machine, now."""
+def snapshot_all() -> list[ServiceView]:
+    """Snapshots of this user's services on this machine."""
     views = []
     for _, publication in find():
         with contextlib.suppress(ArgumentError), Observer(publication) as observer:  # it was closed meanwhile
-            views.append(observer.look())
+            views.append(observer.snapshot())
     return views
 
 
@@ -133,14 +133,14 @@ class MetricsServer:
 
     Args:
         port: 0 for any that is free.
-        look: what is asked for the services, for each request.
+        snapshot: gives the services, for each request.
 
     Raises:
-        ArgumentError: the port is none.
-        ResourceError: the port can't be had.
+        ArgumentError: the port is not from 0 to 65535.
+        ResourceError: the port is in use, or not allowed.
     """
 
-    def __init__(self, port: int, look: Callable[[], list[ServiceView]] = look_at_all) -> None:
+    def __init__(self, port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -> None:
         if not isinstance(port, int) or not 0 <= port < 1 << 16:
             raise ArgumentError("port", f"must be from 0 to 65535, not {port!r}")
 
@@ -152,7 +152,7 @@ class MetricsServer:
                     self.send_error(404, "the metrics are at /metrics")
                     return
                 try:
-                    body = metrics_text(look()).encode()
+                    body = metrics_text(snapshot()).encode()
                 except ArgumentError as error:
                     self.send_error(503, explain=str(error))
                     return
@@ -163,12 +163,12 @@ class MetricsServer:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """A scrape every few seconds is no news."""
+                """Logs nothing: Prometheus asks every few seconds."""
 
         try:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except OSError as error:
-            raise ResourceError(f"port {port} of the loopback interface can't be had: {error.strerror}") from None
+            raise ResourceError(f"cannot listen on port {port} of the loopback interface: {error.strerror}") from None
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(target=self._server.serve_forever, name="proxyccl-metrics", daemon=True)

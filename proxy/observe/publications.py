@@ -1,7 +1,7 @@
-"""How observers find services: each publishes one small file that says who it is and where its memory can be opened.
+"""How observers find services: each publishes a small file that says who it is and how its memory is opened.
 
-The files lie in a directory that nobody but the user can enter. A service that is killed can't take its file away; who
-finds such a file does.
+The files lie in a directory that only the user can enter. A service that is killed leaves its file; the next observer
+removes it.
 """
 
 from __future__ import annotations
@@ -9,29 +9,30 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import logging
 import os
 import stat
 import sys
 import threading
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._engine import lib
+from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
 from proxyccl.proxy.processes import start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
+_MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
 _numbers = itertools.count()
 _warning = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Description:
-    """Who a service works for, in words that mean nothing to it.
+class Description(Message, frozen=True):
+    """Who a service works for. The service itself makes nothing of it.
 
     Attributes:
         rank: number of the rank.
@@ -40,8 +41,8 @@ class Description:
         program: what the rank runs.
     """
 
-    rank: int
-    world_size: int
+    rank: Annotated[int, Meta(ge=0, le=2**31)]
+    world_size: Annotated[int, Meta(ge=0, le=2**31)]
     job: str
     program: str
 
@@ -51,68 +52,58 @@ class Description:
         return cls(rank, world_size, job, Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python")
 
 
-@dataclass(frozen=True)
-class RingPlace:
-    """Where a ring can be read: a handle, in hexadecimal, of memory with the slots and behind them the tail."""
+class RingPlace(Message, frozen=True):
+    """A ring: a handle, in hexadecimal, of memory that holds its slots and behind them the tail."""
 
     handle: str
-    worker: int
-    size_log2: int
+    worker: Annotated[int, Meta(ge=0, lt=_MOST_WORKERS)]
+    size_log2: Annotated[int, Meta(ge=1, le=31)]
 
 
-@dataclass(frozen=True)
-class Publication:
-    """What a service says of itself.
+class Publication(Message, frozen=True):
+    """A service, as observers find it.
 
     Attributes:
         pid: its process.
-        started: the process's start, as the system counts it: with the pid it names one process only.
-        namespace: in which `pid` is a number.
-        description: who it works for.
+        started: when the process began (`start_of`); together with `pid` it names one process only.
+        namespace: the namespace of process ids that `pid` belongs to.
+        description: the rank that it works for.
         runtime: name of its runtime.
         workers: number of its workers.
         observed: handle of its `ObservedSegment`, in hexadecimal.
         counters: handle of the channels' counters.
         rings: its rings.
+        format: `FORMAT`: what observers find in its memory.
     """
 
-    pid: int
-    started: int
+    pid: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    started: Uint64
     namespace: str
     description: Description
     runtime: str
-    workers: int
+    workers: Annotated[int, Meta(ge=1, le=_MOST_WORKERS)]
     observed: str
     counters: str
     rings: tuple[RingPlace, ...]
+    format: int
+
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(f"format is {self.format}; expected {FORMAT}")
 
     @classmethod
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
         """A publication of a service of this process."""
         pid = os.getpid()
-        return cls(pid, start_of(pid) or 0, _namespace(), description, runtime, **places)
-
-    def encode(self) -> str:
-        """The text of its file."""
-        return json.dumps({"format": FORMAT, **asdict(self)})
-
-    @classmethod
-    def decode(cls, text: str) -> Publication | None:
-        """The publication that a file's text says, or None if that is none of this version."""
-        try:
-            fields = json.loads(text)
-            if fields.pop("format") != FORMAT:
-                return None
-            fields["description"] = Description(**fields["description"])
-            fields["rings"] = tuple(RingPlace(**ring) for ring in fields["rings"])
-            return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+        return cls(pid, start_of(pid) or 0, _namespace(), description, runtime, format=FORMAT, **places)
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process is there."""
+        """Whether its process still runs."""
         return start_of(self.pid) == self.started
+
+
+_PUBLICATIONS = Codec(Publication, 1 << 20)
 
 
 def _namespace() -> str:
@@ -120,7 +111,7 @@ def _namespace() -> str:
 
 
 def publications_directory() -> Path:
-    """Where this user's publications lie."""
+    """The directory of this user's publications."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
         return Path(runtime) / "proxyccl"
@@ -128,14 +119,14 @@ def publications_directory() -> Path:
 
 
 def check_directory(directory: Path) -> None:
-    """Raises ArgumentError unless a directory is one that only this user can enter, and no link to one."""
+    """Raises ArgumentError unless this is a directory, and no link to one, that only this user can enter."""
     info = directory.lstat()
     if not stat.S_ISDIR(info.st_mode):
         raise ArgumentError("directory", f"{directory} is no directory")
     if info.st_uid != os.geteuid():
-        raise ArgumentError("directory", f"{directory} belongs to user {info.st_uid}")
+        raise ArgumentError("directory", f"{directory} belongs to user {info.st_uid}, not to this user")
     if stat.S_IMODE(info.st_mode) & 0o077:
-        raise ArgumentError("directory", f"{directory} can be entered by others than its owner: chmod 700 it")
+        raise ArgumentError("directory", f"other users can enter {directory}; run: chmod 700 {directory}")
 
 
 def publish(publication: Publication) -> Path:
@@ -151,30 +142,40 @@ def publish(publication: Publication) -> Path:
     path = directory / f"{publication.pid}-{next(_numbers)}.json"
     written = path.with_name(f".{path.name}")
     descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w") as file:
-        file.write(publication.encode())
+    with open(descriptor, "wb") as file:
+        file.write(_PUBLICATIONS.encode(publication))
     written.rename(path)
     return path
 
 
 def try_publish(publication: Publication) -> Path | None:
-    """The same; but what prevents it is only logged, once: the work that is to be seen goes on without."""
+    """Like `publish`, but a failure is only logged, and only once: the service works without observers too."""
     try:
         return publish(publication)
     except (OSError, ArgumentError) as error:
-        with _warning:  # of two ranks in threads, neither has warned yet
+        with _warning:  # two ranks in threads must not both warn
             _warn(str(error))
         return None
 
 
 @functools.cache
 def _warn(reason: str) -> None:
-    logging.getLogger("proxyccl").warning("this process can't be seen by `proxyccl top` and `trace`: %s", reason)
+    logging.getLogger("proxyccl").warning("`proxyccl top` and `trace` cannot see this process: %s", reason)
 
 
 def withdraw(path: Path) -> None:
-    """Removes a publication's file, if an observer has not."""
+    """Removes a publication's file, unless an observer has."""
     path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Publication | None:
+    """The publication in a file; None for another version's. Raises FileNotFoundError."""
+    with path.open("rb") as file:
+        data = file.read(_PUBLICATIONS.limit + 1)
+    try:
+        return _PUBLICATIONS.decode(data, str(path))
+    except ProtocolError:
+        return None
 
 
 def _is_stale(path: Path) -> bool:
@@ -185,12 +186,12 @@ def _is_stale(path: Path) -> bool:
 def find(
     job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None
 ) -> list[tuple[Path, Publication]]:
-    """The services of this user on this machine, by job and rank. Files of processes that are gone are removed.
+    """The services of this user on this machine, ordered by job and rank. Removes files of processes that ended.
 
     Args:
         job: of this job only; None for all.
         ranks: of these ranks only; None for all.
-        process: those that run in this process only, a rank's or a daemon's; None for all.
+        process: in this process only, a rank or a node daemon; None for all.
 
     Raises:
         ArgumentError: the directory of publications is not this user's own.
@@ -201,8 +202,8 @@ def find(
         check_directory(directory)
     for path in sorted(directory.glob("*.json")):
         with contextlib.suppress(FileNotFoundError):  # its service was closed meanwhile
-            publication = Publication.decode(path.read_text())
-            if publication is None:  # another version's, which may use it
+            publication = _read(path)
+            if publication is None:  # observers of that version may use it
                 if _is_stale(path):
                     withdraw(path)
             elif publication.namespace == _namespace():
@@ -221,11 +222,11 @@ def find(
 
 
 def none_found(job: str | None = None, ranks: Collection[int] | None = None, process: int | None = None) -> str:
-    """In words, that `find` found nothing."""
+    """Says that `find` found nothing, for these arguments."""
     of_job = "" if job is None else f" of job {job}"
     of_ranks = "" if ranks is None else f" of rank {', '.join(map(str, sorted(ranks)))}"
-    where = "here" if process is None else f"in process {process}"
+    where = "on this machine" if process is None else f"in process {process}"
     return (
-        f"no proxy{of_job}{of_ranks} runs {where} for this user; looked in {publications_directory()} "
-        "(one that was started with another XDG_RUNTIME_DIR shows itself elsewhere)"
+        f"this user runs no proxy{of_job}{of_ranks} {where}; looked in {publications_directory()} "
+        "(a proxy that was started with another XDG_RUNTIME_DIR publishes elsewhere)"
     )

@@ -1,19 +1,17 @@
-"""What a service did between two looks at it."""
+"""What a service did between two snapshots of it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.reader import ChannelView, ServiceView
 
 
-@dataclass(frozen=True)
-class WorkerRates:
+class WorkerRates(Message, frozen=True):
     """A worker.
 
     Attributes:
         number: its number in its service.
-        busy: the part of the time in which its thread had something to do, for any worker that shares it; from 0 to 1.
+        busy: fraction of the time in which its thread had work, for any worker that shares the thread; 0 to 1.
         looks_per_s: at its rings and connections.
         sleeps_per_s: how often that thread slept.
     """
@@ -24,8 +22,7 @@ class WorkerRates:
     sleeps_per_s: float
 
 
-@dataclass(frozen=True)
-class ChannelRates:
+class ChannelRates(Message, frozen=True):
     """A channel.
 
     Attributes:
@@ -33,19 +30,22 @@ class ChannelRates:
         peer: the rank that it leads to; None for a handler's.
         transport: what moves its data; "handler" for a handler's.
         worker: which acts on it.
-        connection: number, in that worker, of the way to the peer; None for a handler's.
+        connection: number of its connection in that worker; None for a handler.
         triggers: since it was made.
+        signals: since it was made; plans' sends signal too.
         triggers_per_s: of all operations.
+        puts_per_s: triggers that moved data, and sends of plans that did.
         bytes_per_s: that its puts moved.
-        ring: number of its ring, …
-        ring_full: … in which so many slots hold a trigger now, …
-        ring_size: … of so many.
-        outstanding: triggers that its connection has not seen complete, those of its other channels included.
-        completed: triggers that it has.
-        flush_us: mean time from issue to completion of the flushes that were timed; None where none was.
-        timed_flushes: how many were.
+        ring: number of its ring.
+        ring_full: slots of the ring that hold a trigger now.
+        ring_size: slots of the ring.
+        outstanding: triggers and plans' sends of its connection, over all the connection's channels, that are not seen
+            to be complete.
+        completed: those of its connection that are.
+        flush_us: mean time from issue to completion of timed flushes; None if there were none.
+        timed_flushes: number of timed flushes.
         errors: triggers that failed, ever.
-        connection_errors: failures of its connection, ever: what its other channels have there too.
+        connection_errors: failures of its connection, ever, over all the connection's channels.
     """
 
     id: int
@@ -54,7 +54,9 @@ class ChannelRates:
     worker: int
     connection: int | None
     triggers: int
+    signals: int
     triggers_per_s: float
+    puts_per_s: float
     bytes_per_s: float
     ring: int
     ring_full: int
@@ -67,18 +69,17 @@ class ChannelRates:
     connection_errors: int
 
 
-@dataclass(frozen=True)
-class ServiceRates:
+class ServiceRates(Message, frozen=True):
     """A service.
 
     Attributes:
         job: what all ranks of a communicator have in common.
-        rank: whose service it is.
+        rank: the rank that it works for.
         world_size: ranks of the job.
         pid: the service's process, the rank's or a daemon.
         program: what the rank runs.
         runtime: the runtime's name.
-        seconds: between the two looks.
+        seconds: between the two snapshots.
         errors: triggers that failed, and failures of connections, ever.
         workers: by number.
         channels: those in use, by id.
@@ -97,7 +98,7 @@ class ServiceRates:
 
 
 def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
-    """What a service did between two looks."""
+    """What a service did between two snapshots."""
     seconds = max(1e-9, (after.time_ns - before.time_ns) / 1e9)
     earlier = {channel.id: channel for channel in before.channels}
     workers = []
@@ -120,7 +121,7 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
         who.description.program,
         who.runtime,
         seconds,
-        sum(channel.errors for channel in after.channels) + sum(way.errors for way in after.connections),
+        sum(channel.errors for channel in after.channels) + sum(connection.errors for connection in after.connections),
         tuple(workers),
         tuple(_channel_rates(after, channel, earlier.get(channel.id), seconds) for channel in after.channels),
     )
@@ -129,8 +130,8 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    triggers, moved, flush_ns, timed = (
-        (old.triggers, old.bytes, old.flush_ns, old.timed_flushes) if old is not None else (0, 0, 0, 0)
+    triggers, puts, moved, flush_ns, timed = (
+        (old.triggers, old.puts, old.bytes, old.flush_ns, old.timed_flushes) if old is not None else (0, 0, 0, 0, 0)
     )
     flushes = new.timed_flushes - timed
     return ChannelRates(
@@ -140,7 +141,9 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         new.worker,
         new.connection,
         new.triggers,
+        new.signals,
         (new.triggers - triggers) / seconds,
+        (new.puts - puts) / seconds,
         (new.bytes - moved) / seconds,
         new.ring,
         ring.full,

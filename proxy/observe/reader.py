@@ -1,7 +1,7 @@
 """What a service's memory says at a moment: the observer's side of engine/observe.h and of the counters.
 
-It opens what a publication names and disturbs nobody: it writes nothing, and how full a ring is it finds by a few looks
-at its slots.
+It opens what a publication names and does not disturb the service: it writes nothing, and reads only a few of a ring's
+slots to find how full it is.
 """
 
 from __future__ import annotations
@@ -13,21 +13,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.shared_memory import open_descriptor
-from proxyccl.proxy import _engine, ring_contents
-from proxyccl.proxy.observe.publications import Publication, RingPlace
-from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in
-from proxyccl.proxy.trigger import MAX_CHANNELS, PARITY_SHIFT, full_parity
+from proxyccl.proxy import _engine
+from proxyccl.proxy.codec import Message
+from proxyccl.proxy.observe.publications import Publication
+from proxyccl.proxy.observe.segment import observed_bytes, outstanding_in, peer_of, plan_waits_in
+from proxyccl.proxy.plan import PlanWait
+from proxyccl.proxy.ring import RingContents, RingMemory, ring_bytes
+from proxyccl.proxy.trigger import MAX_CHANNELS
 
 ffi, lib = _engine.ffi, _engine.lib
 
 
-@dataclass(frozen=True)
-class WorkerView:
+class WorkerView(Message, frozen=True):
     """What a worker did since it began.
 
     Attributes:
@@ -66,17 +67,16 @@ class RingView:
     full: int
 
 
-@dataclass(frozen=True)
-class ConnectionView:
-    """A way to one peer.
+class ConnectionView(Message, frozen=True):
+    """A connection to one peer.
 
     Attributes:
         worker: which it belongs to.
         number: its number in that worker.
-        peer: the rank that it leads to, or None where nobody said.
+        peer: the rank that it leads to; None if that is not known.
         transport: the transport's name.
-        completed: triggers that were seen to be complete.
-        outstanding: triggers that are not, as of the worker's last poll.
+        completed: triggers, and sends of plans, that were seen to be complete.
+        outstanding: those that are not, as of the worker's last poll.
         errors: failures.
     """
 
@@ -89,22 +89,21 @@ class ConnectionView:
     errors: int
 
 
-@dataclass(frozen=True)
-class ChannelView:
+class ChannelView(Message, frozen=True):
     """A channel.
 
     Attributes:
         id: its id in its service.
         ring: number of the ring that its triggers come through.
         worker: which acts on them.
-        connection: number, in that worker, of the way that they take; None for a Python handler.
-        triggers: acted on, of all operations; and of these:
-        puts: how many moved data.
-        bytes: that they moved.
-        signals: how many signalled.
-        flushes: how many flushed.
-        flush_ns: from issue to completion of flushes, all together …
-        timed_flushes: … of so many: those that had something to wait for, one at a time for each connection.
+        connection: number, in that worker, of the connection that they go over; None for a Python handler.
+        triggers: acted on, of all operations.
+        puts: triggers that moved data, and sends of plans that did.
+        bytes: that the puts moved.
+        signals: triggers that signalled, and sends of plans, all of which do.
+        flushes: triggers that flushed.
+        flush_ns: sum of the times of timed flushes, from issue to completion.
+        timed_flushes: flushes that were timed: those that had to wait, one at a time on each connection.
         errors: triggers that failed.
     """
 
@@ -127,7 +126,7 @@ class ServiceView:
     """A service at a moment.
 
     Attributes:
-        publication: who it is.
+        publication: the service.
         time_ns: the moment, by CLOCK_MONOTONIC.
         workers: by number.
         rings: by number.
@@ -143,7 +142,7 @@ class ServiceView:
     channels: tuple[ChannelView, ...]
 
     def connection_of(self, channel: ChannelView) -> ConnectionView | None:
-        """The way that a channel's triggers take, if it is no handler's."""
+        """The connection that a channel's triggers go over; None for a handler's channel."""
         place = (channel.worker, channel.connection)
         return next((each for each in self.connections if (each.worker, each.number) == place), None)
 
@@ -168,23 +167,37 @@ def _map(handle: str, nbytes: int, *, writable: bool) -> tuple[mmap.mmap, int]:
         os.close(descriptor)
 
 
-class _Mapped:
-    """A struct in a mapping."""
+P = TypeVar("P")
 
-    def __init__(self, handle: str, kind: str, nbytes: int, *, writable: bool = False) -> None:
+
+class _Mapped(Generic[P]):
+    """A struct in a mapping.
+
+    Args:
+        handle: of the memory, in hexadecimal.
+        cast: makes the pointer to the struct of the address where the memory begins.
+        nbytes: size of the struct.
+        writable: whether it is written.
+    """
+
+    def __init__(self, handle: str, cast: Callable[[Any], P], nbytes: int, *, writable: bool = False) -> None:
         self._mapping, begin = _map(handle, nbytes, writable=writable)
         self._buffer = ffi.from_buffer(self._mapping, require_writable=writable)
-        self.pointer = ffi.cast(f"{kind} *", self._buffer + begin)
+        self.pointer = cast(self._buffer + begin)
 
     def close(self) -> None:
         """Unmaps it."""
-        self.pointer = None
+        vars(self).pop("pointer", None)  # gone: a later access fails in Python, not in C
         ffi.release(self._buffer)
         self._mapping.close()
 
 
-class OutstandingView(_Mapped):
-    """What a service of another process has outstanding.
+def _as_observed(at: Any) -> _engine.ProxycclObservedPointer:
+    return ffi.cast("ProxycclObserved *", at)
+
+
+class ObservedView(_Mapped["_engine.ProxycclObservedPointer"]):
+    """What a service of another process shows of its channels and plans.
 
     Args:
         handle: of its `ObservedSegment`, in hexadecimal.
@@ -195,47 +208,16 @@ class OutstandingView(_Mapped):
     """
 
     def __init__(self, handle: str, workers: int) -> None:
-        super().__init__(handle, "ProxycclObserved", observed_bytes(workers))
+        self._workers = workers
+        super().__init__(handle, _as_observed, observed_bytes(workers))
 
-    def of(self, channel: int) -> int | None:
+    def outstanding(self, channel: int) -> int | None:
         """See `outstanding_in`."""
         return outstanding_in(self.pointer, channel)
 
-
-class _Ring(_Mapped):
-    """A ring, read only."""
-
-    def __init__(self, place: RingPlace) -> None:
-        self.size = 1 << place.size_log2
-        self.size_log2 = place.size_log2
-        super().__init__(place.handle, "uint64_t", (self.size * 2 + 1) * 8)
-        self.slots_host = int(ffi.cast("uintptr_t", self.pointer))
-        self.tail_host = self.slots_host + self.size * 16
-        self._place = place
-
-    def look(self, number: int) -> RingView:
-        words, size = self.pointer, self.size
-        taken = int(words[2 * size])
-
-        def is_full(ahead: int) -> bool:
-            ticket = taken + ahead
-            parity = words[2 * (ticket % size) + 1] >> PARITY_SHIFT
-            return bool(parity == full_parity(ticket, self.size_log2))
-
-        return RingView(number, self._place.worker, size, taken, _count_leading(is_full, size))
-
-
-def _count_leading(holds: Callable[[int], bool], size: int) -> int:
-    """How many of 0 to size - 1 `holds` is true for, where it is for the first ones alone."""
-    low, step = 0, 1
-    while low + step <= size and holds(low + step - 1):
-        low += step
-        step *= 2
-    while step > 1:
-        step //= 2
-        if low + step <= size and holds(low + step - 1):
-            low += step
-    return low
+    def plan_waits(self) -> list[PlanWait]:
+        """See `plan_waits_in`."""
+        return plan_waits_in(self.pointer, self._workers)
 
 
 class Observer:
@@ -253,15 +235,19 @@ class Observer:
         self.publication = publication
         with contextlib.ExitStack() as opened:
             size = observed_bytes(publication.workers)
-            self._observed = _Mapped(publication.observed, "ProxycclObserved", size, writable=writable)
+            self._observed = _Mapped(publication.observed, _as_observed, size, writable=writable)
             opened.callback(self._observed.close)
             counters_bytes = MAX_CHANNELS * ffi.sizeof("ProxycclCounters")
-            self._counters = _Mapped(publication.counters, "ProxycclCounters", counters_bytes)
+            self._counters = _Mapped(
+                publication.counters, lambda at: ffi.cast("ProxycclCounters *", at), counters_bytes
+            )
             opened.callback(self._counters.close)
             self._rings = []
             for place in publication.rings:
-                self._rings.append(_Ring(place))
-                opened.callback(self._rings[-1].close)
+                size = 1 << place.size_log2
+                mapped = _Mapped(place.handle, lambda at: ffi.cast("char *", at), ring_bytes(size))
+                opened.callback(mapped.close)
+                self._rings.append(RingMemory(int(ffi.cast("uintptr_t", mapped.pointer)), size))
             self._opened = opened.pop_all()
 
     def __enter__(self) -> Observer:
@@ -276,11 +262,11 @@ class Observer:
         """Unmaps the service's memory."""
         self._opened.close()
 
-    def worker_stats(self, number: int) -> Any:
+    def worker_stats(self, number: int) -> _engine.ProxycclWorkerStatsPointer:
         """The ProxycclWorkerStats of a worker."""
         return self._observed.pointer.workers + number
 
-    def look(self) -> ServiceView:
+    def snapshot(self) -> ServiceView:
         """The service now."""
         now = time.monotonic_ns()
         workers = []
@@ -295,14 +281,19 @@ class Observer:
             self.publication,
             now,
             tuple(workers),
-            tuple(ring.look(number) for number, ring in enumerate(self._rings)),
+            tuple(self._ring_view(number) for number in range(len(self._rings))),
             tuple(connections),
             tuple(self._channels()),
         )
 
-    def look_into_rings(self, count: int) -> list[ring_contents.RingContents]:
+    def _ring_view(self, number: int) -> RingView:
+        ring = self._rings[number]
+        taken, full = ring.count_full()
+        return RingView(number, self.publication.rings[number].worker, ring.size, taken, full)
+
+    def look_into_rings(self, count: int) -> list[RingContents]:
         """Its rings now, with the triggers in them, at most `count` of each kind."""
-        return [ring_contents.look(ring, count) for ring in self._rings]
+        return [ring.snapshot(count) for ring in self._rings]
 
     def _connections_of(self, worker: int) -> list[ConnectionView]:
         connections = []
@@ -310,11 +301,10 @@ class Observer:
             if not stats.in_use:
                 break
             completed = int(stats.completed)  # first: it follows the other
-            peer = None if stats.peer == native.PROXYCCL_NO_PEER else int(stats.peer)
             transport = ffi.string(stats.transport).decode(errors="replace")
             outstanding = max(0, stats.issued - completed)
             connections.append(
-                ConnectionView(worker, number, peer, transport, completed, outstanding, int(stats.errors))
+                ConnectionView(worker, number, peer_of(stats), transport, completed, outstanding, int(stats.errors))
             )
         return connections
 

@@ -1,15 +1,17 @@
-"""The memory that a service shows itself in (engine/observe.h): the service's side.
+"""The memory in which a service shows observers what it does (engine/observe.h): the service's side.
 
-What no worker has touched takes no memory, the trace's records above all. It is not pinned: no GPU reads it.
+It is not pinned, as no GPU reads it. So pages that no worker has touched take no memory, above all the trace's records.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from proxyccl.device._native import lib as native
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
+from proxyccl.proxy.plan import PlanWait
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -19,7 +21,12 @@ def observed_bytes(workers: int) -> int:
     return int(ffi.sizeof("ProxycclObserved") + workers * ffi.sizeof("ProxycclWorkerStats"))
 
 
-def outstanding_in(observed: Any, channel: int) -> int | None:
+def peer_of(stats: _engine.ProxycclConnectionStats) -> int | None:
+    """The rank that a connection leads to; None if that is not known."""
+    return None if stats.peer == native.PROXYCCL_NO_PEER else int(stats.peer)
+
+
+def outstanding_in(observed: _engine.ProxycclObservedPointer, channel: int) -> int | None:
     """Triggers of a channel's connection that are issued and not known to be complete; None for a handler's channel,
     and for an id that is not in use.
 
@@ -35,6 +42,23 @@ def outstanding_in(observed: Any, channel: int) -> int | None:
     return int(stats.issued - completed)
 
 
+def plan_waits_in(observed: _engine.ProxycclObservedPointer, workers: int) -> list[PlanWait]:
+    """What plans that make no progress wait for, or waited for when they were stopped: at most one for each connection.
+
+    Args:
+        observed: a pointer to a ProxycclObserved.
+        workers: number of its workers.
+    """
+    found = []
+    for worker in range(workers):
+        for stats in itertools.takewhile(lambda stats: stats.in_use, observed.workers[worker].connections):
+            word = int(stats.plan_wait)
+            if word:
+                kind, plan = divmod(word, 1 << lib.PROXYCCL_PLAN_WAIT_SHIFT)
+                found.append(PlanWait(kind, peer_of(stats), plan))
+    return found
+
+
 class ObservedSegment:
     """A service's segment.
 
@@ -43,6 +67,7 @@ class ObservedSegment:
     """
 
     def __init__(self, workers: int) -> None:
+        self._workers = workers
         self.memory = SharedMemory.allocate(observed_bytes(workers))
         self._observed = ffi.cast("ProxycclObserved *", self.memory.ptr)
 
@@ -58,19 +83,23 @@ class ObservedSegment:
         stats.in_use = 1
 
     def place_channel(self, channel: int, worker: int, ring: int, connection: int | None) -> None:
-        """Says where a channel's triggers go; None for a handler."""
+        """Records where a channel's triggers go. `connection` is None for a handler."""
         place = self._observed.channels[channel]
         place.worker, place.ring = worker, ring
         place.connection = lib.PROXYCCL_PLACE_HANDLER if connection is None else connection + 1
 
     def remove_channel(self, channel: int) -> None:
-        """Says that a channel's id is not in use."""
+        """Records that a channel's id is not in use."""
         self._observed.channels[channel].connection = 0
 
     def outstanding(self, channel: int) -> int | None:
         """See `outstanding_in`."""
         return outstanding_in(self._observed, channel)
 
+    def plan_waits(self) -> list[PlanWait]:
+        """See `plan_waits_in`."""
+        return plan_waits_in(self._observed, self._workers)
+
     def close(self) -> None:
-        """Frees it. The workers have ended."""
+        """Frees the segment. The workers must have ended."""
         self.memory.close()

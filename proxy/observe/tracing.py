@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,13 +22,13 @@ from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger
 ffi, lib = _engine.ffi, _engine.lib
 
 _LEASE_NS = 2_000_000_000
-"""For how long a worker goes on to record for an observer that is not there any more."""
+"""How long a worker goes on recording after its observer is gone."""
 
 _CHANNELS_EVERY_NS = 100_000_000
-"""Between two looks at which channels there are, which take longer than fetching does."""
+"""Between two lists of the channels, which take longer to make than fetching records does."""
 
 MOST_TRIGGERS = 500_000
-"""That are kept unless another number is asked for: a file of some 250 MB at worst, which a browser still shows."""
+"""Kept by default: at worst a file of some 250 MB, which a browser still shows."""
 
 _PARITY = 1 << PARITY_SHIFT
 _KIND = (1 << lib.PROXYCCL_MARK_BITS) - 1
@@ -39,15 +38,17 @@ _TICKET = (1 << 48) - 1
 
 @dataclass(slots=True)
 class TracedTrigger:
-    """What became of one trigger. Times are those of CLOCK_MONOTONIC in nanoseconds.
+    """What became of one trigger, or of one send of a plan. Times are those of CLOCK_MONOTONIC in nanoseconds.
 
-    Triggers that a worker acted on within one look at the clock divide its time evenly among them.
+    A send of a plan came through no ring: it has a plan in place of a ring and a ticket. Triggers that a worker acted
+    on within one look at the clock divide its time evenly among them.
 
     Attributes:
         worker: which acted on it.
-        ring: number of the ring that it came through.
-        ticket: its ticket there.
-        trigger: what it said.
+        ring: number of the ring that it came through; None for a send.
+        ticket: its ticket there; None for a send.
+        plan: number of the plan that it is a send of; None for a trigger.
+        trigger: what it said; of a send the trigger that would do the same.
         look: number of the worker's look at the clock.
         seen_ns: when the worker found it.
         issued_ns: when the worker was done with it, and looked for the next.
@@ -55,8 +56,9 @@ class TracedTrigger:
     """
 
     worker: int
-    ring: int
-    ticket: int
+    ring: int | None
+    ticket: int | None
+    plan: int | None
     trigger: Trigger
     look: int
     seen_ns: int
@@ -69,16 +71,16 @@ class ServiceTrace:
     """The trace of one service.
 
     Attributes:
-        publication: whose it is.
-        triggers: in the order in which they were issued, worker by worker.
-        ways: for each channel that was in use its peer and transport; None and "handler" for a handler's.
-        lost: records, at least, that were written over before they were fetched, or never written.
-        left_out: triggers that were fetched and not kept, as there were enough.
+        publication: the service.
+        triggers: and sends of plans, in the order in which they were issued, worker by worker.
+        routes: peer and transport of each channel that was in use; None and "handler" for a handler.
+        lost: least number of records that were written over before they were fetched, or never written.
+        left_out: triggers that were fetched but not kept, as the allowance was used up.
     """
 
     publication: Publication
     triggers: list[TracedTrigger]
-    ways: dict[int, tuple[int | None, str]]
+    routes: dict[int, tuple[int | None, str]]
     lost: int
     left_out: int = 0
 
@@ -94,8 +96,9 @@ class TraceDecoder:
     def __init__(self, worker: int, connections: dict[int, int | None]) -> None:
         self._worker = worker
         self._connections = connections
-        self._ring = 0
-        self._ticket: int | None = None  # of the next trigger; None: it is not known which that is
+        self._ring: int | None = None
+        self._ticket: int | None = None  # of the next trigger
+        self._plan: int | None = None  # of the next send; if there is neither, it is not known what the next record is
         self._looked = 0
         self._look = 0
         self._unissued: list[TracedTrigger] = []
@@ -105,29 +108,32 @@ class TraceDecoder:
         self.lost = 0
 
     def skip(self, lost: int) -> None:
-        """Some records are missing before those that come next. What became of the triggers before stays unknown."""
+        """Notes that records are missing before the next ones, so what became of earlier triggers stays unknown."""
         self.lost += lost + len(self._unissued)
         self._unissued.clear()
         self._outstanding.clear()
         self._handled.clear()
-        self._ticket = None
+        self._ring = self._ticket = self._plan = None
 
     def feed(self, records: list[list[int]]) -> None:
         """Reads records, each of two words."""
         for word0, word1 in records:
             if word1 & _PARITY:
                 self._mark(word1 >> lib.PROXYCCL_MARK_SHIFT & _KIND, word1 & _NUMBER, word0)
-            elif self._ticket is None:
+            elif self._ticket is None and self._plan is None:
                 self.lost += 1
             else:
-                trigger = Trigger.decode(word0, word1)
-                traced = TracedTrigger(self._worker, self._ring, self._ticket, trigger, self._look, 0, 0)
+                source = (self._ring, self._ticket, self._plan)
+                traced = TracedTrigger(self._worker, *source, Trigger.decode(word0, word1), self._look, 0, 0)
                 self._unissued.append(traced)
-                self._ticket += 1
+                if self._ticket is not None:
+                    self._ticket += 1
 
     def _mark(self, kind: int, number: int, now: int) -> None:
         if kind == lib.PROXYCCL_MARK_SEEN:
-            self._ring, self._ticket, self._looked = number >> 48, number & _TICKET, now
+            self._ring, self._ticket, self._plan, self._looked = number >> 48, number & _TICKET, None, now
+        elif kind == lib.PROXYCCL_MARK_PLAN:
+            self._ring, self._ticket, self._plan, self._looked = None, None, number, now
         elif kind == lib.PROXYCCL_MARK_ISSUED:
             self._issued(now)
         elif kind == lib.PROXYCCL_MARK_COMPLETED:
@@ -154,20 +160,20 @@ class TraceDecoder:
 
 
 class Allowance:
-    """How many triggers may still be kept, by tracers that share it: what they keep ends at about the same moment.
+    """How many triggers several tracers may still keep, so that what they keep ends at about the same moment.
 
     Args:
-        triggers: so many, and those that share a look at the clock with the last of them.
+        triggers: that may be kept. Those that share a look at the clock with the last of them are kept too.
     """
 
     def __init__(self, triggers: int) -> None:
         self._left = triggers
 
     def end_of_kept(self, is_mark: npt.NDArray[np.bool_]) -> int | None:
-        """How many records to keep of some that end with a mark; None: all.
+        """How many of some records to keep; None for all. The last record is a mark.
 
         Args:
-            is_mark: of each record whether it is a mark; the others are triggers.
+            is_mark: for each record whether it is a mark; the others are triggers.
         """
         triggers = np.flatnonzero(~is_mark)
         if len(triggers) <= self._left:
@@ -177,18 +183,18 @@ class Allowance:
         self._left = 0
         if beyond and is_mark[beyond - 1]:
             return beyond
-        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark tells when those before were issued
+        return beyond + int(np.argmax(is_mark[beyond:])) + 1  # the mark says when the triggers before it were issued
 
 
 class _Records:
-    """What is fetched of a worker's records.
+    """The records of one worker.
 
     Args:
         stats: the worker's ProxycclWorkerStats.
         allowance: for its triggers.
     """
 
-    def __init__(self, stats: Any, allowance: Allowance) -> None:
+    def __init__(self, stats: _engine.ProxycclWorkerStatsPointer, allowance: Allowance) -> None:
         self._stats = stats
         self._allowance = allowance
         self._next = ffi.new("uint64_t *", stats.traced)
@@ -200,16 +206,16 @@ class _Records:
         self._stats.trace_until = moment_ns
 
     def note_pause(self) -> None:
-        """Notes a record as lost if the worker has not been asked for any, as this process was stopped for long."""
+        """Counts a record as lost if the worker stopped recording because this process was stopped for long."""
         if self._stats.trace_until == 0:
             self._add(1, np.empty((0, 2), np.uint64))
 
-    def fetch(self, buffer: Any) -> None:
-        """Fetches what there is."""
+    def fetch(self, buffer: _engine.Array[_engine.ProxycclTraceRecord, _engine.ProxycclTraceRecordPointer]) -> None:
+        """Fetches the new records."""
         lost = ffi.new("uint64_t *")
         count = lib.proxyccl_trace_read(self._stats, self._next, buffer, lib.PROXYCCL_TRACE_RECORDS, lost)
         if count or lost[0]:
-            self._add(int(lost[0]), np.frombuffer(ffi.buffer(buffer, 16 * count), np.uint64).reshape(-1, 2))
+            self._add(int(lost[0]), np.frombuffer(memoryview(ffi.buffer(buffer, 16 * count)), np.uint64).reshape(-1, 2))
 
     def _add(self, lost: int, records: npt.NDArray[np.uint64]) -> None:
         is_mark = (records[:, 1] & np.uint64(_PARITY)).astype(bool)
@@ -221,7 +227,7 @@ class _Records:
             self._parts.append((lost, records[:end].copy()))
 
     def read_into(self, decoder: TraceDecoder) -> None:
-        """Has a decoder read what is kept."""
+        """Passes the kept records to a decoder."""
         for lost_before, records in self._parts:
             if lost_before:
                 decoder.skip(lost_before)
@@ -229,16 +235,17 @@ class _Records:
 
 
 class Tracer:
-    """Records what a service does, from its construction, and then each worker's next look at its rings, to `stop`. One
-    at a time for each service.
+    """Records what a service does from now on until `stop`. Only one tracer can record a service at a time.
+
+    A worker begins to record with its next look at its rings.
 
     Args:
-        path: the file of its publication.
-        publication: the same, read.
-        allowance: how many triggers to keep, with others that have the same; None: `MOST_TRIGGERS`.
+        path: the file of the service's publication.
+        publication: the content of that file.
+        allowance: how many triggers to keep, shared with other tracers; None: `MOST_TRIGGERS` for this one.
 
     Raises:
-        ResourceError: another observer traces it.
+        ResourceError: another process traces the service, or its file is gone.
         ArgumentError: the service is gone.
     """
 
@@ -255,13 +262,13 @@ class Tracer:
         except (OSError, ResourceError) as error:
             self._observer.close()
             if isinstance(error, OSError):
-                raise ResourceError(f"rank {who.rank} of job {who.job} can't be traced: {error.strerror}") from None
+                raise ResourceError(f"cannot trace rank {who.rank} of job {who.job}: {error.strerror}") from None
             raise
         allowance = allowance or Allowance(MOST_TRIGGERS)
         stats = [self._observer.worker_stats(number) for number in range(publication.workers)]
         self._workers = [_Records(each, allowance) for each in stats]
         self._connections: list[dict[int, int | None]] = [{} for _ in stats]
-        self._ways: dict[int, tuple[int | None, str]] = {}
+        self._routes: dict[int, tuple[int | None, str]] = {}
         self._buffer = ffi.new("ProxycclTraceRecord[]", lib.PROXYCCL_TRACE_RECORDS)
         self._note_channels()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -279,7 +286,7 @@ class Tracer:
             worker.ask_until(moment_ns)
 
     def fetch(self) -> None:
-        """Fetches what there is, and asks for more. To be called many times a second."""
+        """Fetches the new records and asks for more. Call it many times a second."""
         for worker in self._workers:
             worker.note_pause()
         self._ask_until(time.monotonic_ns() + _LEASE_NS)
@@ -292,15 +299,15 @@ class Tracer:
             worker.fetch(self._buffer)
 
     def _note_channels(self) -> None:
-        view = self._observer.look()
+        view = self._observer.snapshot()
         self._channels_known_ns = view.time_ns
         for channel in view.channels:
             connection = view.connection_of(channel)
             self._connections[channel.worker][channel.id] = channel.connection
-            self._ways[channel.id] = (connection.peer, connection.transport) if connection else (None, "handler")
+            self._routes[channel.id] = (connection.peer, connection.transport) if connection else (None, "handler")
 
     def stop(self) -> ServiceTrace:
-        """Ends the recording, and reads it."""
+        """Ends the recording and decodes it."""
         self._ask_until(0)
         self._fetch()
         self._note_channels()
@@ -312,7 +319,7 @@ class Tracer:
             triggers += decoder.triggers
             lost += decoder.lost
         left_out = sum(worker.left_out for worker in self._workers)
-        return ServiceTrace(self._observer.publication, triggers, self._ways, lost, left_out)
+        return ServiceTrace(self._observer.publication, triggers, self._routes, lost, left_out)
 
     def close(self) -> None:
         """Ends the recording if `stop` has not, and lets others trace the service."""

@@ -1,4 +1,4 @@
-"""Where reports lie: a directory that the user names, or one among the user's own files that is kept from growing."""
+"""Where reports are written: a directory that the user names, or a default one, which keeps the newest `KEPT`."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from pathlib import Path
 from proxyccl.device.errors import ArgumentError
 
 KEPT = 1000
-"""Reports that are kept in the default directory; the oldest go when there are more."""
+"""Reports in the default directory; beyond that the oldest are removed."""
 
 _NAME = re.compile(r"[0-9a-f]{8}-(rank\d+|daemon)-\d+-\d+\.json")
 
 
 def wanted() -> bool:
-    """Whether reports are: not with ``PROXYCCL_REPORTS=off``."""
+    """Whether reports are written: ``PROXYCCL_REPORTS=off`` turns them off."""
     value = os.environ.get("PROXYCCL_REPORTS") or "on"
     if value not in ("on", "off"):
-        raise ArgumentError("PROXYCCL_REPORTS", f"{value!r} is neither 'on' nor 'off'")
+        raise ArgumentError("PROXYCCL_REPORTS", f"unknown value {value!r}; expected 'on' or 'off'")
     return value == "on"
 
 
 def default_directory() -> Path:
-    """Where reports go unless ``PROXYCCL_REPORT_DIR`` names a directory. Hosts that share homes share it."""
+    """The directory unless ``PROXYCCL_REPORT_DIR`` names one. Hosts that share home directories share it."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "proxyccl" / "reports"
 
 
 def directory() -> Path:
-    """Where this process's reports go."""
+    """The directory of this process's reports."""
     named = os.environ.get("PROXYCCL_REPORT_DIR")
     return Path(named) if named else default_directory()
 
 
 def write(group: str, who: str, number: int, text: str) -> Path:
-    """Writes this process's report of a number, whole or not at all. Raises OSError.
+    """Writes a report of this process, whole or not at all. Raises OSError.
 
     Args:
-        group: eight hexadecimal digits that keep it apart from those of other processes of this number.
+        group: eight hexadecimal digits: processes on other hosts, or later ones, may have this process's number.
         who: "rank" and its number, or "daemon".
-        number: of the reports on that, from 1.
+        number: of this report among those of the same `who`, from 1.
         text: the report.
     """
     where = directory().absolute()

@@ -1,4 +1,4 @@
-"""SIGUSR1: a process that gets it reports, whatever its threads are doing."""
+"""SIGUSR1 makes a process write its reports, whatever its threads are doing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _tried = False
 
 
 def install(report: Callable[[str], object]) -> None:
-    """Has the signal call `report` with a cause in words, from a thread of its own, for the rest of the process's life.
+    """From now on the signal makes a thread call `report` with a cause in words.
 
-    Does nothing if it was called before, or if the program handles or ignores the signal itself. What handles it in C
-    is called as before: MPICH does.
+    Does nothing if it was called before, or if the program handles or ignores the signal in Python. A handler in C,
+    such as MPICH's, is still called.
     """
     global _tried  # noqa: PLW0603  a process has one disposition for a signal
     with _lock:
@@ -32,7 +32,7 @@ def install(report: Callable[[str], object]) -> None:
         if lib.proxyccl_wake_signal_install(SIGNAL, descriptor) != 0:
             os.close(descriptor)
             return
-        # The child of a fork has neither the thread nor, most often, anything to report, but the same descriptor.
+        # The child of a fork inherits the descriptor but not the thread.
         os.register_at_fork(after_in_child=lambda: lib.proxyccl_wake_signal_remove(SIGNAL))
         threading.Thread(target=_wait, args=(descriptor, report), name="proxyccl-signal", daemon=True).start()
 

@@ -1,18 +1,18 @@
-"""A ring in a report: what `ring_contents` sees of it, in numbers and words."""
+"""A ring in a report: what `RingMemory.snapshot` sees of it, in numbers and words."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
-from proxyccl.proxy.ring_contents import RingContents
+from proxyccl.proxy.codec import Message
+from proxyccl.proxy.ring import RingContents
 from proxyccl.proxy.trigger import Trigger, operation_name
 
 TRIGGERS = 32
 """That a report shows of those that wait in a ring, and of those that were taken out of it."""
 
 
-@dataclass(frozen=True)
-class RingTrigger:
+class RingTrigger(Message, frozen=True):
     """A trigger in a ring: its ticket, and what it asks for in words."""
 
     ticket: int
@@ -32,8 +32,7 @@ class RingTrigger:
         return cls(ticket, **values)
 
 
-@dataclass(frozen=True)
-class Ring:
+class Ring(Message, frozen=True):
     """A ring of triggers; see `RingContents`."""
 
     size: int

@@ -1,4 +1,4 @@
-"""What an endpoint tells its peer of itself, as bytes that are checked when they come in."""
+"""An endpoint's address: what it tells its peer, as bytes that the peer checks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LAYOUT = struct.Struct("<4sBBBBIIHHB16s")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"PXRD"
 _VERSION = 1
-_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, the last one means multicast
+_QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, 0xFFFFFF means multicast
 _PSNS = range(1 << 24)
-_LIDS = range(1, 0xC000)  # those above mean multicast
+_LIDS = range(1, 0xC000)  # higher ones mean multicast
 _PORTS = range(1, 255)
 
 
@@ -28,15 +28,15 @@ class EndpointAddress:
     """Where an endpoint is, and what it can do.
 
     Attributes:
-        qp_number: of its queue pair.
+        qp_number: number of its queue pair.
         psn: the first packet sequence number that it sends.
-        gid: of its port, as 16 bytes.
+        gid: GID of its port, 16 bytes.
         gid_type: "IB", "RoCE v1" or "RoCE v2".
         link_layer: "infiniband" or "ethernet".
-        lid: its port's on InfiniBand, else 0.
-        port: its port's number.
-        mtu: the largest path MTU that it takes, in bytes.
-        atomics: how many atomics of the peer it has under way at a time; 0: it does none.
+        lid: LID of its port on InfiniBand, otherwise 0.
+        port: number of its port.
+        mtu: largest path MTU that it accepts, in bytes.
+        atomics: the peer's atomics that it executes at a time; 0 if it supports none.
     """
 
     qp_number: int
@@ -77,29 +77,31 @@ class EndpointAddress:
         """The inverse of `encode`.
 
         Raises:
-            ArgumentError: these bytes are no endpoint's address, or one of another version of the library.
+            ArgumentError: the bytes are not an endpoint's address, or have another version's format.
         """
-        if not isinstance(data, bytes) or len(data) < len(_MAGIC) or not data.startswith(_MAGIC):
-            raise ArgumentError("peer", "these bytes are no endpoint's address")
+        if not isinstance(data, bytes) or not data.startswith(_MAGIC):
+            raise ArgumentError("peer", f"not an endpoint's address; expected bytes that begin with {_MAGIC!r}")
         if data[4:5] != bytes([_VERSION]):
-            raise ArgumentError("peer", "an endpoint's address in another version of the format than this one's")
+            raise ArgumentError(
+                "peer", f"an endpoint's address of format version {data[4:5].hex() or 'none'}; expected {_VERSION:02x}"
+            )
         if len(data) != cls.SIZE:
-            raise ArgumentError("peer", f"{len(data)} bytes, where an endpoint's address has {cls.SIZE}")
+            raise ArgumentError("peer", f"an endpoint's address of {len(data)} bytes; expected {cls.SIZE}")
         (checksum,) = _CHECKSUM.unpack_from(data, _LAYOUT.size)
         if checksum != zlib.crc32(data[: _LAYOUT.size]):
-            raise ArgumentError("peer", "an endpoint's address that was damaged on its way")
+            raise ArgumentError("peer", "a damaged endpoint's address: its checksum does not match")
         _, _, layer, kind, port, number, psn, lid, mtu, atomics, gid = _LAYOUT.unpack_from(data)
         checks = {
             "link layer": layer < len(LINK_LAYERS),
             "GID type": kind < len(GID_TYPES),
             "port": port in _PORTS,
-            "queue pair number": number in _NUMBERS,
+            "queue pair number": number in _QP_NUMBERS,
             "packet sequence number": psn in _PSNS,
             "MTU": mtu in MTUS,
             "LID": lid in _LIDS or (lid == 0 and layer == LINK_LAYERS.index("ethernet")),
             "GID": any(gid),
         }
-        for name, right in checks.items():
-            if not right:
-                raise ArgumentError("peer", f"an endpoint's address with a {name} that can't be")
+        for name, valid in checks.items():
+            if not valid:
+                raise ArgumentError("peer", f"an endpoint's address with an invalid {name}")
         return cls(number, psn, gid, GID_TYPES[kind], LINK_LAYERS[layer], lid, port, mtu, atomics)

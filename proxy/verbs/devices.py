@@ -1,4 +1,4 @@
-"""Which RDMA devices this machine has, which of them is the nearest, and what is missing where none can be used."""
+"""Which RDMA devices this machine has, which of them is nearest, and what is missing if none can be used."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RdmaGid:
     """An address of a port.
 
     Attributes:
-        index: its place in the port's table.
-        address: as IPv6 is written, an IPv4 address as "::ffff:10.0.0.1".
+        index: its index in the port's table.
+        address: as an IPv6 address; an IPv4 address is "::ffff:10.0.0.1".
         type: "RoCE v1", "RoCE v2" or "IB".
-        netdev: the network interface whose address it is; None on InfiniBand.
+        netdev: the network interface that has the address; None on InfiniBand.
     """
 
     index: int
@@ -41,17 +41,17 @@ class RdmaGid:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device. What only pyverbs tells is None without it.
+    """A port of an RDMA device. Attributes from pyverbs are None without it.
 
     Attributes:
-        number: counted from 1.
+        number: its number, from 1.
         state: "active", "down", "init", "armed", …
         link_layer: "ethernet" or "infiniband".
-        rate: in Gbit/s; 0 where the system does not say.
-        lid: its local identifier on InfiniBand, else 0.
-        netdev: the network interface of the same port, or None.
-        gids: its addresses, by index.
-        active_mtu: of the link, in bytes. From pyverbs.
+        rate: in Gbit/s; 0 if unknown.
+        lid: local identifier on InfiniBand, otherwise 0.
+        netdev: network interface of the same port, or None.
+        gids: its GIDs, by index.
+        active_mtu: MTU of the link, in bytes. From pyverbs.
         max_message: bytes that one work request can carry. From pyverbs.
     """
 
@@ -67,8 +67,8 @@ class RdmaPort:
 
     @property
     def best_gid(self) -> RdmaGid | None:
-        """The one that is used unless another is asked for: of RoCE v2 with an IPv4 address, else of RoCE v2, else the
-        first; None if the port has none.
+        """The GID to use by default: RoCE v2 with an IPv4 address, otherwise RoCE v2, otherwise the first; None if the
+        port has none.
         """
         return min(self.gids, key=_gid_preference, default=None)
 
@@ -84,20 +84,20 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class RdmaDevice:
-    """An RDMA device of this machine. What only pyverbs tells is None without it.
+    """An RDMA device of this machine. Attributes from pyverbs are None without it.
 
     Attributes:
-        name: as "mlx5_0".
-        guid: of the node, in hexadecimal with colons.
-        numa_node: the one that it is attached to, or None.
-        ports: by number.
-        atomics: whether it does fetch-and-add on a peer's memory. From pyverbs.
-        max_queue_pairs: how many it has room for. From pyverbs.
-        max_work_requests: in one queue. From pyverbs.
-        max_completions: in one completion queue. From pyverbs.
-        max_registrations: of memory. From pyverbs.
-        max_registered_bytes: in one registration. From pyverbs.
-        problem: why pyverbs can't open it; "" if it can or is not there.
+        name: its name, such as "mlx5_0".
+        guid: node GUID, in hexadecimal with colons.
+        numa_node: NUMA node that it is attached to, or None.
+        ports: its ports, by number.
+        atomics: whether it supports fetch-and-add on a peer's memory. From pyverbs.
+        max_queue_pairs: most queue pairs. From pyverbs.
+        max_work_requests: most work requests in one queue. From pyverbs.
+        max_completions: most completions in one completion queue. From pyverbs.
+        max_registrations: most memory registrations. From pyverbs.
+        max_registered_bytes: most bytes in one registration. From pyverbs.
+        problem: why pyverbs can't open it; empty if it can, or is missing.
     """
 
     name: str
@@ -113,7 +113,7 @@ class RdmaDevice:
     problem: str = ""
 
     def port(self, number: int) -> RdmaPort:
-        """The port of that number.
+        """The port with a number.
 
         Raises:
             ArgumentError: there is none.
@@ -125,7 +125,7 @@ class RdmaDevice:
 
 
 class DeviceChoice(NamedTuple):
-    """A device, the number of its port, and the index of that port's GID."""
+    """A device, a number of one of its ports, and an index of one of the port's GIDs."""
 
     device: RdmaDevice
     port: int
@@ -133,14 +133,13 @@ class DeviceChoice(NamedTuple):
 
 
 def rdma_devices(root: Path = SYSFS) -> list[RdmaDevice]:
-    """The RDMA devices of this machine, by name; an empty list where there is none.
+    """The RDMA devices of this machine, by name.
 
-    Most is read from sysfs and needs no rights and no package. The link's MTU and the device's limits and abilities
-    come from pyverbs and are None without it. pyverbs also tells which places of a table of GIDs are in use, with one
-    call: there may be a thousand, each of them a file.
+    Most attributes are read from sysfs, which needs no rights and no package; the rest come from pyverbs. pyverbs also
+    lists a port's GIDs with one call, where sysfs has a file for each of up to a thousand entries.
 
     Args:
-        root: where sysfs is mounted. pyverbs knows this machine's alone, and is not asked about another.
+        root: where sysfs is mounted. pyverbs knows only this machine's, so any other is read without it.
     """
     directory = root / _CLASS
     paths = sorted(directory.iterdir()) if directory.is_dir() else []
@@ -188,7 +187,7 @@ def _read(path: Path | str) -> str:
     try:
         with open(path) as file:
             return file.read().strip()
-    except OSError:  # absent, or an attribute that says so by an error, as those of an empty GID do
+    except OSError:  # absent, or unreadable, as the attributes of an empty GID are
         return ""
 
 
@@ -246,7 +245,7 @@ def _read_gids(port: Path, link_layer: str, used: Iterable[tuple[int, str]]) -> 
 
 
 def _used_gids(table: Path) -> Iterable[tuple[int, str]]:
-    """Indices and texts of a table's GIDs: nearly all of its places are empty."""
+    """Indices and texts of a table's GIDs, without the empty entries, which nearly all are."""
     if not table.is_dir():
         return
     directory = os.open(table, os.O_RDONLY | os.O_DIRECTORY)
@@ -271,7 +270,7 @@ def _written(address: ipaddress.IPv6Address) -> str:
 
 
 def _netdev_of(device: Path, port: int) -> str | None:
-    """The interface over a port of InfiniBand, whose GIDs name none."""
+    """The network interface of an InfiniBand port, whose GIDs name none."""
     for path in sorted((device / "device/net").glob("*")):
         if _number(_read(path / "dev_port")) == port - 1:
             return path.name
@@ -289,18 +288,20 @@ def choose_device(
     local_rank: int = 0,
     root: Path = SYSFS,
 ) -> DeviceChoice:
-    """The active port nearest to a NUMA node; of equally near ones the fastest, and ranks are spread over what is left.
+    """Chooses the active port nearest to a NUMA node; of equally near ones the fastest; ranks share equally fast ones.
 
-    The GID is the port's `best_gid`. Options override each of the three.
+    The GID is the port's `best_gid`. Options override device, port and GID.
 
     Args:
-        near: the NUMA node of the rank's GPU, or of its process; None: all are equally near.
+        devices: the machine's devices (`rdma_devices`).
+        options: device, port and GID, where they are not None.
+        near: NUMA node of the rank's GPU, or of its process; None if all are equally near.
         local_rank: the rank's number on its node.
-        root: where sysfs is mounted, which tells how far NUMA nodes are from each other.
+        root: where sysfs is mounted, for the distances between NUMA nodes.
 
     Raises:
-        ArgumentError: what an option names is not there, or not active; the message says what is.
-        RuntimeUnavailableError: no option is to blame: there is no active port.
+        ArgumentError: what an option names does not exist, or is not active; the message says what is.
+        RuntimeUnavailableError: there is no active port, whatever the options.
     """
     if options.device is not None:
         names = _listed(device.name for device in devices)
@@ -363,7 +364,7 @@ def _gid_preference(gid: RdmaGid) -> tuple[int, int]:
 
 
 def _distances(near: int | None, root: Path) -> dict[int, int]:
-    """How far other NUMA nodes are, as firmware tells: 10 is the node itself."""
+    """Distances of NUMA nodes from one of them, as firmware gives them: 10 is the node itself."""
     if near is None:
         return {}
     told = _read(root / f"devices/system/node/node{near}/distance").split()
@@ -375,7 +376,7 @@ def _nodes(root: Path) -> list[int]:
 
 
 def process_numa_node(root: Path = SYSFS) -> int | None:
-    """The NUMA node that this process is bound to, or None if it may run on several."""
+    """The NUMA node whose cores this process is bound to; None if it may run on several nodes."""
     allowed = os.sched_getaffinity(0)
     for node in _nodes(root):
         cpus: set[int] = set()
@@ -391,7 +392,7 @@ def process_numa_node(root: Path = SYSFS) -> int | None:
 
 
 def missing(root: Path = SYSFS) -> str | None:
-    """What this machine lacks for RDMA, in one sentence with what to install; None if nothing."""
+    """What this machine lacks for RDMA by verbs, and what to install; None if nothing."""
     lacks = []
     devices = rdma_devices(root)
     if not devices:

@@ -1,6 +1,4 @@
-"""Opened devices, and the endpoints on them: for each peer a reliable connected queue pair, with a completion queue of
-its own.
-"""
+"""Opened RDMA devices, and their endpoints: one reliable connected (RC) queue pair for each peer."""
 
 from __future__ import annotations
 
@@ -11,11 +9,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from proxyccl.device.errors import ArgumentError, ClosedError, RuntimeUnavailableError, TransportError
-from proxyccl.proxy.interface import VerbsOptions
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice
 from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
@@ -30,8 +27,34 @@ _RETRY_PAUSE = 0.05
 _NOT_YET = (errno.ETIMEDOUT, errno.EAGAIN, errno.EHOSTUNREACH, errno.EINTR)
 
 
+@dataclass(frozen=True)
+class VerbsOptions:
+    """A queue pair and how to use it (verbs_transport.h).
+
+    Attributes:
+        qp: address of the ibv_qp, connected and ready to send. Nobody else may use it or its send completion queue.
+        send_depth: work requests that its send queue takes.
+        cq_depth: completions that its send completion queue takes. If that is less than `send_depth`, the rest of the
+            send queue stays unused.
+        max_message: bytes that one request may carry; a longer put becomes several.
+        signal_rkey: remote key of the memory with the peer's semaphore words.
+        fetch_add: signal by an atomic add of one, for a device that takes no inline data.
+        scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
+        scratch_lkey: local key of those bytes.
+    """
+
+    qp: int
+    send_depth: int
+    cq_depth: int
+    max_message: int
+    signal_rkey: int
+    fetch_add: bool = False
+    scratch: int = 0
+    scratch_lkey: int = 0
+
+
 class _Dependent(Protocol):
-    """What lives in a device's protection domain."""
+    """An object in a device's protection domain."""
 
     def close(self) -> None: ...
 
@@ -39,18 +62,18 @@ class _Dependent(Protocol):
 class VerbsDevice:
     """An opened device and its protection domain, which endpoints and registered memory belong to.
 
-    Closing it closes those too. A context manager.
+    Closing it closes those too. It is a context manager.
 
     Attributes:
         api: the pyverbs that opened it.
-        choice: the device, the numbers of its port and its GID.
+        choice: the device, its port and its GID's index.
         gid: that GID.
         options: how its endpoints behave.
-        pd: its protection domain, of pyverbs.
-        access: what peers may do to memory that is registered with it, as libibverbs' flags.
+        pd: its protection domain, a pyverbs object.
+        access: libibverbs' flags for memory that is registered with it: what peers may do.
         mtu: the largest path MTU of its endpoints, in bytes.
         max_message: bytes that one work request can carry.
-        atomics: how many atomics of a peer it has under way at a time; 0: it does none.
+        atomics: a peer's atomics that it executes at a time; 0 if it supports none.
     """
 
     def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
@@ -61,19 +84,20 @@ class VerbsDevice:
         self.options = options
         gids = {gid.index: gid for gid in choice.device.port(port).gids}
         if choice.gid_index not in gids:
-            there = ", ".join(map(str, gids.values()))
-            raise ArgumentError("gid_index", f"{name} port {port} has no GID {choice.gid_index}; there is {there}")
+            existing = ", ".join(map(str, gids.values()))
+            raise ArgumentError("gid_index", f"{name} port {port} has no GID {choice.gid_index}; there is {existing}")
         self.gid = gids[choice.gid_index]
         with api.calling("ibv_query_device or ibv_query_port", name):
             self._limits = context.query_device()
-            told = context.query_port(port)
-        active_mtu = MTUS[told.active_mtu - 1]
+            port_attributes = context.query_port(port)
+        active_mtu = MTUS[port_attributes.active_mtu - 1]
         if options.mtu is not None and options.mtu > active_mtu:
             raise ArgumentError("mtu", f"{options.mtu} is more than {name} port {port} has, {active_mtu}")
         self.mtu = options.mtu or active_mtu
-        self.max_message: int = told.max_msg_sz
-        can = self._limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
-        self.atomics = min(_MOST_ATOMICS, self._limits.max_qp_rd_atom, self._limits.max_qp_init_rd_atom) if can else 0
+        self.max_message: int = port_attributes.max_msg_sz
+        limits = self._limits
+        has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
+        self.atomics = min(_MOST_ATOMICS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom) if has_atomics else 0
         # Without relaxed ordering: a signal must not overtake its data.
         self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
         if self.atomics:
@@ -91,7 +115,7 @@ class VerbsDevice:
         """Opens a device.
 
         Raises:
-            ArgumentError: an option or the choice asks for what the port does not have; the message says what it has.
+            ArgumentError: the port lacks what an option or the choice asks for; the message says what it has.
             ResourceError: the device has no room for a protection domain.
             RuntimeUnavailableError: pyverbs is missing, or can't open the device; the message says why.
         """
@@ -119,11 +143,11 @@ class VerbsDevice:
         return f"{self.name} port {self.choice.port}, {self.gid}"
 
     def endpoint(self) -> Endpoint:
-        """An endpoint for one peer, not connected yet.
+        """Makes an endpoint for one peer, not connected yet.
 
         Raises:
             ResourceError: the device has no room for another queue.
-            RuntimeUnavailableError: the device can't do what signals need.
+            RuntimeUnavailableError: the device supports neither kind of signal, or not the one that was asked for.
         """
         self.require_open()
         made = Endpoint(self, self._context, self._limits)
@@ -131,7 +155,7 @@ class VerbsDevice:
         return made
 
     def scratch(self) -> Any:
-        """A region of 8 bytes that takes the old values of what fetch-adds advance; nobody reads it."""
+        """A registered region of 8 bytes for the old values that fetch-adds return; nobody reads it."""
         with self._lock:
             if self._scratch is None:
                 with self.api.calling("ibv_reg_mr", f"{SIGNAL_BYTES} bytes on {self.name}"):
@@ -139,11 +163,11 @@ class VerbsDevice:
             return self._scratch
 
     def adopt(self, dependent: _Dependent) -> None:
-        """Has something closed before the protection domain is."""
+        """Has an object closed before the protection domain."""
         self._dependents.add(dependent)
 
     def disown(self, dependent: _Dependent) -> None:
-        """Ends `adopt`: it is closed."""
+        """Ends `adopt`: the object is closed."""
         self._dependents.discard(dependent)
 
     def require_open(self) -> None:
@@ -152,7 +176,7 @@ class VerbsDevice:
             raise ClosedError(f"the RDMA device {self.name} is closed")
 
     def close(self) -> None:
-        """Closes its endpoints, registrations, protection domain and context. Nothing may be under way on them."""
+        """Closes its endpoints, registrations, protection domain and context. No request may be outstanding."""
         if self._closed:
             return
         self._closed = True
@@ -166,13 +190,13 @@ class VerbsDevice:
 
 
 class Endpoint:
-    """One end of a connection: a queue pair and its completion queue. Made by `VerbsDevice.endpoint`.
+    """A queue pair and its completion queue. Made by `VerbsDevice.endpoint`.
 
     Attributes:
         signal: how it advances a peer's counter: "write" or "fetch_add".
-        send_depth: work requests that its queue takes.
-        mtu: the path MTU in bytes; of the device until it is connected.
-        peer: what it is connected to, or None.
+        send_depth: work requests that its send queue takes.
+        mtu: the path MTU in bytes; the device's until it is connected.
+        peer: the peer's address, or None until it is connected.
     """
 
     def __init__(self, device: VerbsDevice, context: Any, limits: Any) -> None:
@@ -181,7 +205,7 @@ class Endpoint:
         self._closed = False
         self.peer: EndpointAddress | None = None
         self.mtu = device.mtu
-        # After an error every request takes a completion, so the one queue is as deep as the other.
+        # After an error every request takes a completion, so both queues have the same depth.
         self.send_depth: int = min(device.options.send_depth, limits.max_qp_wr, limits.max_cqe)
         self._psn = secrets.randbits(24)
         with self._api.calling("ibv_create_cq", f"{self.send_depth} completions on {device.name}"):
@@ -213,10 +237,10 @@ class Endpoint:
         signal = "write" if wanted != "fetch_add" and inline >= SIGNAL_BYTES else "fetch_add"
         if wanted not in ("auto", signal) or (signal == "fetch_add" and not device.atomics):
             qp.close()
-            atomics = "does atomics" if device.atomics else "does no atomics"
+            atomics = "supports atomics" if device.atomics else "supports no atomics"
             raise RuntimeUnavailableError(
-                f"signal {wanted!r} can't be had: {device.name} takes {inline} bytes inline, where {SIGNAL_BYTES} are "
-                f"needed, and {atomics}"
+                f"signal {wanted!r} is not supported: {device.name} takes {inline} bytes inline, where a write needs "
+                f"{SIGNAL_BYTES}, and {atomics}"
             )
         return qp, signal
 
@@ -228,7 +252,7 @@ class Endpoint:
 
     @property
     def address(self) -> bytes:
-        """What the peer's `connect` wants."""
+        """The address for the peer's `connect`, as bytes."""
         self._require_open()
         return self._own_address().encode()
 
@@ -248,17 +272,17 @@ class Endpoint:
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Connects to the endpoint whose `address` this is; that one connects to this one's likewise.
+        """Connects to a peer's endpoint, which connects to this one likewise.
 
-        It waits for no word of the peer, but for the network to know the peer's address.
+        It does not wait for the peer, only until the network knows the peer's address.
 
         Args:
-            peer: the other endpoint's `address`.
+            peer: the peer's `address`.
             timeout: seconds to keep trying while the network does not know it.
-            given_up: asked meanwhile; once it is true nobody need wait.
+            given_up: polled meanwhile; the wait ends when it returns True.
 
         Raises:
-            ArgumentError: these bytes are no address, or one that can't be reached from this port.
+            ArgumentError: the bytes are not an address, or this port can't reach it.
             TransportError: the system refuses to connect, or does not reach the address in time.
         """
         self._require_open()
@@ -306,7 +330,7 @@ class Endpoint:
             )
         if self.signal == "fetch_add" and not address.atomics:
             raise ArgumentError(
-                "peer", f"its device does no atomics, and {self._device.name} signals by them (option signal)"
+                "peer", f"its device supports no atomics, and {self._device.name} signals by them (option signal)"
             )
 
     def _path_to(self, address: EndpointAddress) -> Any:
@@ -317,7 +341,7 @@ class Endpoint:
             hop_limit=_HOP_LIMIT,
             traffic_class=device.options.traffic_class,
         )
-        # Within a subnet of InfiniBand the LID is enough.
+        # Within an InfiniBand subnet the LID is enough.
         routed = own.link_layer == "ethernet" or own.gid[:8] != address.gid[:8]
         return api.AHAttr(
             gr=route,
@@ -328,14 +352,14 @@ class Endpoint:
         )
 
     def engine_options(self, signal_rkey: int) -> VerbsOptions:
-        """What `ProxyService.connect_verbs` wants; the endpoint must outlive the service.
+        """The options of a connection over it. The endpoint must outlive that connection.
 
         Args:
-            signal_rkey: the key of the peer's memory that its semaphore words lie in.
+            signal_rkey: remote key of the memory with the peer's semaphore words.
 
         Raises:
             ArgumentError: the endpoint is not connected.
-            RuntimeUnavailableError: the engine can't get at the queue pair.
+            RuntimeUnavailableError: pyverbs' queue pair gives no access to libibverbs'.
         """
         self._require_open()
         if self.peer is None:
@@ -365,7 +389,7 @@ class Endpoint:
             raise ClosedError("the RDMA endpoint is closed")
 
     def close(self) -> None:
-        """Ends the connection. Nothing may be under way on it, and no engine use it."""
+        """Destroys the queue pair. No request may be outstanding, and no engine may use it."""
         if self._closed:
             return
         self._closed = True

@@ -1,4 +1,4 @@
-"""How RDMA is to be used: which device, and how its queue pairs behave."""
+"""Options of RDMA: which device to use, and how its queue pairs behave."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError
 
 MTUS = (256, 512, 1024, 2048, 4096)
-"""What a path MTU can be, in bytes."""
+"""The path MTUs there are, in bytes."""
 
 SIGNALS = ("auto", "write", "fetch_add")
 
@@ -31,31 +31,32 @@ _CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS}
 
 @dataclass(frozen=True)
 class RdmaOptions:
-    """How RDMA is to be used. None leaves a choice to what the machine offers.
+    """Which RDMA device to use, and how. None selects what suits the machine.
 
     Attributes:
-        device: name of the RDMA device, such as "mlx5_0"; None: the nearest (`choose_device`).
-        port: its port's number; None: the nearest active one.
-        gid_index: which of the port's GIDs it is reached by; None: RoCE v2 with an IPv4 address if there is one.
-        mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None: the port's. A connection uses the
-            smaller one of its two ends.
+        device: name of the RDMA device, such as "mlx5_0"; None for the nearest (`choose_device`).
+        port: number of its port; None for the nearest active one.
+        gid_index: index of the port's GID to use; None for RoCE v2 with an IPv4 address if there is one.
+        mtu: largest path MTU in bytes, one of 256, 512, 1024, 2048, 4096; None for the port's. A connection uses the
+            smaller of its two endpoints'.
         service_level: InfiniBand's service level, or the priority of RoCE's frames, 0 to 15.
-        traffic_class: of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
-        timeout: how long a request waits for its acknowledgement before it is sent again: 4.096 µs times two to this
-            power, 1 to 31. 14 is 67 ms. A device may wait some times longer.
-        retry_count: how often it is sent again before the connection fails, 0 to 7; to Soft-RoCE 7 is without end.
-        rnr_retry_count: how often a request is sent again to a peer that has no receive posted, 0 to 7; 7 is without
-            end. RDMA writes and atomics need no receives.
-        send_depth: work requests that a send queue takes, from 2; fewer where the device has less.
-        signal: how a peer's counter is advanced: by an inline "write", by an atomic "fetch_add", or "auto": by what
-            the device can do, a write if it can do both.
-        staging_bytes: pinned memory for each direction to each peer that the transport "staged" leads to, from 4 KiB to
-            64 MiB; of two ranks that differ the smaller counts.
-        staging_chunk: how much of a put goes through it at a time, from 64 bytes to 32 MiB; half of `staging_bytes` at
-            the most.
+        traffic_class: traffic class of the packets' IP header, with the DSCP in its upper six bits; 0 to 255.
+        timeout: exponent of the time after which an unacknowledged request is sent again, which is 4.096 µs ·
+            2^timeout; 1 to 31. 14 is 67 ms. A device may wait a few times longer.
+        retry_count: how often a request is sent again before the connection fails, 0 to 7; Soft-RoCE never gives up at
+            7.
+        rnr_retry_count: how often a request is sent again to a peer that has posted no receive, 0 to 7; 7 never gives
+            up. RDMA writes and atomics need no receives.
+        send_depth: work requests that a send queue holds, at least 2; fewer if the device's limit is lower.
+        signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
+            if the device can, else a fetch-add.
+        staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
+            ranks use the smaller of their values.
+        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+            `staging_bytes`.
 
     Raises:
-        ArgumentError: a value that can't be, with the field's name.
+        ArgumentError: a value is out of range; the error names the field.
     """
 
     device: str | None = None
@@ -78,16 +79,17 @@ class RdmaOptions:
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> RdmaOptions:
-        """The options that ``PROXYCCL_RDMA_DEVICE``, ``PROXYCCL_RDMA_PORT``, … name; arguments win where not None.
+        """Options from ``PROXYCCL_RDMA_DEVICE``, ``PROXYCCL_RDMA_PORT``, …; arguments that are not None win.
 
         Raises:
-            ArgumentError: a variable or an argument is wrong, with its name; or an argument is no field.
+            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
+                name of an option.
         """
         named = {name: value for name, value in arguments.items() if value is not None}
         known = {field.name: field for field in fields(cls)}
         for name in named:
             if name not in known:
-                raise ArgumentError(name, f"no option of RDMA; there are {', '.join(known)}")
+                raise ArgumentError(name, f"unknown option of RDMA; expected one of {', '.join(known)}")
         for name in known.keys() - named.keys():
             variable = _PREFIX + name.upper()
             text = os.environ.get(variable)

@@ -1,8 +1,8 @@
-"""What pyverbs is like on this machine: the one place that knows its versions.
+"""pyverbs in all its versions: no other module knows their differences.
 
-Debian 12 has 44, with enumerators in `pyverbs.enums`. Later they are in `pyverbs.libibverbs_enums` and, where a newer
-Cython built it, in the classes of their enums alone. From 61 on a queue pair tells its address; before, the engine
-finds it. `PD.pd`, `Context.context` and `CQ.cq` are never touched: before 61 they crash the process.
+Debian 12 has version 44, with enumerators in `pyverbs.enums`. Later versions have them in `pyverbs.libibverbs_enums`;
+built by a newer Cython, only in the enums' classes. From version 61 a queue pair gives its address; before, the engine
+finds it. `PD.pd`, `Context.context` and `CQ.cq` are never read: before 61 that crashes the process.
 """
 
 from __future__ import annotations
@@ -26,20 +26,25 @@ from proxyccl.proxy import _engine
 ffi, lib = _engine.ffi, _engine.lib
 
 INSTALL = "apt install python3-pyverbs ibverbs-providers (Debian, Ubuntu), dnf install python3-pyverbs (Fedora)"
-"""How to get pyverbs. PyPI's is source that wants the machine's rdma-core to be of its own version."""
+"""How to install pyverbs. PyPI has only source, which needs the machine's rdma-core in the same version."""
 
 _MODULES = ("addr", "cq", "device", "mr", "pd", "pyverbs_error", "qp")
 _MAPS = Path("/proc/self/maps")
 _EXHAUSTED = (errno.ENOMEM, errno.ENOSPC, errno.EMFILE, errno.ENFILE)
 _NO_ACCESS = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENXIO, errno.ENODEV)
-_NO_ERRNO = -1  # how pyverbs says that it knows none
+_NO_ERRNO = -1  # pyverbs' error code where it knows none
 
 
 class Pyverbs:
-    """The classes and enumerators of pyverbs that are used here, under pyverbs' names.
+    """The classes and enumerators of pyverbs that this package uses, under pyverbs' names.
+
+    Args:
+        modules: pyverbs' modules, by name.
+        enums: the module with its enumerators.
+        version: its version, for messages.
 
     Raises:
-        RuntimeUnavailableError: these modules lack something.
+        RuntimeUnavailableError: a module lacks a class.
     """
 
     def __init__(self, modules: Mapping[str, ModuleType], enums: ModuleType, version: str) -> None:
@@ -66,14 +71,14 @@ class Pyverbs:
         """The value of an enumerator of libibverbs.
 
         Raises:
-            RuntimeUnavailableError: this pyverbs does not know it.
+            RuntimeUnavailableError: this version of pyverbs lacks it.
         """
         if name not in self._enumerators:
             raise RuntimeUnavailableError(f"pyverbs {self.version} is too old or too new: it has no {name}")
         return self._enumerators[name]
 
     def queue_pair(self, qp: Any) -> int:
-        """The address of a QP's `ibv_qp`, checked.
+        """The address of the `ibv_qp` in a pyverbs QP, checked.
 
         Raises:
             RuntimeUnavailableError: it can't be found; the message says why.
@@ -90,7 +95,7 @@ class Pyverbs:
         return int(found.qp)
 
     def error(self, call: str, subject: str, cause: Exception) -> ProxyCCLError:
-        """The exception of ours for what a call raised: ResourceError if something ran out, else
+        """The exception to raise for what a pyverbs call raised: ResourceError if something ran out, otherwise
         RuntimeUnavailableError.
         """
         number = error_number(cause)
@@ -99,10 +104,10 @@ class Pyverbs:
         return kind(f"{call} of {subject}: {words}")
 
     def open(self, device: str) -> Any:
-        """A context of the device of that name.
+        """Opens a device by name. Returns a pyverbs Context.
 
         Raises:
-            RuntimeUnavailableError: it can't be opened; the message says why.
+            RuntimeUnavailableError: the device can't be opened; the message says why.
         """
         try:
             return self.Context(name=device)
@@ -117,7 +122,7 @@ class Pyverbs:
 
     @contextlib.contextmanager
     def calling(self, call: str, subject: str) -> Iterator[None]:
-        """Within it, what pyverbs raises becomes an exception of ours (`error`)."""
+        """A context in which `error` translates what pyverbs raises."""
         try:
             yield
         except self.PyverbsError as cause:
@@ -126,26 +131,26 @@ class Pyverbs:
 
 _FINDINGS = {
     lib.PROXYCCL_VERBS_NO_OBJECT: "its memory can't be read",
-    lib.PROXYCCL_VERBS_NO_POINTER: "this version keeps no pointer where the known ones do",
-    lib.PROXYCCL_VERBS_OTHER_QP: "what this version keeps in its place is no queue pair of its number",
-    lib.PROXYCCL_VERBS_OTHER_PARTS: "its domain and its queues don't belong together",
-    lib.PROXYCCL_VERBS_FORBIDDEN: "this process may not call process_vm_readv, as in a container without that right",
+    lib.PROXYCCL_VERBS_NO_POINTER: "this version has no pointer at the offset that the known versions use",
+    lib.PROXYCCL_VERBS_OTHER_QP: "this version's pointer at that offset leads to no queue pair with its number",
+    lib.PROXYCCL_VERBS_OTHER_PARTS: "its protection domain and its completion queues belong to different contexts",
+    lib.PROXYCCL_VERBS_FORBIDDEN: "this process may not call process_vm_readv; some containers forbid it",
     lib.PROXYCCL_VERBS_NOT_BUILT: "the engine was built without libibverbs' headers",
 }
 
 
 def error_number(error: Exception) -> int | None:
-    """The errno in an exception of pyverbs, or None."""
+    """The errno in a pyverbs exception, or None."""
     code = getattr(error, "error_code", _NO_ERRNO)
     return None if code == _NO_ERRNO else abs(code)  # some providers return it negated
 
 
 @functools.cache
 def load() -> Pyverbs:
-    """pyverbs, imported when this is first called.
+    """pyverbs, imported by the first call.
 
     Raises:
-        RuntimeUnavailableError: it is not there or can't be used; the message says what to install.
+        RuntimeUnavailableError: it is missing or can't be used; the message says what to install.
     """
     try:
         with _root_logger_as_it_is():
@@ -157,9 +162,7 @@ def load() -> Pyverbs:
                 f"pyverbs is not installed: {INSTALL}; a virtual environment sees it if it was made with "
                 "--system-site-packages, or by a .pth file that names a directory with nothing but a link to it"
             ) from None
-        raise RuntimeUnavailableError(
-            f"pyverbs has no part for this Python ({error}): it was built for another version; {INSTALL}"
-        ) from None
+        raise RuntimeUnavailableError(f"pyverbs was built for another version of Python ({error}); {INSTALL}") from None
     except ImportError as error:
         raise RuntimeUnavailableError(f"pyverbs does not fit this machine's libibverbs ({error}): {INSTALL}") from None
     return Pyverbs(modules, enums, _version())
@@ -184,14 +187,15 @@ def _version() -> str:
     try:
         return importlib.metadata.version("pyverbs")
     except importlib.metadata.PackageNotFoundError:
-        # As distributions package it. It loads libibverbs, of whose version it is and whose file's name ends with that.
+        # Distributions package it without metadata. It has the version of the libibverbs that it loads, whose file name
+        # ends with that.
         match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)
         return match[1] if match else "of unknown version"
 
 
 @contextlib.contextmanager
 def _root_logger_as_it_is() -> Iterator[None]:
-    # pyverbs configures the root logger when it is imported, and that is the program's.
+    # pyverbs configures the root logger when it is imported, but that belongs to the program.
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:

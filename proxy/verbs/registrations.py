@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
+from proxyccl.device.lease_cache import LeaseCache
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
@@ -46,6 +45,9 @@ class Registration:
     allocation: Hashable = None
 
 
+_Made = tuple[Registration, Any]  # with pyverbs' memory region
+
+
 class Registrations:
     """What is registered with a device. Threads may share it.
 
@@ -61,13 +63,9 @@ class Registrations:
 
     def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
         self._device = device
-        self._keep = keep
-        self._keep_bytes = keep_bytes
-        self._made: dict[_Key, tuple[Registration, Any]] = {}
-        self._users: dict[_Key, int] = {}
-        self._idle: OrderedDict[_Key, int] = OrderedDict()  # their sizes
-        self._lock = threading.Lock()
-        self._closed = False
+        self._made: LeaseCache[_Key, _Made] = LeaseCache(
+            self._deregister, keep=keep, weigh=lambda made: made[0].nbytes, keep_weight=keep_bytes
+        )
         device.adopt(self)
 
     def register(
@@ -91,14 +89,9 @@ class Registrations:
             raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
         if not isinstance(nbytes, int) or nbytes <= 0:
             raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
+        self._require_open()
         key = (ptr, nbytes, allocation)
-        with self._lock:
-            self._require_open()
-            if key not in self._made:
-                self._made[key] = self._make(ptr, nbytes, dmabuf, allocation)
-            self._idle.pop(key, None)
-            self._users[key] = self._users.get(key, 0) + 1
-            return self._made[key][0]
+        return self._made.acquire(key, lambda: self._make(ptr, nbytes, dmabuf, allocation))[0]
 
     def release(self, registration: Registration) -> None:
         """Ends one use. No request may name it any more when the last one ends.
@@ -107,38 +100,22 @@ class Registrations:
             ArgumentError: it is not in use.
         """
         key = (registration.ptr, registration.nbytes, registration.allocation)
-        with self._lock:
-            if self._closed:
-                return
-            if key not in self._users:
-                raise ArgumentError("registration", f"{registration} is not in use")
-            self._users[key] -= 1
-            if self._users[key]:
-                return
-            del self._users[key]
-            if registration.allocation is None:
-                self._deregister(key)
-                return
-            self._idle[key] = registration.nbytes
-            while len(self._idle) > self._keep or sum(self._idle.values()) > self._keep_bytes:
-                self._deregister(self._idle.popitem(last=False)[0])
+        try:
+            self._made.release(key, keep=registration.allocation is not None)
+        except KeyError:
+            raise ArgumentError("registration", f"{registration} is not in use") from None
 
     def close(self) -> None:
         """Deregisters everything. Nothing may be under way from or to it."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            for key in tuple(self._made):
-                self._deregister(key)
+        self._made.close()
         self._device.disown(self)
 
     def _require_open(self) -> None:
         self._device.require_open()
-        if self._closed:
+        if self._made.closed:
             raise ClosedError("the registrations are closed")
 
-    def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> tuple[Registration, Any]:
+    def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> _Made:
         api, refusal = self._device.api, ""
         if dmabuf is not None:
             try:
@@ -185,7 +162,7 @@ class Registrations:
             return error
         return type(error)(f"{error}; this process may lock {limit >> 10} KiB of memory in all (ulimit -l)")
 
-    def _deregister(self, key: _Key) -> None:
-        registration, region = self._made.pop(key)
+    def _deregister(self, made: _Made) -> None:
+        registration, region = made
         with self._device.api.calling("ibv_dereg_mr", f"{registration.nbytes} bytes on {self._device.name}"):
             region.close()

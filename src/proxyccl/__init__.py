@@ -1,8 +1,10 @@
 """ProxyCCL: host-proxy communication for GPU kernels.
 
-A kernel pushes 128-bit triggers into a ring in pinned host memory; a proxy on the CPU drains it and moves the data.
-This module holds the public names and nothing else; see DESIGN.md for the rooms behind them.
+A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on the CPU drains the ring and moves the
+data. This module holds the public names and nothing else. DESIGN.md describes the packages behind them.
 """
+
+from importlib.metadata import version as _installed_version
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.communicator import Communicator
@@ -23,10 +25,12 @@ from proxyccl.device.errors import (
     ClosedError,
     CommunicatorError,
     CompileError,
+    ExchangeError,
     HandlerError,
     KernelError,
     MismatchError,
     PeerLostError,
+    ProtocolError,
     ProxyCCLError,
     ProxyLostError,
     ResourceError,
@@ -41,7 +45,12 @@ from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
 from proxyccl.proxy.verbs.options import RdmaOptions
 
-__version__ = "0.1.0"
+__version__ = _installed_version("proxyccl")
+
+MemoryChannel = SmChannel
+"""MSCCL++'s name of `SmChannel` since 2025."""
+PortChannel = ProxyChannel
+"""MSCCL++'s name of `ProxyChannel` since 2025."""
 
 __all__ = [
     "AbortedError",
@@ -59,12 +68,16 @@ __all__ = [
     "EPAllToAllLayoutDesc",
     "EPConfig",
     "Event",
+    "ExchangeError",
     "HandlerError",
     "KernelError",
+    "MemoryChannel",
     "MismatchError",
     "MpiBootstrap",
     "Operation",
     "PeerLostError",
+    "PortChannel",
+    "ProtocolError",
     "ProxyCCLError",
     "ProxyChannel",
     "ProxyLostError",

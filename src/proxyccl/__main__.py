@@ -1,4 +1,4 @@
-"""The `proxyccl` command: reads the arguments and calls what does the work. No logic of its own."""
+"""The `proxyccl` command: parses the arguments and calls the tools. It holds no logic of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
-from proxyccl.channels.collectives.operations import OPS
-from proxyccl.channels.tools import bench_collectives, bench_ring, compile_kernels, doctor, info, options, top, trace
-from proxyccl.device.arrays import reduction_dtypes
-from proxyccl.device.dtypes import DTYPES
+from proxyccl.channels.collectives.reductions import OPS
+from proxyccl.channels.tools import (
+    bench_collectives,
+    bench_ring,
+    compile_kernels,
+    doctor,
+    info,
+    options,
+    top,
+    trace,
+    tune,
+)
+from proxyccl.device.dtypes import DTYPES, reduction_dtypes
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import command
@@ -21,21 +31,28 @@ from proxyccl.proxy.daemon.server import DaemonOptions
 from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
 from proxyccl.proxy.thread import IdlePolicy
 
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_command(commands: _Commands, name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    """Adds a command. The list of commands and the command's own help both say what it does."""
+    return commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.", epilog=epilog)
+
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Which proxies are wanted."""
-    parser.add_argument("--job", metavar="ID", help="of this job only (default: all)")
+    """Adds the options that select proxies."""
+    parser.add_argument("--job", metavar="ID", help="only proxies of this job (default: all)")
     parser.add_argument(
         "--daemon",
         nargs="?",
         const="",
         metavar="SOCKET",
-        help="what runs in this node daemon only; without SOCKET in the one where `proxyccl daemon` listens by default",
+        help="only proxies in this node daemon; without SOCKET, in the one at the default socket",
     )
 
 
 def _process(daemon: str | None) -> int | None:
-    """The process that --daemon chooses, if it was given."""
+    """Process id of the daemon that --daemon selects; None without that option."""
     return None if daemon is None else daemon_process(socket_path(daemon))
 
 
@@ -43,101 +60,141 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    info_parser = commands.add_parser("info", help="what this machine offers, and what to install for the rest")
-    info_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
+    info_parser = _add_command(commands, "info", "list what this machine offers, and what to install for the rest")
+    info_parser.add_argument("--json", action="store_true", help="print JSON")
 
-    compile_parser = commands.add_parser("compile", help="compile shipped kernels now and not when they are first used")
+    compile_parser = _add_command(commands, "compile", "compile shipped kernels now, before their first use")
     compile_parser.add_argument(
         "--arch",
         action="append",
         default=[],
         metavar="ARCH",
-        help="for GPUs of this architecture, such as sm_90 or gfx942; may be given again (default: this machine's)",
+        help="architecture of the GPUs, such as sm_90 or gfx942; may be repeated (default: this machine's)",
     )
 
-    daemon = commands.add_parser("daemon", help="run the proxies of this node's ranks, until SIGTERM")
+    tune_parser = _add_command(
+        commands,
+        "tune",
+        "measure the collectives' algorithms, and keep the fastest for later jobs of as many ranks",
+        "Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl tune",
+    )
+    tune_parser.add_argument(
+        "-t", "--seconds", type=options.seconds, default=10.0, help="time to spend, about (default %(default)s)"
+    )
+
+    daemon = _add_command(commands, "daemon", "run the proxies of this node's ranks, until SIGTERM")
     daemon.add_argument(
-        "--socket", metavar="PATH", help="where to listen (default: PROXYCCL_DAEMON_SOCKET, else one of this user's)"
+        "--socket",
+        metavar="PATH",
+        help="socket to listen at (default: PROXYCCL_DAEMON_SOCKET, else a socket of this user)",
     )
     daemon.add_argument(
-        "--threads", type=options.count, default=1, help="that run the proxies of all ranks (default %(default)s)"
+        "--threads",
+        type=options.count,
+        default=1,
+        help="number of threads that run the proxies of all ranks (default %(default)s)",
     )
-    daemon.add_argument("--cores", help="that they may run on: 0-3,8, or node:1 for a NUMA node's (default: any)")
+    daemon.add_argument(
+        "--cores", help="cores for the threads: 0-3,8, or node:1 for the cores of a NUMA node (default: any)"
+    )
     daemon.add_argument(
         "--metrics",
         type=options.port,
         metavar="PORT",
-        help="show all proxies to Prometheus on loopback",
+        help="serve metrics of all proxies for Prometheus at this port of the loopback interface",
     )
-    for name, what in (("spin", "spins"), ("yield", "then yields its core"), ("max-sleep", "then sleeps, at most")):
+    for name, what in (
+        ("spin", "first spins for this time"),
+        ("yield", "then yields its core for this time"),
+        ("max-sleep", "then sleeps for at most this time at once"),
+    ):
         default = getattr(IdlePolicy(), f"{name.replace('-', '_')}_us")
         daemon.add_argument(
             f"--{name}-us",
             type=float,
             default=default,
             metavar="US",
-            help=f"an idle thread {what} (default {default:g})",
+            help=f"an idle thread {what}, in µs (default {default:g})",
         )
 
-    top_parser = commands.add_parser(
+    top_parser = _add_command(
+        commands,
         "top",
-        help="what the proxies on this machine do, live",
-        epilog="busy: the part of the time in which a proxy's busiest thread had something to do. The ranks of a node "
-        "daemon share its threads, so one that does nothing there shows as busy as those that it shares with.",
+        "show live what the proxies on this machine do",
+        "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
+        "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
     )
-    top_parser.add_argument("--once", action="store_true", help="one table, over one interval")
-    top_parser.add_argument("--json", action="store_true", help="print it for other programs to read, a line each time")
+    top_parser.add_argument("--once", action="store_true", help="print one table, over one interval")
+    top_parser.add_argument("--json", action="store_true", help="print a line of JSON for each table")
     top_parser.add_argument(
-        "--interval", type=options.seconds, default=1.0, metavar="S", help="between two looks (default %(default)s)"
+        "--interval",
+        type=options.seconds,
+        default=1.0,
+        metavar="S",
+        help="seconds between tables (default %(default)s)",
     )
     _add_selection(top_parser)
 
-    trace_parser = commands.add_parser("trace", help="record the triggers of a while, for Perfetto to show")
+    trace_parser = _add_command(commands, "trace", "record the proxies' triggers for Perfetto")
     trace_parser.add_argument(
-        "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="where to write it"
+        "-o", "--output", type=options.json_file, required=True, metavar="FILE", help="file to write the trace to"
     )
     trace_parser.add_argument(
-        "-t", "--seconds", type=options.seconds, default=1.0, help="to record, or until Ctrl-C (default %(default)s)"
+        "-t",
+        "--seconds",
+        type=options.seconds,
+        default=1.0,
+        help="time to record (default %(default)s); Ctrl-C ends it earlier",
     )
-    trace_parser.add_argument("--ranks", type=options.ranks, help="such as 0,3 (default: all)")
+    trace_parser.add_argument("--ranks", type=options.ranks, help="only these ranks, such as 0,3 (default: all)")
     trace_parser.add_argument(
         "--most",
         type=options.count,
         default=MOST_TRIGGERS,
         metavar="N",
-        help="triggers to keep, of all proxies together; those after them are counted (default %(default)s)",
+        help="most triggers to keep, over all proxies; later ones are only counted (default %(default)s)",
     )
     _add_selection(trace_parser)
 
-    doctor_parser = commands.add_parser(
-        "doctor", help="from the reports of ranks that hang: who waits for whom, and why"
+    doctor_parser = _add_command(
+        commands, "doctor", "read the reports of ranks that hang, and say who waits for whom and why"
     )
     doctor_parser.add_argument(
         "reports",
         nargs="*",
         type=Path,
         metavar="REPORT",
-        help="reports of ranks and node daemons, or directories with them (default: the newest of this user)",
+        help="reports of ranks and node daemons, or directories of reports (default: this user's newest)",
     )
     doctor_parser.add_argument("--full", action="store_true", help="print the reports too")
-    doctor_parser.add_argument("--json", action="store_true", help="print it for other programs to read")
+    doctor_parser.add_argument("--json", action="store_true", help="print JSON")
 
-    bench = commands.add_parser("bench", help="measure the trigger ring or a collective")
+    bench = _add_command(commands, "bench", "measure the trigger ring or a collective")
     benchmarks = bench.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
 
-    ring = benchmarks.add_parser("ring", help="the trigger ring and the engine that drains it, in one process")
-    ring.add_argument("-t", "--seconds", type=options.count, default=20, help="to spend, about (default %(default)s)")
-    ring.add_argument("-n", "--triggers", type=options.count, help="in each timed run (default: what the time allows)")
-    ring.add_argument("-r", "--repeats", type=options.count, default=7, help="of each timed run (default %(default)s)")
+    ring = _add_command(benchmarks, "ring", "measure the trigger ring and the engine that drains it, in one process")
+    ring.add_argument("-t", "--seconds", type=options.count, default=20, help="time to spend (default %(default)s)")
     ring.add_argument(
-        "--fifo-size", type=options.count, default=1024, help="slots, a power of two (default %(default)s)"
+        "-n", "--triggers", type=options.count, help="triggers in each timed run (default: what the time allows)"
     )
-    ring.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+    ring.add_argument(
+        "-r", "--repeats", type=options.count, default=7, help="repeats of each timed run (default %(default)s)"
+    )
+    ring.add_argument(
+        "--fifo-size",
+        type=options.count,
+        default=1024,
+        help="slots of the ring, a power of two (default %(default)s)",
+    )
+    ring.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
 
     for name in bench_collectives.COLLECTIVES:
         reduction = name in bench_collectives.REDUCTIONS
-        sub = benchmarks.add_parser(
-            name, help="start it under mpiexec: mpiexec -n 4 python -m mpi4py $(which proxyccl) …"
+        sub = _add_command(
+            benchmarks,
+            name,
+            f"measure {name} beside MPI's, under mpiexec",
+            f"Start it with: mpiexec -n 4 python -m mpi4py -m proxyccl bench {name}",
         )
         sub.add_argument(
             "-b", "--min-bytes", type=options.size, default=1 << 10, metavar="SIZE", help="first size (default 1K)"
@@ -146,33 +203,47 @@ def _parser() -> argparse.ArgumentParser:
             "-e", "--max-bytes", type=options.size, default=1 << 20, metavar="SIZE", help="last size (default 1M)"
         )
         sub.add_argument(
-            "-f", "--step-factor", type=options.factor, default=4, help="between sizes (default %(default)s)"
+            "-f", "--step-factor", type=options.factor, default=4, help="factor between sizes (default %(default)s)"
         )
         dtypes = reduction_dtypes() if reduction else list(DTYPES)
         sub.add_argument("-d", "--dtype", choices=dtypes, default="float32", help="element type (default %(default)s)")
         if reduction:
             sub.add_argument("-o", "--op", choices=OPS, default="sum", help="reduction (default %(default)s)")
         sub.add_argument(
-            "-a", "--algorithm", default="auto", help="a name, auto, or each for all (default %(default)s)"
+            "-a", "--algorithm", default="auto", help="an algorithm, auto, or each for all (default %(default)s)"
         )
         sub.add_argument(
-            "-n", "--iterations", type=options.count, default=20, help="most timed calls (default %(default)s)"
+            "-n",
+            "--iterations",
+            type=options.count,
+            default=20,
+            help="most timed calls of a size (default %(default)s)",
         )
         sub.add_argument(
-            "-w", "--warm-up", type=options.count_or_none, default=2, help="calls before (default %(default)s)"
+            "-w", "--warm-up", type=options.count_or_none, default=2, help="calls before those (default %(default)s)"
         )
-        sub.add_argument("-t", "--seconds", type=options.count, default=8, help="to spend, about (default %(default)s)")
-        sub.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results there")
+        sub.add_argument("-t", "--seconds", type=options.count, default=8, help="time to spend (default %(default)s)")
+        sub.add_argument("--json", type=options.json_file, metavar="FILE", help="write the results to FILE")
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 0, 1 for a failure, 2 for wrong arguments."""
+    """Runs the command line.
+
+    Args:
+        arguments: without the program's name; None for `sys.argv`.
+
+    Returns:
+        The exit code: 0, or 1 for a failure.
+
+    Raises:
+        SystemExit: with code 2 for wrong arguments, with 0 after ``--help``.
+    """
     try:
         code = _run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # who reads has read enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes when it ends
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout when it ends
         return 0
     return code
 
@@ -185,6 +256,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             return info.run(as_json=parsed.json)
         if parsed.command == "compile":
             return compile_kernels.run(parsed.arch)
+        if parsed.command == "tune":
+            return tune.run(parsed.seconds)
         if parsed.command == "daemon":
             return command.run(
                 socket_path(parsed.socket),

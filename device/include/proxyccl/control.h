@@ -1,9 +1,9 @@
-/* The control block: how a rank's kernels, its proxy and the CPUs of its peers tell each other to stop.
+/* The control block, through which a rank's kernels, its proxy and its peers stop one another.
  *
- * One a rank, in pinned host memory that the other ranks of its host map too. Every device-side wait reads `abort`
- * while it spins and `timeout_ns` to know when to give up; whoever gives up first files the one error record and raises
- * the abort of all ranks of the host, its own last. A wait that is told to stop, or asked by the CPU, says in `waits`
- * what it waited for.
+ * There is one per rank, in pinned host memory that the other ranks of its host map too. A device-side wait reads
+ * `abort` while it spins, and `timeout_ns` to know when to give up. The first that gives up files the error record and
+ * sets `abort` on all ranks of the host, on its own last. A wait that is stopped, or queried by the CPU, writes to
+ * `waits` what it waits for.
  * Plain C, shared with the engine and with Python.
  */
 #ifndef PROXYCCL_CONTROL_H
@@ -13,75 +13,103 @@
 
 enum ProxycclErrorCode {
   PROXYCCL_OK = 0,
-  PROXYCCL_ERROR_TIMEOUT = 1,      /* a bounded wait ran out */
-  PROXYCCL_ERROR_PEER_LOST = 2,    /* the process of a rank ended */
-  PROXYCCL_ERROR_TRANSPORT = 3,    /* a copy or work request failed */
-  PROXYCCL_ERROR_BAD_TRIGGER = 4,  /* a trigger names what is not registered, or leaves its memory */
-  PROXYCCL_ERROR_HANDLER = 5,      /* a Python handler raised */
-  PROXYCCL_ERROR_MISMATCH = 6,     /* ranks called a collective with different arguments */
-  PROXYCCL_ERROR_INVALID_FLAG = 7, /* a kernel used packet flag 0 */
-  PROXYCCL_ERROR_LOCAL = 8,        /* any other failure on one rank that ends the communicator */
-  PROXYCCL_ERROR_PROXY_LOST = 9    /* the node daemon that runs a rank's proxy ended */
+  PROXYCCL_ERROR_TIMEOUT = 1,       /* a bounded wait ran out */
+  PROXYCCL_ERROR_PEER_LOST = 2,     /* the process of a rank ended */
+  PROXYCCL_ERROR_TRANSPORT = 3,     /* a copy or work request failed */
+  PROXYCCL_ERROR_BAD_TRIGGER = 4,   /* a trigger names an unregistered id, or its range leaves its memory */
+  PROXYCCL_ERROR_HANDLER = 5,       /* a Python handler raised */
+  PROXYCCL_ERROR_MISMATCH = 6,      /* ranks called a collective with different arguments */
+  PROXYCCL_ERROR_INVALID_FLAG = 7,  /* a kernel used packet flag 0 */
+  PROXYCCL_ERROR_LOCAL = 8,         /* any other failure on one rank that ends the communicator */
+  PROXYCCL_ERROR_PROXY_LOST = 9,    /* the node daemon that runs a rank's proxy ended */
+  PROXYCCL_ERROR_OUT_OF_RANGE = 10, /* the range of an SmChannel's call leaves its memory */
+  PROXYCCL_ERROR_SHARED_WAIT = 11,  /* two threads wait on one channel at the same time */
+  PROXYCCL_ERROR_BAD_PLAN = 12,     /* a plan names what is not there, or leaves its memory */
+  PROXYCCL_ERROR_TRANSFER_SIZE = 13 /* a rank receives another number of bytes than its peer sends */
 };
 
-enum ProxycclWaitKind { /* what a bounded wait waits for */
-                        PROXYCCL_WAIT_NONE = 0,
-                        PROXYCCL_WAIT_RING_ROOM = 1,
-                        PROXYCCL_WAIT_RING_SYNC = 2,
-                        PROXYCCL_WAIT_FLUSH = 3,
-                        PROXYCCL_WAIT_SM_SIGNAL = 4,
-                        PROXYCCL_WAIT_PROXY_SIGNAL = 5,
-                        PROXYCCL_WAIT_PACKET = 6,
-                        PROXYCCL_WAIT_GRID = 7
+/* The call of an SmChannel that leaves its memory. */
+enum ProxycclSmCall {
+  PROXYCCL_SM_PUT = 1,
+  PROXYCCL_SM_GET = 2,
+  PROXYCCL_SM_PUT_PACKETS = 3,
+  PROXYCCL_SM_GET_PACKETS = 4
+};
+/* The memory that the call leaves. */
+enum ProxycclSmMemory { PROXYCCL_SM_PEER_MEMORY = 1, PROXYCCL_SM_OWN_MEMORY = 2, PROXYCCL_SM_PACKET_BUFFER = 3 };
+
+/* What a bounded wait waits for. */
+enum ProxycclWaitKind {
+  PROXYCCL_WAIT_NONE = 0,
+  PROXYCCL_WAIT_RING_ROOM = 1,
+  PROXYCCL_WAIT_RING_SYNC = 2,
+  PROXYCCL_WAIT_FLUSH = 3,
+  PROXYCCL_WAIT_SM_SIGNAL = 4,
+  PROXYCCL_WAIT_PROXY_SIGNAL = 5,
+  PROXYCCL_WAIT_PACKET = 6,
+  PROXYCCL_WAIT_GRID = 7,
+  /* Of the proxy, which describes no wait: */
+  PROXYCCL_WAIT_PLAN_POST = 8,
+  PROXYCCL_WAIT_PLAN_DATA = 9,
+  PROXYCCL_WAIT_PLAN_SEND = 10,
+  PROXYCCL_WAIT_PLAN_GATE = 11
+};
+
+/* Whether a rank may still access its peers' memory. */
+enum ProxycclPresence {
+  PROXYCCL_PRESENT = 0,
+  PROXYCCL_CLOSING_ANOTHER = 1, /* it waits for another communicator to close */
+  PROXYCCL_LEFT = 2             /* it has closed the communicator and accesses no memory any more */
 };
 
 enum ProxycclRecordState { PROXYCCL_RECORD_EMPTY = 0, PROXYCCL_RECORD_CLAIMED = 1, PROXYCCL_RECORD_VALID = 2 };
 
 #define PROXYCCL_NO_PEER 0xffffffffu
+#define PROXYCCL_NO_CHANNEL 0xffffffffu
 
 typedef struct ProxycclErrorRecord {
-  uint32_t state;     /* ProxycclRecordState: the first reporter claims it, fills it, then publishes it */
+  uint32_t state;     /* ProxycclRecordState: the first failure claims it, fills it, then publishes it */
   uint32_t code;      /* ProxycclErrorCode */
-  uint32_t rank;      /* the rank that reports */
+  uint32_t rank;      /* the rank that files it */
   uint32_t peer;      /* the rank that it concerns, or PROXYCCL_NO_PEER */
-  uint32_t wait;      /* ProxycclWaitKind */
-  uint32_t operation; /* bits of a trigger's operation, where one is involved */
-  uint32_t channel;   /* channel id */
+  uint32_t wait;      /* ProxycclWaitKind; out of range: ProxycclSmMemory */
+  uint32_t operation; /* bits of a trigger's operation, if there is one; out of range: ProxycclSmCall */
+  uint32_t channel;   /* channel id, or PROXYCCL_NO_CHANNEL */
   int32_t status;     /* a driver's or transport's own status */
-  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag */
-  uint64_t seen;      /* value last seen */
+  uint64_t expected;  /* value waited for: ticket, semaphore value or packet flag; of a plan: its number */
+  uint64_t seen;      /* value last seen; out of range: the memory's size in bytes */
   uint64_t offset;    /* byte offset of the transfer that failed */
   uint64_t size;      /* its size in bytes */
 } ProxycclErrorRecord;
 
-/* What one wait of a kernel says of itself when it is asked. */
+/* The answer of one wait of a kernel to a question of the CPU. */
 typedef struct ProxycclWait {
-  uint32_t claimed; /* number of the question: the first wait that finds another here claims the place, fills it … */
-  uint32_t told;    /* … and publishes it by the same number */
-  uint32_t kind;    /* ProxycclWaitKind */
-  uint32_t peer;    /* rank waited for, or PROXYCCL_NO_PEER */
-  uint32_t channel;
+  uint32_t claimed;  /* number of the question: the first wait to store it claims this place and fills it … */
+  uint32_t answered; /* … then publishes it by storing the number here */
+  uint32_t kind;     /* ProxycclWaitKind */
+  uint32_t peer;     /* rank waited for, or PROXYCCL_NO_PEER */
+  uint32_t channel;  /* channel id, or PROXYCCL_NO_CHANNEL */
   uint32_t reserved;
   uint64_t expected; /* as in an error record */
   uint64_t seen;
 } ProxycclWait;
 
-enum { /* a wait's place is that of its peer (modulo), or of its kind where it has none */
-       PROXYCCL_WAIT_PEERS = 64,
-       PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 8
-};
+/* A wait's place in ProxycclControl.waits: its peer modulo PROXYCCL_WAIT_PEERS; if it has no peer, its kind. */
+enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 8 };
 
-/* The question that an abort puts to all waits. */
+/* The number of the question that an abort asks all waits. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu
 
 typedef struct ProxycclControl {
-  uint32_t abort; /* 0 while all is well, else a ProxycclErrorCode: waits end */
-  uint32_t asked; /* number of the question what kernels wait for, while the CPU puts it; else 0 */
+  uint32_t abort; /* 0, or the ProxycclErrorCode for which all waits must end */
+  uint32_t asked; /* number of the CPU's question what kernels wait for; 0 while it asks none */
   uint32_t rank;
-  uint32_t told; /* one more than the rank of this host that has failed, and whose record says why; 0: none */
+  uint32_t failed_rank; /* one more than the rank of this host that failed first, whose record says why; 0: none */
   uint64_t timeout_ns;
-  struct ProxycclControl *const *peers; /* those of the host's other ranks, all by addresses of this rank's device */
+  struct ProxycclControl* const* peers; /* those of the host's other ranks, at addresses of this rank's device */
   uint32_t peer_count;
+  uint32_t presence;  /* ProxycclPresence, written by this rank's CPU and read by its peers' */
+  uint32_t exchanges; /* how many exchanges of the bootstrap a rank that has left took part in */
   uint32_t reserved;
   ProxycclErrorRecord error;
   ProxycclWait waits[PROXYCCL_WAIT_PLACES];

@@ -15,7 +15,7 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   Word* to = reinterpret_cast<Word*>(dst);
   const Word* from = reinterpret_cast<const Word*>(src);
   const size_t words = bytes / sizeof(Word);
-  // A thread's loads go out together, or each would wait for the store before it, which may alias it.
+  // A thread's loads are issued together: otherwise each would wait for the store before it, which may alias it.
   constexpr uint32_t kInFlight = 4;
 #pragma unroll 1
   for (size_t first = thread; first < words; first += static_cast<size_t>(kInFlight) * threads) {
@@ -31,7 +31,12 @@ PROXYCCL_DEVICE void copyWords(char* dst, const char* src, size_t bytes, uint32_
   forEach(bytes - done, thread, threads, [&](size_t i) { dst[done + i] = src[done + i]; });
 }
 
-// Copies `bytes` bytes with the callers `thread` of `threads`. The ranges must not overlap.
+/// Copies bytes. A group of threads calls it together, and each copies its part. It orders nothing.
+/// @param dst      where to; the ranges must not overlap
+/// @param src      where from
+/// @param bytes    how many; any alignment will do, and the widest accesses that both addresses allow are used
+/// @param thread   the calling thread's number in the group: 0 to threads - 1
+/// @param threads  threads in the group
 PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, uint32_t thread, uint32_t threads) {
   char* to = static_cast<char*>(dst);
   const char* from = static_cast<const char*>(src);

@@ -1,12 +1,12 @@
-// The producers' side of the ring.
+// The producers' side of the ring of triggers.
 //
 // A producer takes a ticket, waits until the ring has room for it, and stores 16 bytes. The parity bit that it stores
-// is that of its lap, starting with 1, so zeroed memory reads as an empty first lap and nobody ever clears a slot.
+// is that of its lap, starting with 1, so zeroed memory reads as an empty first lap and no slot is ever cleared.
 //
 // Memory order: the trigger's store is a system-scope release and pairs with the engine's acquire of word 1
-// (engine.c, ring_peek): what the kernel wrote before the push is visible to the transfer. The engine's release of
-// `tail` pairs with the acquire in look() and sync(): a slot is rewritten only after the engine has read it, and
-// after sync() what the engine did for the trigger has been issued.
+// (ring_peek in ring.h): what the kernel wrote before the push is visible to the transfer. The engine's release of
+// `tail` pairs with the acquire in refreshTail() and sync(): a slot is rewritten only after the engine has read it, and
+// sync() returns only after the engine has issued the trigger's operations.
 #ifndef PROXYCCL_FIFO_H
 #define PROXYCCL_FIFO_H
 
@@ -18,14 +18,17 @@ namespace proxyccl {
 constexpr uint64_t kNoTicket = ~0ull;
 
 struct Fifo : ProxycclFifo {
-  // Pushes one trigger (its parity bit is ignored). Returns its ticket, or kNoTicket if the communicator was aborted
-  // or the ring stayed full for longer than the time-out. Triggers of one thread are executed in the order of its
-  // pushes.
+  /// Pushes one trigger; waits while the ring is full. Any thread may call it, and any number at once.
+  ///
+  /// Triggers of one thread are executed in the order of its pushes. The proxy's transfer sees what the thread wrote
+  /// before.
+  /// @param trigger  from makeTrigger(); its parity bit is ignored
+  /// @param control  the control block of the communicator; null for the module's
+  /// @return the trigger's ticket; kNoTicket if the communicator has ended or the ring stayed full until the time-out
   PROXYCCL_DEVICE uint64_t push(ProxycclTrigger trigger, Control* control) const {
-    // No look at the abort word: it would cost every push a trip to the host. A ring that nobody drains any more fills
-    // up, and the wait for room ends.
-    // The cached tail is asked for along with the ticket, not after it. Relaxed will do: the trigger's store depends on
-    // it and releases.
+    // The abort word is not read, as that would cost every push a trip to the host: if nobody drains the ring any more
+    // it fills up, and the wait for room ends. The cached tail is loaded together with the ticket, not after it.
+    // Relaxed order is enough, as the trigger's store depends on it and is a release.
     const uint64_t known_tail = loadRelaxedDevice(tail_cache);
     const uint64_t ticket = fetchAddRelaxedDevice<uint64_t>(head, 1);
     orderBeforeTrigger();
@@ -38,10 +41,13 @@ struct Fifo : ProxycclFifo {
     return ticket;
   }
 
-  // Waits until the proxy has taken the trigger with this ticket out of the ring and issued it.
+  /// Waits until the proxy has taken a trigger out of the ring and issued it. The transfer may not be complete yet.
+  /// @param ticket   from push(); for kNoTicket it returns false at once
+  /// @param control  the control block of the communicator; null for the module's
+  /// @return false if the communicator has ended or the time-out passed
   PROXYCCL_DEVICE bool sync(uint64_t ticket, Control* control) const {
     if (ticket == kNoTicket) return false;
-    const WaitFor what = {PROXYCCL_WAIT_RING_SYNC, PROXYCCL_NO_PEER, 0, ticket + 1};
+    const WaitFor what = {PROXYCCL_WAIT_RING_SYNC, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, ticket + 1};
     return waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(tail)) > ticket; });
   }
 
@@ -51,13 +57,14 @@ struct Fifo : ProxycclFifo {
     return ticket < loadAcquireDevice(tail_cache) + (1ull << size_log2);
   }
 
-  // Of all producers that wait, the one that holds the lock looks at the host's tail for all: thousands of threads
-  // polling one word across PCIe would starve the proxy's own stores to it.
+  // Of all waiting producers only the one that holds the lock polls the host's tail: thousands of threads that poll one
+  // word across PCIe would starve the proxy's stores to it.
   PROXYCCL_DEVICE bool waitForRoom(uint64_t ticket, Control* control) const {
-    const WaitFor what = {PROXYCCL_WAIT_RING_ROOM, PROXYCCL_NO_PEER, 0, ticket + 1 - (1ull << size_log2)};
+    const WaitFor what = {PROXYCCL_WAIT_RING_ROOM, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL,
+                          ticket + 1 - (1ull << size_log2)};
     return waitUntil(control, what, [&](uint64_t* seen) {
       if (exchangeAcquireDevice<uint32_t>(refresh_lock, 1) == 0) {
-        look();
+        refreshTail();
         storeReleaseDevice<uint32_t>(refresh_lock, 0);
       }
       *seen = loadRelaxedDevice(tail_cache);
@@ -65,7 +72,7 @@ struct Fifo : ProxycclFifo {
     });
   }
 
-  PROXYCCL_DEVICE void look() const { storeReleaseDevice<uint64_t>(tail_cache, loadAcquireSystem(tail)); }
+  PROXYCCL_DEVICE void refreshTail() const { storeReleaseDevice<uint64_t>(tail_cache, loadAcquireSystem(tail)); }
 };
 
 }  // namespace proxyccl

@@ -1,7 +1,7 @@
-// PROXYCCL_EXPORT_KERNEL(name): appended for each kernel of a compiled source.
+// PROXYCCL_EXPORT_KERNEL(name): stands behind each kernel of a compiled source.
 //
-// It exports the kernel's parameter table, which tells the launcher the size and the kind of each argument (a driver
-// knows the sizes at best), and on the host the entry point that unpacks them.
+// It exports the kernel's parameter table, which tells the launcher the size and kind of each argument (drivers know at
+// most the sizes). On the host it also exports the entry point that unpacks the arguments.
 #ifndef PROXYCCL_KERNEL_H
 #define PROXYCCL_KERNEL_H
 

@@ -1,7 +1,7 @@
-// Low-latency packets: data and a flag in one store, so that data arriving is its own signal (NCCL's LL protocol).
+// Low-latency packets: data and a flag in one store, so that the data needs no separate signal (NCCL's LL protocol).
 //
-// A reader waits until the flags equal its own; the flag must differ from the one that the same packet carried last,
-// and 0, which fresh memory holds, is refused.
+// A reader waits until the packet's flags equal its own. A flag must differ from the last one of the same packet. Flag
+// 0 is refused, as fresh memory holds it.
 #ifndef PROXYCCL_PACKET_H
 #define PROXYCCL_PACKET_H
 
@@ -9,7 +9,7 @@
 
 namespace proxyccl {
 
-// 16 bytes that carry 8. Each 8-byte half has its own flag, so a store torn in halves does no harm.
+// 16 bytes that carry 8. Each 8-byte half has its own flag, so a store that is torn in halves does no harm.
 struct alignas(16) LL16Packet {
   uint32_t data1, flag1, data2, flag2;
 
@@ -17,10 +17,13 @@ struct alignas(16) LL16Packet {
     uint32_t x, y;
   };
 
+  /// Stores data and flag, in one access.
   PROXYCCL_DEVICE void write(Payload payload, uint32_t flag) {
     const uint64_t tag = static_cast<uint64_t>(flag) << 32;
     storePacket128(reinterpret_cast<uint64_t*>(this), tag | payload.x, tag | payload.y);
   }
+  /// Loads the packet once.
+  /// @return whether it has this flag; if so, *payload is its data. *seen is the flag that it has
   PROXYCCL_DEVICE bool tryRead(uint32_t flag, Payload* payload, uint64_t* seen) const {
     const Words words = load();
     *payload = words.payload();
@@ -28,7 +31,7 @@ struct alignas(16) LL16Packet {
     return words.carries(flag);
   }
 
-  // A look at a packet, apart from its judgement: a thread may look at several before it waits for the first.
+  // A packet as loaded, whatever its flags: a thread may load several before it waits for the first.
   struct Words {
     uint64_t low, high;
 
@@ -48,9 +51,12 @@ struct alignas(8) LL8Packet {
 
   using Payload = uint32_t;
 
+  /// Stores data and flag, in one access.
   PROXYCCL_DEVICE void write(Payload payload, uint32_t flag_) {
     storeRelaxedSystem(reinterpret_cast<uint64_t*>(this), static_cast<uint64_t>(flag_) << 32 | payload);
   }
+  /// Loads the packet once.
+  /// @return whether it has this flag; if so, *payload is its data. *seen is the flag that it has
   PROXYCCL_DEVICE bool tryRead(uint32_t flag_, Payload* payload, uint64_t* seen) const {
     const uint64_t word = loadRelaxedSystem(reinterpret_cast<const uint64_t*>(this));
     *payload = static_cast<uint32_t>(word);
@@ -61,20 +67,29 @@ struct alignas(8) LL8Packet {
 
 using LLPacket = LL16Packet;
 
-// Waits for a packet with this flag. Zeroes when the wait failed.
+/// Waits for a packet with this flag. Any thread may call it.
+/// @param packet   the packet, in own memory
+/// @param flag     the sender's
+/// @param control  the communicator's control block; null for the module's
+/// @param peer     the rank that sends it, for the error record if it does not arrive
+/// @param channel  channel id, likewise
+/// @return its data; zeros if the communicator has ended or the time-out passed
 template <class Packet>
-PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control,
-                                                    uint32_t peer, uint32_t channel = 0) {
+PROXYCCL_DEVICE typename Packet::Payload readPacket(const Packet* packet, uint32_t flag, Control* control = nullptr,
+                                                    uint32_t peer = PROXYCCL_NO_PEER,
+                                                    uint32_t channel = PROXYCCL_NO_CHANNEL) {
   typename Packet::Payload payload{};
   const WaitFor what = {PROXYCCL_WAIT_PACKET, peer, channel, flag};
   if (!waitUntil(control, what, [&](uint64_t* seen) { return packet->tryRead(flag, &payload, seen); })) return {};
   return payload;
 }
 
-// Fresh memory holds flag 0, so a wait for 0 would "succeed" before anything arrived.
+/// Whether a flag may be used: fresh memory holds flag 0, so a wait for 0 would succeed before anything arrived.
+///
+/// Flag 0 ends the communicator with a TriggerError. Parameters as for readPacket().
 PROXYCCL_DEVICE bool flagIsValid(uint32_t flag, Control* control, uint32_t peer, uint32_t channel) {
   if (flag != 0) return true;
-  reportError(control, PROXYCCL_ERROR_INVALID_FLAG, {PROXYCCL_WAIT_PACKET, peer, channel, 0}, 0);
+  recordError(control, PROXYCCL_ERROR_INVALID_FLAG, {PROXYCCL_WAIT_PACKET, peer, channel, 0}, 0);
   return false;
 }
 

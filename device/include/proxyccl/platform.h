@@ -2,13 +2,15 @@
 //
 // Each platform_*.h defines:
 //   PROXYCCL_DEVICE           a function that runs on the device, inlined
-//   PROXYCCL_OUT_OF_LINE      one that is long, or runs seldom, and is compiled once: run-time compilers are waited for
+//   PROXYCCL_OUT_OF_LINE      one that is long or runs seldom: not inlined, to keep run-time compilation short
 //   PROXYCCL_ON_HOST          1 where GPU threads are fibers on a CPU, else 0
 //   PROXYCCL_WARP_SIZE        lanes that run together
 //   PROXYCCL_LOAD/STORE/FETCH_ADD/EXCHANGE/COMPARE_EXCHANGE(pointer, …, ORDER, SCOPE)
 //   the CUDA names that kernels use: __global__, __device__, __shared__, threadIdx, …, __syncthreads()
-//   namespace proxyccl: inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, fenceSystem,
-//   orderBeforeTrigger, storePacket128, loadPacket128, halfToFloat, floatToHalf, dynamicShared
+//   namespace proxyccl: defaultControl (the control block of waits that are given none; may be null),
+//   inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, store128, prefetch, fenceSystem,
+//   orderBeforeTrigger, storePacket128, loadPacket128, storeRelaxed128, loadRelaxed128, halfToFloat, floatToHalf,
+//   dynamicShared
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //
@@ -74,13 +76,22 @@ PROXYCCL_DEVICE T exchangeAcquireDevice(T* p, T v) {
   return PROXYCCL_EXCHANGE(p, v, ACQUIRE, DEVICE);
 }
 template <class T>
+PROXYCCL_DEVICE T exchangeRelaxedDevice(T* p, T v) {
+  return PROXYCCL_EXCHANGE(p, v, RELAXED, DEVICE);
+}
+template <class T>
 PROXYCCL_DEVICE bool compareExchangeSystem(T* p, T expected, T desired) {
   return PROXYCCL_COMPARE_EXCHANGE(p, &expected, desired, SYSTEM);
 }
 
-// Calls body(i) for each i < n, the work shared by `threads` callers numbered `thread`. On a GPU neighbours take
-// neighbouring elements, so that accesses coalesce; on a CPU each fiber takes one contiguous run, so that the loop
-// vectorises (20 to 30 times faster there).
+/// Calls body(i) for each i < n, the work shared by a group of threads.
+/// @param n        number of calls
+/// @param thread   the calling thread's number in the group: 0 to threads - 1
+/// @param threads  threads in the group
+/// @param body     takes a size_t
+///
+/// On a GPU neighbouring threads take neighbouring elements, so that accesses coalesce. On a CPU each fiber takes one
+/// contiguous run, so that the loop vectorises, which is 20 to 30 times faster there.
 template <class Body>
 PROXYCCL_DEVICE void forEach(size_t n, uint32_t thread, uint32_t threads, Body body) {
 #if PROXYCCL_ON_HOST

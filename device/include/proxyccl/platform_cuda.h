@@ -22,6 +22,13 @@
   __nv_atomic_compare_exchange_n(p, expected, desired, false, __NV_ATOMIC_ACQ_REL, __NV_ATOMIC_ACQUIRE, \
                                  __NV_THREAD_SCOPE_##SCOPE)
 
+// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
+// translation units may be linked into one module.
+extern "C" {
+struct ProxycclControl;
+__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
+}
+
 namespace proxyccl {
 
 template <class T>
@@ -29,20 +36,21 @@ PROXYCCL_DEVICE T* withoutConst(const T* p) {
   return const_cast<T*>(p);
 }
 
-// The same address, of which the compiler now knows that it is in no shared memory: accesses by it are quicker.
+// Returns the same address, and tells the compiler that it is in global memory: accesses become faster.
 template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   __builtin_assume(__isGlobal(p));
   return p;
 }
 
+PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t) {}
 PROXYCCL_DEVICE uint64_t nanoseconds() {
   uint64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-// A look at the abort word crosses PCIe, so it is taken seldom.
+// Spins between two checks of the abort word and the clock: the read crosses PCIe.
 constexpr uint32_t kSpinsPerCheck = 4096;
 
 template <class T>
@@ -53,6 +61,12 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot_sync(0xffffffffu, predicate); }
 PROXYCCL_DEVICE void syncWarp() { __syncwarp(); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
+// One access, which NVRTC makes of a plain store only at times. The address is aligned to 16 bytes.
+PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
+  asm volatile("st.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(low), "l"(high) : "memory");
+}
+// Brings a line into the multiprocessor's cache, for a plain load that follows.
+PROXYCCL_DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 PROXYCCL_DEVICE void fenceSystem() { __threadfence_system(); }
 // A block barrier is cumulative in the PTX memory model: a later release by one thread covers the block's writes.
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }
@@ -62,8 +76,8 @@ PROXYCCL_DEVICE void* dynamicShared() {
   return proxyccl_dynamic_shared;
 }
 
-// The release of storeTrigger() comes in two where it can: a fence takes as long as the trip for the ticket, and before
-// the ticket is used the two overlap.
+// From sm_90 on, storeTrigger()'s release is split into this fence and a relaxed store. The fence takes as long as the
+// fetch of the ticket, and the two overlap.
 PROXYCCL_DEVICE void orderBeforeTrigger() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -78,7 +92,7 @@ PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1
       "l"(word0), "l"(word1)
       : "memory");
 #else
-  // No untorn 16-byte store before sm_90: the word with the parity bit is released behind the other.
+  // Before sm_90 a 16-byte store may be torn: the word with the parity bit is stored second, as a release.
   __nv_atomic_store_n(slot, word0, __NV_ATOMIC_RELAXED, __NV_THREAD_SCOPE_SYSTEM);
   __nv_atomic_store_n(slot + 1, word1, __NV_ATOMIC_RELEASE, __NV_THREAD_SCOPE_SYSTEM);
 #endif
@@ -90,6 +104,25 @@ PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
 }
 PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* high) {
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(*low), "=l"(*high) : "l"(p) : "memory");
+}
+
+// 16 bytes of data without a flag: one access, which is never seen half written.
+PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) {
+  asm volatile(
+      "{\n\t.reg .b128 value;\n\t"
+      "mov.b128 value, {%1, %2};\n\t"
+      "st.relaxed.sys.global.b128 [%0], value;\n\t}" ::"l"(p),
+      "l"(low), "l"(high)
+      : "memory");
+}
+PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) {
+  asm volatile(
+      "{\n\t.reg .b128 value;\n\t"
+      "ld.relaxed.sys.global.b128 value, [%2];\n\t"
+      "mov.b128 {%0, %1}, value;\n\t}"
+      : "=l"(*low), "=l"(*high)
+      : "l"(p)
+      : "memory");
 }
 
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {

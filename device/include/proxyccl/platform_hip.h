@@ -19,12 +19,13 @@
    __hip_atomic_fetch_add(p, v, PROXYCCL_HIP_ACQUIRE_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE))
 #define PROXYCCL_EXCHANGE(p, v, ORDER, SCOPE) \
   __hip_atomic_exchange(p, v, PROXYCCL_HIP_ACQUIRE_##ORDER, PROXYCCL_HIP_SCOPE_##SCOPE)
-#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                                      \
-  (PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE), __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, \
-                                                                             __ATOMIC_ACQUIRE,                      \
-                                                                             PROXYCCL_HIP_SCOPE_##SCOPE))
+#define PROXYCCL_COMPARE_EXCHANGE(p, expected, desired, SCOPE)                                    \
+  (PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE),                                                           \
+   __hip_atomic_compare_exchange_strong(p, expected, desired, __ATOMIC_ACQUIRE, __ATOMIC_ACQUIRE, \
+                                        PROXYCCL_HIP_SCOPE_##SCOPE))
 
-// An order's two halves: the release, a fence before a relaxed access, and what is left for the access itself.
+// The two parts of a memory order: the release, which is a fence before the access, and the order that is left for the
+// access.
 #define PROXYCCL_HIP_RELEASE_RELAXED(SCOPE) static_cast<void>(0)
 #define PROXYCCL_HIP_RELEASE_RELEASE(SCOPE) ::proxyccl::hip::release##SCOPE()
 #define PROXYCCL_HIP_RELEASE_ACQ_REL(SCOPE) ::proxyccl::hip::release##SCOPE()
@@ -32,12 +33,19 @@
 #define PROXYCCL_HIP_ACQUIRE_ACQUIRE __ATOMIC_ACQUIRE
 #define PROXYCCL_HIP_ACQUIRE_ACQ_REL __ATOMIC_ACQUIRE
 
+// The result of defaultControl() in this module. The runtime sets it after it has loaded the module. Weak, as several
+// translation units may be linked into one module.
+extern "C" {
+struct ProxycclControl;
+__device__ __attribute__((weak)) ProxycclControl* proxyccl_default_control = nullptr;
+}
+
 namespace proxyccl {
 namespace hip {
 
-// Waits until what this wave has stored has arrived, a write-back of the cache included. The compiler ends a release
-// with this wait only where it knows of a store under way. It does not count the write-back as one, nor a store in
-// assembly (storePacket128); so each release here is a fence and this wait.
+// Waits until all stores of this wave have arrived, a write-back of the cache included. The compiler ends a release
+// with this wait only if it knows of a store in flight. It counts neither the write-back nor a store in assembly
+// (storePacket128) as one. So each release here is a fence followed by this wait.
 PROXYCCL_DEVICE void drainStores() { asm volatile("s_waitcnt vmcnt(0)" ::: "memory"); }
 PROXYCCL_DEVICE void releaseSYSTEM() {
   __builtin_amdgcn_fence(__ATOMIC_RELEASE, "");
@@ -54,6 +62,7 @@ template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
+PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on every CDNA part.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
@@ -66,12 +75,19 @@ PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {
 PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) { return __ballot(predicate); }
 PROXYCCL_DEVICE void syncWarp() { __builtin_amdgcn_wave_barrier(); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__popcll(bits)); }
+PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
+  struct alignas(16) Words {
+    uint64_t low, high;
+  };
+  *static_cast<Words*>(p) = {low, high};
+}
+PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() {
   hip::releaseSYSTEM();
   __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "");
 }
-// The compiler drains no stores before s_barrier, and the release of one wave waits for that wave's stores alone. So
-// every thread releases its own before the block meets.
+// The compiler drains no stores before s_barrier, and a wave's release waits for that wave's stores only. So every
+// thread releases its own stores before the block's barrier.
 PROXYCCL_DEVICE void syncThreadsSystem() {
   hip::releaseSYSTEM();
   __syncthreads();
@@ -91,14 +107,14 @@ typedef uint32_t HipVector4 __attribute__((ext_vector_type(4)));
 // and a poll with a non-temporal load is deleted altogether.
 typedef volatile __attribute__((address_space(1))) HipVector4 HipGlobalVector4;
 
-// gfx940 and later say the scope of a store; gfx90a leaves it to the page.
+// On gfx940 and later a store names its scope; on gfx90a the page decides.
 #if defined(__gfx90a__)
 #define PROXYCCL_HIP_SYSTEM_SCOPE ""
 #else
 #define PROXYCCL_HIP_SYSTEM_SCOPE " sc0 sc1"
 #endif
-// In assembly, as behind a volatile store the compiler waits until it has arrived: packets to seven peers would take
-// seven trips in turn. s_nop: the hardware reads the second half of the data one instruction later.
+// In assembly, as the compiler waits after a volatile store until it has arrived: packets to seven peers would take
+// seven trips in turn. s_nop is needed, as the hardware reads the second half of the data one instruction later.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   const HipVector2 pair = {low, high};
   asm volatile("global_store_dwordx4 %0, %1, off" PROXYCCL_HIP_SYSTEM_SCOPE "\n\ts_nop 0" ::"v"(p),
@@ -111,6 +127,10 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = pair.x;
   *high = pair.y;
 }
+// The hardware moves an aligned dwordx4 as one.
+PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
+PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
+
 // storeTrigger() is a release by itself.
 PROXYCCL_DEVICE void orderBeforeTrigger() {}
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {

@@ -8,27 +8,33 @@
 
 #include "proxyccl/types.h"
 
+struct ProxycclControl;
+
 #define PROXYCCL_ON_HOST 1
 #define PROXYCCL_WARP_SIZE 32
-#define PROXYCCL_DEVICE inline __attribute__((always_inline))
+// The compiler chooses what to inline: with forced inlining the shipped kernels take twice as long to compile and run
+// no faster.
+#define PROXYCCL_DEVICE inline
 #define PROXYCCL_OUT_OF_LINE inline
 
-// Launches go through an entry point of another name (kernel.h). A kernel that were visible itself would lose its name
-// to any symbol of the process that has it already: wait(), say.
+// Launches go through an entry point with another name (kernel.h). Kernels are hidden, as a visible one could clash
+// with a symbol of the process, such as wait().
+#ifndef PROXYCCL_FIND_KERNELS  // otherwise the source is only preprocessed, and the word marks its kernels
 #define __global__ __attribute__((visibility("hidden")))
+#endif
 #define __device__
 #define __host__
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
-// One OS thread runs one block at a time, so what is local to it is shared by the block and by nobody else.
+// One OS thread runs one block at a time, so its thread-local memory is the block's shared memory.
 #define __shared__ static thread_local
 
 namespace proxyccl {
 namespace host {
 
-constexpr uint64_t kStackBytes = 128 * 1024;  // per fiber, aligned to its size; touched pages only are backed
+constexpr uint64_t kStackBytes = 128 * 1024;  // per fiber, aligned to its size; only touched pages take memory
 constexpr uint64_t kFiberSlot = 256;          // room for the Fiber at the stack's top
 
 struct Dim3 {
@@ -51,6 +57,7 @@ struct Fiber {
   Dim3 thread_idx, block_idx, block_dim, grid_dim;
   uint32_t lane;
   void* dynamic_shared;
+  ProxycclControl* default_control;
 };
 
 PROXYCCL_DEVICE Fiber* self() {
@@ -74,6 +81,13 @@ PROXYCCL_DEVICE T fromBits(uint64_t bits) {
 
 template <size_t... I>
 struct Indices {};
+// 0 to N - 1. By hand, since g++ and clang++ have different builtins for it.
+template <size_t N, size_t... I>
+struct IndicesBelow : IndicesBelow<N - 1, N - 1, I...> {};
+template <size_t... I>
+struct IndicesBelow<0, I...> {
+  using Type = Indices<I...>;
+};
 
 // Unpacks the array of argument addresses that a launch passes, as a driver does for a GPU.
 template <class... Args, size_t... I>
@@ -82,7 +96,7 @@ void call(void (*kernel)(Args...), void** args, Indices<I...>) {
 }
 template <class... Args>
 void callKernel(void (*kernel)(Args...), void** args) {
-  call(kernel, args, Indices<__integer_pack(sizeof...(Args))...>{});
+  call(kernel, args, typename IndicesBelow<sizeof...(Args)>::Type{});
 }
 
 }  // namespace host
@@ -106,9 +120,10 @@ template <class T>
 PROXYCCL_DEVICE T* inGlobal(T* p) {
   return p;
 }
+PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
-// How many spins pass between two looks at the abort word and the clock: a spin here is a turn of the scheduler.
+// Spins between two checks of the abort word and the clock: here a spin is a turn of the scheduler.
 constexpr uint32_t kSpinsPerCheck = 8;
 
 template <class T>
@@ -120,18 +135,24 @@ PROXYCCL_DEVICE uint64_t ballotWarp(bool predicate) {
 }
 PROXYCCL_DEVICE void syncWarp() { ballotWarp(false); }
 PROXYCCL_DEVICE uint32_t countBits(uint64_t bits) { return static_cast<uint32_t>(__builtin_popcountll(bits)); }
+PROXYCCL_DEVICE void store128(void* p, uint64_t low, uint64_t high) {
+  struct alignas(16) Words {
+    uint64_t low, high;
+  };
+  *static_cast<Words*>(p) = {low, high};
+}
+PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
-// The second word carries the parity bit: released behind the first, it publishes both.
-// storeTrigger() is a release by itself.
+// storeTrigger() is a release by itself: the second word carries the parity bit, and its release publishes both words.
 PROXYCCL_DEVICE void orderBeforeTrigger() {}
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);
 }
 
-// A packet's halves each hold data and flag, so two 8-byte accesses can't be told from one of 16.
+// Each half of a packet holds data and flag, so two accesses of 8 bytes will do.
 PROXYCCL_DEVICE void storePacket128(uint64_t* p, uint64_t low, uint64_t high) {
   __atomic_store_n(p, low, __ATOMIC_RELAXED);
   __atomic_store_n(p + 1, high, __ATOMIC_RELAXED);
@@ -140,6 +161,10 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
   *low = __atomic_load_n(p, __ATOMIC_RELAXED);
   *high = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
 }
+
+// Two accesses: neither C++ nor the sanitizers know a lock-free one of 16 bytes.
+PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
+PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
 // By hand, since not every C++ compiler has a 16-bit float.
 PROXYCCL_DEVICE float halfToFloat(uint16_t bits) {
@@ -169,6 +194,28 @@ PROXYCCL_DEVICE uint16_t floatToHalf(float value) {
 }  // namespace proxyccl
 
 // The CUDA spellings, so that a kernel written for a GPU compiles unchanged.
+#define PROXYCCL_VECTOR2(Name, T)      \
+  struct alignas(2 * sizeof(T)) Name { \
+    T x, y;                            \
+  };                                   \
+  PROXYCCL_DEVICE Name make_##Name(T x, T y) { return Name{x, y}; }
+#define PROXYCCL_VECTOR4(Name, T)      \
+  struct alignas(4 * sizeof(T)) Name { \
+    T x, y, z, w;                      \
+  };                                   \
+  PROXYCCL_DEVICE Name make_##Name(T x, T y, T z, T w) { return Name{x, y, z, w}; }
+PROXYCCL_VECTOR2(int2, int)
+PROXYCCL_VECTOR2(uint2, unsigned)
+PROXYCCL_VECTOR2(float2, float)
+PROXYCCL_VECTOR2(double2, double)
+PROXYCCL_VECTOR2(longlong2, long long)
+PROXYCCL_VECTOR2(ulonglong2, unsigned long long)
+PROXYCCL_VECTOR4(int4, int)
+PROXYCCL_VECTOR4(uint4, unsigned)
+PROXYCCL_VECTOR4(float4, float)
+#undef PROXYCCL_VECTOR2
+#undef PROXYCCL_VECTOR4
+
 PROXYCCL_DEVICE void __syncthreads() { ::proxyccl::host::self()->api->sync_block(::proxyccl::host::self()); }
 namespace proxyccl {
 PROXYCCL_DEVICE void syncThreadsSystem() { __syncthreads(); }

@@ -1,7 +1,12 @@
-// ProxyChannel: one thread pushes triggers, the proxy moves the data by copy engine or RDMA.
+// ProxyChannel: one thread pushes triggers; the proxy moves the data by copy engine or RDMA.
 //
-// Names and argument order are those of MSCCL++'s ProxyChannelDeviceHandle. Only one thread calls a method at a time;
-// what other threads wrote and the put shall carry is ordered by a syncThreadsSystem() before it.
+// Names and argument order are those of MSCCL++'s PortChannelDeviceHandle. Offsets and sizes are in bytes, of any
+// alignment; an offset counts from the start of a memory: the peer's (destination) or own (source).
+//
+// One thread calls for its whole block: several threads that call put() make several puts. A put carries what the
+// calling thread wrote before it, and what its block wrote before a syncThreadsSystem(). The operations of one thread
+// on a channel are executed in the order of its calls. A range that leaves its memory moves nothing and ends the
+// communicator with a TriggerError.
 #ifndef PROXYCCL_PROXY_CHANNEL_H
 #define PROXYCCL_PROXY_CHANNEL_H
 
@@ -10,6 +15,14 @@
 
 namespace proxyccl {
 
+/// A trigger with these fields, for Fifo::push (trigger.h).
+/// @param op          bits of PROXYCCL_OP_DATA, _SIGNAL and _FLUSH; PROXYCCL_OP_CUSTOM for a Python handler
+/// @param channel     channel id
+/// @param dst_memory  first memory id of the destination
+/// @param dst_offset  in bytes from that memory's start
+/// @param src_memory  first memory id of the source
+/// @param src_offset  in bytes from that memory's start
+/// @param size        in bytes, at most PROXYCCL_MAX_TRIGGER_BYTES
 PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory, uint64_t dst_offset,
                                             uint32_t src_memory, uint64_t src_offset, uint64_t size) {
   // An offset of 4 GiB or more lies in one of the windows that follow the memory's first.
@@ -24,70 +37,98 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
 }
 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
-  // Starts a copy from own memory to the peer's. The source may be overwritten after a flush().
+  /// Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
+  ///
+  /// The source may be written again after a flush(). The peer may read the data after a signal() behind it.
+  /// @param dstOffset  where in the peer's memory, in bytes
+  /// @param srcOffset  from where in own memory, in bytes
+  /// @param size       how many bytes
   PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
+  /// The same with one offset for both memories.
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t size) const { put(offset, offset, size); }
-  // The same between memories given by id (RegisteredMemory.id; ProxyChannel.memory_id).
+  /// The same between other memories than the channel's own two.
+  /// @param dstMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
+  /// @param srcMemory  own memory: in Python RegisteredMemory.source_id(peer)
   PROXYCCL_DEVICE void put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                            uint64_t size) const {
     push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
-  // Adds one to the peer's semaphore, behind every put pushed on this channel before.
+  /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
+  /// put() and signal() as one operation, which is cheaper than two. Parameters as for put().
   PROXYCCL_DEVICE void putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
+  /// The same with one offset for both memories.
   PROXYCCL_DEVICE void putWithSignal(uint64_t offset, uint64_t size) const { putWithSignal(offset, offset, size); }
+  /// The same between other memories than the channel's own two.
   PROXYCCL_DEVICE void putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
                                      uint64_t size) const {
     push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
+  /// put(), signal() and flush() as one operation. Parameters as for put(), result as for flush().
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
     return waitFlushed(push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH, dst_memory, dstOffset,
                             src_memory, srcOffset, size));
   }
+  /// The same with one offset for both memories.
   PROXYCCL_DEVICE bool putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
     return putWithSignalAndFlush(offset, offset, size);
   }
 
-  // Waits until all that was pushed on this channel before is complete; other channels' work is not waited for.
+  /// Waits until all earlier operations on this channel are complete: their sources may be written again. It does not
+  /// wait for other channels.
+  /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
-  // For the channel of a Python handler: three numbers of the user's own (of 32 bits each), as the trigger's size and
-  // destination and source offset. Returns the ticket, for Fifo::sync.
+  /// For the channel of a Python handler: sends it three numbers of the user's own.
+  /// @param size       what the handler sees as the trigger's size
+  /// @param dstOffset  … as its destination offset
+  /// @param srcOffset  … as its source offset
+  /// @return the trigger's ticket, for Fifo::sync; kNoTicket if the communicator has ended or the ring stayed full
   PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
     return Fifo{fifo}.push(makeTrigger(PROXYCCL_OP_CUSTOM, channel, 0, dstOffset, 0, srcOffset, size), control);
   }
 
-  // Waits for, and consumes, the next signal from the peer.
+  /// Waits for the peer's next signal and consumes it. After that the data that the peer put before the signal may be
+  /// read. One thread calls it; the others of its block go on after a __syncthreads(). If two threads wait at once it
+  /// is undefined which signals they take; the host runtime then ends the communicator with a TriggerError.
+  /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
   }
+
+  /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
+  ///
+  /// It never waits, so a loop around it must itself end when the communicator ends:
+  /// `while (!channel.poll()) if (aborted(channel.control)) return;`
+  /// @return whether there was one; if so, the data that the peer put before it may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
 
-  // Whether the range lies in the memory, as far as the engine can't tell: an offset past the first window goes to the
-  // ids that follow, and behind the last window those are another memory's. Only then is the word in host memory read.
+  // Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
+  // window those belong to another memory. The word in host memory is read only for a range that leaves the first
+  // window.
   PROXYCCL_DEVICE bool reaches(uint32_t memory, uint64_t offset, uint64_t size) const {
     if (memory >= PROXYCCL_MAX_MEMORIES) return false;
     if (offset < PROXYCCL_WINDOW_BYTES && size <= PROXYCCL_WINDOW_BYTES - offset) return true;
-    if (extents == nullptr) return true;
-    const uint64_t bytes = loadRelaxedSystem(&extents[memory]);
+    if (memory_limits == nullptr) return true;
+    const uint64_t bytes = loadRelaxedSystem(&memory_limits[memory]);
     return offset <= bytes && size <= bytes - offset;
   }
 
-  // Pushes an operation, in several triggers if it is longer than one can say. Returns the last one's ticket.
+  // Pushes an operation, as several triggers if it is longer than one can move. Returns the last one's ticket.
   PROXYCCL_DEVICE uint64_t push(uint32_t op, uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory,
                                 uint64_t srcOffset, uint64_t size) const {
     if ((op & PROXYCCL_OP_DATA) && !(reaches(dstMemory, dstOffset, size) && reaches(srcMemory, srcOffset, size))) {
-      reportError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
+      recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
                   {op, reaches(dstMemory, dstOffset, size) ? srcOffset : dstOffset, size});
       return kNoTicket;
     }
@@ -105,8 +146,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   // The flushed word holds a ticket, not a count: two threads that flush the same channel may push in either order,
-  // and the later ticket's completion implies the earlier's. Pairs with the transport's write behind the channel's
-  // data.
+  // and the later ticket's completion implies the earlier's. The load pairs with the transport's write of the word,
+  // behind the channel's data.
   PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};

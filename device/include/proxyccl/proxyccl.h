@@ -9,13 +9,19 @@
 
 namespace proxyccl {
 
-// DeviceHandle<ProxyChannel>, as MSCCL++ spells it: the host-side class names its device handle.
+// DeviceHandle<ProxyChannel>, as in MSCCL++: the device handle of a host-side class. MSCCL++ has used both pairs of
+// names; since 2025 the channels are MemoryChannel and PortChannel.
+using MemoryChannelDeviceHandle = SmChannelDeviceHandle;
+using PortChannelDeviceHandle = ProxyChannelDeviceHandle;
+
 struct SmChannel {
   using DeviceHandle = SmChannelDeviceHandle;
 };
 struct ProxyChannel {
   using DeviceHandle = ProxyChannelDeviceHandle;
 };
+using MemoryChannel = SmChannel;
+using PortChannel = ProxyChannel;
 template <class Channel>
 using DeviceHandle = typename Channel::DeviceHandle;
 

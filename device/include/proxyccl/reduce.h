@@ -1,7 +1,7 @@
 // Element types and reduction operations.
 //
-// Each type names the type that it accumulates in: 16-bit floats in float, and a result is rounded once. Reductions
-// over ranks are made in rank order wherever all contributions are at hand, so that every rank gets the same bits.
+// Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
+// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits.
 #ifndef PROXYCCL_REDUCE_H
 #define PROXYCCL_REDUCE_H
 
@@ -47,8 +47,8 @@ struct Element<BFloat16> {
   }
 };
 
-// combine() is associative up to rounding; finish() sees the combined value and the number of ranks. Minimum and
-// maximum pass a NaN on. The integer average truncates towards zero, as NCCL's does.
+// combine() is associative up to rounding. finish() gets the combined value and the number of ranks. Minimum and
+// maximum propagate NaN. The average of integers truncates towards zero, as in NCCL.
 struct Sum {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
@@ -96,7 +96,38 @@ struct Avg {
   }
   template <class A>
   static PROXYCCL_DEVICE A finish(A a, uint32_t ranks) {
-    return a / static_cast<A>(ranks);
+    return a / static_cast<decltype(a + a)>(ranks);  // 8 bits need not hold the number of ranks
+  }
+};
+// Of integers' bits.
+struct Band {
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a & b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
+};
+struct Bor {
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a | b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
+};
+struct Bxor {
+  template <class A>
+  static PROXYCCL_DEVICE A combine(A a, A b) {
+    return a ^ b;
+  }
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
   }
 };
 

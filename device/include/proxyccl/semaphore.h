@@ -8,30 +8,63 @@
 namespace proxyccl {
 
 struct Semaphore : ProxycclSemaphore {
-  // Adds one at the peer. The release pairs with the acquire in wait() and poll() there: what this thread, and before
-  // a syncThreadsSystem() its block, wrote to the peer is visible once the signal is. The only writer of
-  // `remote_inbound` is this side, so a store of the count does, with no atomic across the link. One thread at a
-  // time.
+  /// Adds one at the peer. One thread at a time calls it.
+  ///
+  /// The release pairs with the acquire in the peer's wait() and poll(): once the signal is visible, so is what this
+  /// thread wrote before, and what its block wrote before a syncThreadsSystem(). Only this side writes
+  /// `remote_inbound`, so a store of the count is enough, with no atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  // The same without ordering: for a signal that announces no data.
+  /// The same without ordering: for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
-  // Waits for the next signal and consumes it. One thread at a time.
+  /// Waits for the next signal and consumes it. One thread at a time calls it: on the host runtime a second one ends
+  /// the communicator with a TriggerError.
+  /// @param control  the communicator's control block; null for the module's
+  /// @param kind     ProxycclWaitKind, for the error record if the wait fails
+  /// @param peer     the rank that signals, or PROXYCCL_NO_PEER
+  /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
+  /// @return false if the communicator has ended or the time-out passed; then no signal is consumed
   PROXYCCL_DEVICE bool wait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
     const uint64_t target = *expected + 1;
     const WaitFor what = {kind, peer, channel, target};
-    if (!waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(inbound)) >= target; }))
+    if (!beginWait(control, what)) return false;
+    const bool came =
+        waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(inbound)) >= target; });
+    if (came) *expected = target;
+    endWait();
+    return came;
+  }
+
+  /// Consumes a signal if one has arrived. One thread at a time calls it. A loop around it must itself end when the
+  /// communicator ends: `while (!poll()) if (aborted(control)) return;`
+  /// @return whether there was one
+  PROXYCCL_DEVICE bool poll() const {
+    if (loadAcquireSystem(inbound) <= *expected) {
+      spinHint(0);  // threads of a block take turns on the host, and the signal may depend on one of them
       return false;
-    *expected = target;
+    }
+    ++*expected;
     return true;
   }
 
-  // Consumes a signal if one is there.
-  PROXYCCL_DEVICE bool poll() const {
-    if (loadAcquireSystem(inbound) <= *expected) return false;
-    ++*expected;
+ private:
+  // If two threads wait at once, both may take the same signal, or one may wait for a signal that never comes. The host
+  // runtime refuses that with an error that names the channel. On a GPU the check would cost every wait a trip to
+  // memory. The exchange is relaxed, so that it hides no race of the kernel from a sanitizer.
+  PROXYCCL_DEVICE bool beginWait([[maybe_unused]] Control* control, [[maybe_unused]] const WaitFor& what) const {
+#if PROXYCCL_ON_HOST
+    if (exchangeRelaxedDevice<uint64_t>(expected + 1, 1) != 0) {
+      recordError(control, PROXYCCL_ERROR_SHARED_WAIT, what, 0);
+      return false;
+    }
+#endif
     return true;
+  }
+  PROXYCCL_DEVICE void endWait() const {
+#if PROXYCCL_ON_HOST
+    storeRelaxedDevice<uint64_t>(expected + 1, 0);
+#endif
   }
 };
 

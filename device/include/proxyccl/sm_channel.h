@@ -1,77 +1,167 @@
 // SmChannel: the kernel's own threads read and write a peer's mapped memory.
 //
-// Names and argument order are those of MSCCL++'s SmChannelDeviceHandle. Offsets are bytes from the start of the
-// channel's destination (the peer's memory) and source (own memory).
+// Names and argument order are those of MSCCL++'s MemoryChannelDeviceHandle. The target of an operation is where data
+// goes, the origin where it comes from. Offsets and sizes are in bytes, of any alignment; an offset counts from the
+// start of the peer's memory (`dst`) or of own memory (`src`).
+//
+// If a range leaves its memory, nothing moves, and the communicator ends with a TriggerError that names the call, the
+// offset and the memory. The kernel gets no error and goes on to its end.
 #ifndef PROXYCCL_SM_CHANNEL_H
 #define PROXYCCL_SM_CHANNEL_H
 
 #include "proxyccl/copy.h"
+#include "proxyccl/element.h"
 #include "proxyccl/packet.h"
 #include "proxyccl/semaphore.h"
 
 namespace proxyccl {
 
 struct SmChannelDeviceHandle : ProxycclSmChannel {
-  // One element of the peer's memory, counted in T.
+  /// Reads one element of the peer's memory. Any thread may call it.
+  ///
+  /// The access is relaxed: it orders nothing. It is one access if sizeof(T) == alignof(T) <= 16 (element.h). The index
+  /// is not checked against the memory's size: this is for inner loops.
+  /// @tparam T      any type that is trivially copyable
+  /// @param  index  which element, counted in T from the start of the peer's memory, which is aligned to T
+  /// @return the element
   template <class T>
   PROXYCCL_DEVICE T read(uint64_t index) const {
-    return reinterpret_cast<const volatile T*>(dst)[index];
-  }
-  template <class T>
-  PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
-    reinterpret_cast<volatile T*>(dst)[index] = value;
+    return loadElement(reinterpret_cast<const T*>(dst) + index);
   }
 
-  // Own memory to the peer's. Called by `numThreads` threads, each with its own `threadId`.
-  PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
-                           uint32_t numThreads) const {
-    copyBytes(dst + dstOffset, src + srcOffset, bytes, threadId, numThreads);
+  /// Writes one element of the peer's memory; otherwise as read(). A signal() after it tells the peer that the element
+  /// is there.
+  /// @param index  which element, counted in T
+  /// @param value  what is written
+  template <class T>
+  PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
+    storeElement(reinterpret_cast<T*>(dst) + index, value);
   }
+
+  /// Copies own memory to the peer's. A group of threads calls it together; each copies its part.
+  ///
+  /// When the call returns, the thread's part may still be in flight. The peer may read the data after a signal() that
+  /// follows a syncThreadsSystem() of the block; own memory may be written again at once.
+  /// @param targetOffset  where in the peer's memory, in bytes
+  /// @param originOffset  from where in own memory, in bytes
+  /// @param bytes         how many
+  /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
+  /// @param numThreads    threads in the group
+  PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
+                           uint32_t numThreads) const {
+    if (peerMemoryHas(PROXYCCL_SM_PUT, targetOffset, bytes) && ownMemoryHas(PROXYCCL_SM_PUT, originOffset, bytes))
+      copyBytes(dst + targetOffset, src + originOffset, bytes, threadId, numThreads);
+  }
+  /// The same with one offset for both memories.
   PROXYCCL_DEVICE void put(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
     put(offset, offset, bytes, threadId, numThreads);
   }
 
-  // The peer's memory (at dstOffset) to own memory (at srcOffset).
-  PROXYCCL_DEVICE void get(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
+  /// Copies the peer's memory to own memory. A group of threads calls it together; each copies its part.
+  ///
+  /// After the wait() for a signal it reads what the peer wrote before that signal. When the call returns, a thread may
+  /// read its own part. After a __syncthreads() the group may read all parts.
+  /// @param targetOffset  where in own memory, in bytes: the target comes first, as in put()
+  /// @param originOffset  from where in the peer's memory, in bytes
+  /// @param bytes         how many
+  /// @param threadId      the calling thread's number in the group: 0 to numThreads - 1
+  /// @param numThreads    threads in the group
+  PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t bytes, uint32_t threadId,
                            uint32_t numThreads) const {
-    copyBytes(src + srcOffset, dst + dstOffset, bytes, threadId, numThreads);
+    if (ownMemoryHas(PROXYCCL_SM_GET, targetOffset, bytes) && peerMemoryHas(PROXYCCL_SM_GET, originOffset, bytes))
+      copyBytes(src + targetOffset, dst + originOffset, bytes, threadId, numThreads);
   }
+  /// The same with one offset for both memories.
   PROXYCCL_DEVICE void get(uint64_t offset, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
     get(offset, offset, bytes, threadId, numThreads);
   }
 
-  // Own memory to packets in the peer's memory: `bytes` (a multiple of the payload) become twice as many there.
+  /// Writes own memory as packets to the peer's memory. A group of threads calls it together.
+  ///
+  /// It needs no fence and no signal: the peer's getPackets() with the same flag waits for each packet.
+  /// @tparam Packet      LL16Packet (16 bytes that carry 8) or LL8Packet (8 that carry 4): twice `bytes` are written
+  /// @param packetOffset where in the peer's memory, in bytes; a multiple of sizeof(Packet)
+  /// @param dataOffset   from where in own memory, in bytes; a multiple of the payload's size
+  /// @param bytes        how many bytes of data; a multiple of the payload's size
+  /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
+  /// @param numThreads   threads in the group
+  /// @param flag         not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError
   template <class Packet = LL16Packet>
-  PROXYCCL_DEVICE void putPackets(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
+  PROXYCCL_DEVICE void putPackets(uint64_t packetOffset, uint64_t dataOffset, uint64_t bytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
-    if (!flagIsValid(flag, control, peer, channel)) return;
-    Packet* packets = reinterpret_cast<Packet*>(dst + dstOffset);
-    const auto* payloads = reinterpret_cast<const typename Packet::Payload*>(src + srcOffset);
-    forEach(bytes / sizeof(typename Packet::Payload), threadId, numThreads,
-            [&](size_t i) { packets[i].write(payloads[i], flag); });
+    using Payload = typename Packet::Payload;
+    const uint64_t count = bytes / sizeof(Payload);
+    if (!flagIsValid(flag, control, peer, channel) || !ownMemoryHas(PROXYCCL_SM_PUT_PACKETS, dataOffset, bytes) ||
+        !peerMemoryHas(PROXYCCL_SM_PUT_PACKETS, packetOffset, count * sizeof(Packet)))
+      return;
+    Packet* packets = reinterpret_cast<Packet*>(dst + packetOffset);
+    const auto* payloads = reinterpret_cast<const Payload*>(src + dataOffset);
+    forEach(count, threadId, numThreads, [&](size_t i) { packets[i].write(payloads[i], flag); });
   }
 
-  // The counterpart: packets that the peer put into the own packet buffer, at dstOffset, to own memory at srcOffset.
-  // Waits for each packet; `flag` must be the sender's.
+  /// Waits for the packets that the peer puts into this rank's packet buffer, and writes their data to own memory. A
+  /// group of threads calls it together, each for its part. After a __syncthreads() the group may read all parts.
+  ///
+  /// If a wait fails, zeros are written, and the communicator ends or has ended; a time-out ends it with a
+  /// WaitTimeoutError.
+  /// @param packetOffset where in the packet buffer, in bytes: the sender's packetOffset, if the buffer is its target
+  /// @param dataOffset   where in own memory, in bytes
+  /// @param bytes        how many bytes of data
+  /// @param threadId     the calling thread's number in the group: 0 to numThreads - 1
+  /// @param numThreads   threads in the group
+  /// @param flag         the sender's
   template <class Packet = LL16Packet>
-  PROXYCCL_DEVICE void getPackets(uint64_t dstOffset, uint64_t srcOffset, uint64_t bytes, uint32_t threadId,
+  PROXYCCL_DEVICE void getPackets(uint64_t packetOffset, uint64_t dataOffset, uint64_t bytes, uint32_t threadId,
                                   uint32_t numThreads, uint32_t flag) const {
-    if (!flagIsValid(flag, control, peer, channel)) return;
-    const Packet* packets = reinterpret_cast<const Packet*>(packet_buffer + dstOffset);
-    auto* payloads = reinterpret_cast<typename Packet::Payload*>(src + srcOffset);
-    forEach(bytes / sizeof(typename Packet::Payload), threadId, numThreads,
+    using Payload = typename Packet::Payload;
+    const uint64_t count = bytes / sizeof(Payload);
+    if (!flagIsValid(flag, control, peer, channel) || !ownMemoryHas(PROXYCCL_SM_GET_PACKETS, dataOffset, bytes) ||
+        !has(PROXYCCL_SM_GET_PACKETS, PROXYCCL_SM_PACKET_BUFFER, packet_buffer_bytes, packetOffset,
+             count * sizeof(Packet)))
+      return;
+    const Packet* packets = reinterpret_cast<const Packet*>(packet_buffer + packetOffset);
+    auto* payloads = reinterpret_cast<Payload*>(src + dataOffset);
+    forEach(count, threadId, numThreads,
             [&](size_t i) { payloads[i] = readPacket(&packets[i], flag, control, peer, channel); });
   }
 
-  // signal() orders what the calling thread (after a syncThreadsSystem(): the block) wrote before it; relaxedSignal()
-  // does not. One thread calls these.
+  /// Adds one to the peer's semaphore of this channel. One thread at a time calls it.
+  ///
+  /// The peer that waits for the signal sees what this thread wrote before it, and what its block wrote before a
+  /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
+
+  /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
+
+  /// Waits for the peer's next signal and consumes it. One thread calls it; the others of its block go on after a
+  /// __syncthreads(). If two threads wait at once it is undefined which signals they take; the host runtime then ends
+  /// the communicator with a TriggerError.
+  /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
+
+  /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
+  ///
+  /// It never waits, so a loop around it must itself end when the communicator ends:
+  /// `while (!channel.poll()) if (aborted(channel.control)) return;`
+  /// @return whether there was one; if so, what the peer wrote before it may be read
   PROXYCCL_DEVICE bool poll() const { return semaphoreHandle().poll(); }
 
  private:
   PROXYCCL_DEVICE Semaphore semaphoreHandle() const { return {semaphore}; }
+
+  PROXYCCL_DEVICE bool has(uint32_t call, uint32_t memory, uint64_t memory_bytes, uint64_t offset,
+                           uint64_t bytes) const {
+    if (offset <= memory_bytes && bytes <= memory_bytes - offset) return true;
+    recordError(control, PROXYCCL_ERROR_OUT_OF_RANGE, {memory, peer, channel, 0}, memory_bytes, {call, offset, bytes});
+    return false;
+  }
+  PROXYCCL_DEVICE bool peerMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes) const {
+    return has(call, PROXYCCL_SM_PEER_MEMORY, dst_bytes, offset, bytes);
+  }
+  PROXYCCL_DEVICE bool ownMemoryHas(uint32_t call, uint64_t offset, uint64_t bytes) const {
+    return has(call, PROXYCCL_SM_OWN_MEMORY, src_bytes, offset, bytes);
+  }
 };
 
 }  // namespace proxyccl

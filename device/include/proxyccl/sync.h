@@ -1,4 +1,4 @@
-// A barrier over the blocks of a grid, all of which must be resident.
+// A barrier over the blocks of a grid. All blocks must be resident.
 #ifndef PROXYCCL_SYNC_H
 #define PROXYCCL_SYNC_H
 
@@ -6,30 +6,33 @@
 
 namespace proxyccl {
 
-// Zero-initialised memory, in device memory or as a __device__ global, is a ready barrier.
+// Zero-initialised device memory, such as a __device__ global, is a ready barrier.
 struct DeviceSyncer {
   uint32_t arrived;
   uint32_t generation;
 
-  // Every thread of `blocks` blocks calls this. What any of them wrote before is visible to all of them after. Returns
-  // false where the wait was given up. The number of blocks may change from one use to the next.
+  /// Called by every thread of the blocks. What any of them wrote before it is visible to all of them after it.
+  /// @param blocks   number of blocks; it may differ from call to call
+  /// @param control  the communicator's control block; null for the module's
+  /// @return to a block's thread 0, false if the communicator has ended or the time-out passed; to all others, true
   PROXYCCL_DEVICE bool sync(int blocks, Control* control = nullptr) {
     syncThreadsDevice();
-    bool met = true;
+    bool complete = true;
     if (threadIdx.x == 0 && blocks > 1) {
       const uint32_t now = loadRelaxedDevice(&generation);
-      // Each arrival releases its block's writes; the last one acquires them all and passes them on with the
-      // generation.
+      // Each arrival releases its block's writes. The last one acquires them all and releases them with the generation.
       if (fetchAddAcqRelDevice<uint32_t>(&arrived, 1) == static_cast<uint32_t>(blocks) - 1) {
         storeRelaxedDevice<uint32_t>(&arrived, 0);
         storeReleaseDevice<uint32_t>(&generation, now + 1);
       } else {
-        const WaitFor what = {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, 0, static_cast<uint64_t>(now) + 1};
-        met = waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireDevice(&generation)) != now; });
+        const WaitFor what = {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL,
+                              static_cast<uint64_t>(now) + 1};
+        complete =
+            waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireDevice(&generation)) != now; });
       }
     }
     __syncthreads();
-    return met;
+    return complete;
   }
 };
 

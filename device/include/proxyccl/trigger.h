@@ -3,10 +3,10 @@
  *   word 0:  size:32 | source offset:32
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
  *
- * The layout is MSCCL++'s proxy trigger; its reserved bit is our lap parity. A slot is full when its
- * parity bit equals the parity of the lap in which it is read (see fifo.h), so a slot is never cleared
- * and every value of the other 127 bits is legal. Parity is the last bit of the second word: whoever sees
- * it change by an acquire load of word 1 also sees word 0.
+ * The layout is MSCCL++'s proxy trigger; its reserved bit is our lap parity. A slot is full if its parity bit equals
+ * the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value of the other 127
+ * bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also makes word 0
+ * visible.
  *
  * Plain C, no platform dependence: this header is part of the contract between the two sides.
  */
@@ -15,8 +15,8 @@
 
 #include "proxyccl/types.h"
 
-/* Operations are bits: putWithSignalAndFlush is one trigger that carries all three. A trigger with no bit
- * set is not known to the engine and goes to the Python handler of its channel. */
+/* Operations are bits: putWithSignalAndFlush is one trigger with all three. A trigger with no bit set goes to the
+ * Python handler of its channel. */
 enum { PROXYCCL_OP_CUSTOM = 0, PROXYCCL_OP_DATA = 1, PROXYCCL_OP_SIGNAL = 2, PROXYCCL_OP_FLUSH = 4 };
 
 enum {
@@ -29,20 +29,21 @@ enum {
   PROXYCCL_MAX_CHANNELS = 1 << 10
 };
 
-enum { /* positions in word 0, then in word 1 */
-       PROXYCCL_SIZE_SHIFT = 0,
-       PROXYCCL_SRC_OFFSET_SHIFT = 32,
-       PROXYCCL_DST_OFFSET_SHIFT = 0,
-       PROXYCCL_SRC_MEMORY_SHIFT = 32,
-       PROXYCCL_DST_MEMORY_SHIFT = 41,
-       PROXYCCL_OP_SHIFT = 50,
-       PROXYCCL_CHANNEL_SHIFT = 53,
-       PROXYCCL_PARITY_SHIFT = 63
+/* Bit positions of the fields: first those in word 0, then those in word 1. */
+enum {
+  PROXYCCL_SIZE_SHIFT = 0,
+  PROXYCCL_SRC_OFFSET_SHIFT = 32,
+  PROXYCCL_DST_OFFSET_SHIFT = 0,
+  PROXYCCL_SRC_MEMORY_SHIFT = 32,
+  PROXYCCL_DST_MEMORY_SHIFT = 41,
+  PROXYCCL_OP_SHIFT = 50,
+  PROXYCCL_CHANNEL_SHIFT = 53,
+  PROXYCCL_PARITY_SHIFT = 63
 };
 
-/* One memory id reaches 4 GiB; a longer memory takes consecutive ids. */
+/* A memory id covers 4 GiB; a larger memory takes consecutive ids. */
 #define PROXYCCL_WINDOW_BYTES (1UL << PROXYCCL_OFFSET_BITS)
-/* The most that one trigger moves; a longer put is several triggers. */
+/* The most bytes that one trigger moves; a longer put becomes several triggers. */
 #define PROXYCCL_MAX_TRIGGER_BYTES ((1UL << PROXYCCL_SIZE_BITS) - 4096)
 
 typedef struct ProxycclTrigger {

@@ -1,4 +1,4 @@
-// Bounded waits. Nothing on the device spins without end: every wait looks at the abort word and at the clock.
+// Bounded waits: every wait on the device checks the abort word and the clock.
 #ifndef PROXYCCL_WAIT_H
 #define PROXYCCL_WAIT_H
 
@@ -9,46 +9,63 @@ namespace proxyccl {
 
 using Control = ProxycclControl;
 
-// The bound of a wait that was given no control block (a DeviceSyncer of the user's own).
+// The bound of a wait if neither the caller nor the module has a control block, as in a kernel that no communicator
+// compiled.
 constexpr uint64_t kDefaultTimeoutNs = 30ull * 1000 * 1000 * 1000;
 
 // What a wait is about, for the error record if it fails.
 struct WaitFor {
   uint32_t kind;     // ProxycclWaitKind
   uint32_t peer;     // rank waited for, or PROXYCCL_NO_PEER
-  uint32_t channel;  // channel id, where there is one
+  uint32_t channel;  // channel id, or PROXYCCL_NO_CHANNEL
   uint64_t expected;
 };
 
-PROXYCCL_DEVICE bool aborted(const Control* control) {
-  // Acquired where it is up: what this thread does next comes after all ranks were told (reportError).
+// The given control block, or else the module's: that of the communicator that compiled the kernel.
+PROXYCCL_DEVICE Control* controlOr(Control* given) { return given != nullptr ? given : defaultControl(); }
+
+/// Whether the communicator has ended; a kernel's own loop must then end too. Any thread may call it; it reads a word
+/// in host memory.
+/// @param given  the communicator's control block; null for the module's
+PROXYCCL_DEVICE bool aborted(const Control* given = nullptr) {
+  const Control* control = given != nullptr ? given : defaultControl();
+  // The acquire orders what this thread does next after spreadAbort() has named the failed rank to all.
   return control != nullptr && loadRelaxedSystem(&control->abort) != PROXYCCL_OK &&
          loadAcquireSystem(&control->abort) != PROXYCCL_OK;
 }
 
-// The transfer that an error is about, where it is about one.
+// The transfer that an error is about, if any.
 struct Transfer {
   uint32_t operation;
   uint64_t offset, size;
 };
 
-// Tells the CPUs of all ranks of the host that this one has failed, then raises their abort words, its own last.
+// Names this rank as failed to the CPUs of all ranks of the host, then raises their abort words, its own last.
 //
-// A kernel whose wait has ended this way goes on with what it has, and signals its peers, whose waits may succeed on
-// that. So nothing ends that way before every rank is told: whoever has used such data finds out at its next check.
+// A kernel whose wait has ended this way goes on with incomplete data and signals its peers, so their waits may
+// succeed. Therefore every rank has the name before any wait ends: a rank that has used such data finds out at its next
+// check.
 PROXYCCL_DEVICE void spreadAbort(Control* control, uint32_t code) {
-  // The first that tells is the one that is believed. A word that is up already is as good as stored here.
+  // The first name stays: that rank's record says why. It need not be stored twice.
   for (uint32_t i = 0; i < control->peer_count; ++i) {
-    uint32_t* told = &control->peers[i]->told;
-    if (loadRelaxedSystem(told) == 0) storeReleaseSystem(told, control->rank + 1);
+    uint32_t* failed_rank = &control->peers[i]->failed_rank;
+    if (loadRelaxedSystem(failed_rank) == 0) storeReleaseSystem(failed_rank, control->rank + 1);
   }
   for (uint32_t i = 0; i < control->peer_count; ++i) storeReleaseSystem(&control->peers[i]->abort, code);
   storeReleaseSystem(&control->abort, code);
 }
 
-// Files the error record, if no other has been filed, and ends the waits of all ranks of the host.
-PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor what, uint64_t seen,
+/// Files the error record, if no other has been filed, and ends the waits of all ranks of the host. Without a control
+/// block it does nothing. Any thread may call it.
+/// @param given     the communicator's control block; null for the module's
+/// @param code      ProxycclErrorCode
+/// @param what      what was waited for, or whom the error concerns
+/// @param seen      the value last seen
+/// @param transfer  the transfer that the error is about, if any
+PROXYCCL_OUT_OF_LINE void recordError(Control* given, uint32_t code, WaitFor what, uint64_t seen,
                                       Transfer transfer = {}) {
+  Control* control = controlOr(given);
+  if (control == nullptr) return;
   ProxycclErrorRecord* record = &control->error;
   if (compareExchangeSystem<uint32_t>(&record->state, PROXYCCL_RECORD_EMPTY, PROXYCCL_RECORD_CLAIMED)) {
     storeRelaxedSystem(&record->code, code);
@@ -67,8 +84,8 @@ PROXYCCL_OUT_OF_LINE void reportError(Control* control, uint32_t code, WaitFor w
   spreadAbort(control, code);
 }
 
-// Says what a wait is about, for the question of this number, unless another wait for the same peer already has.
-PROXYCCL_OUT_OF_LINE void tellWait(Control* control, uint32_t question, WaitFor what, uint64_t seen) {
+// Answers question number `question` for a wait, unless another wait for the same peer already has.
+PROXYCCL_OUT_OF_LINE void describeWait(Control* control, uint32_t question, WaitFor what, uint64_t seen) {
   const bool of_peer = what.peer != PROXYCCL_NO_PEER;
   const uint32_t place = of_peer ? what.peer % PROXYCCL_WAIT_PEERS : PROXYCCL_WAIT_PEERS + what.kind;
   ProxycclWait* wait = &control->waits[place];
@@ -79,34 +96,45 @@ PROXYCCL_OUT_OF_LINE void tellWait(Control* control, uint32_t question, WaitFor 
   storeRelaxedSystem(&wait->channel, what.channel);
   storeRelaxedSystem(&wait->expected, what.expected);
   storeRelaxedSystem(&wait->seen, seen);
-  // Pairs with the acquire load of `told` by the CPU that asked.
-  storeReleaseSystem(&wait->told, question);
+  // Pairs with the acquire load of `answered` by the CPU that asked.
+  storeReleaseSystem(&wait->answered, question);
 }
 
-// Spins until ready(&seen) is true. Returns false, and the caller must give up its work, when the communicator was
-// aborted or the time-out passed; the latter is reported with the value last seen.
+// Checks the abort word and the clock of a wait that has spun for long. Returns when the wait began, which is `started`
+// unless that is 0; or 0 if the wait must be given up. Out of line: it is called seldom, from many places.
+PROXYCCL_OUT_OF_LINE uint64_t checkWait(Control* given, WaitFor what, uint64_t seen, uint64_t started) {
+  Control* control = controlOr(given);
+  if (control != nullptr) {
+    const uint32_t abort = loadRelaxedSystem(&control->abort), asked = loadRelaxedSystem(&control->asked);
+    if (abort != PROXYCCL_OK || asked != 0)
+      describeWait(control, abort != PROXYCCL_OK ? PROXYCCL_LAST_QUESTION : asked, what, seen);
+    if (abort != PROXYCCL_OK && aborted(control)) return 0;
+  }
+  const uint64_t now = nanoseconds();
+  if (started == 0) return now;
+  const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
+  // Blocks that wait for another block of their grid give up last: that block waits for a peer, and knows which.
+  if (now - started <= (what.kind == PROXYCCL_WAIT_GRID ? 2 * bound : bound)) return started;
+  if (control != nullptr) {
+    describeWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before the others are told to stop
+    recordError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
+  }
+  return 0;
+}
+
+/// Spins until ready(&seen) is true. Any thread may call it.
+/// @param given  the communicator's control block; null for the module's
+/// @param what   what the wait is about, for the error record
+/// @param ready  called repeatedly; stores the value that it saw in *seen
+/// @return false if the communicator has ended or the time-out passed: the caller must then give up its work. A
+///         time-out files the error record with the value last seen
 template <class Ready>
-PROXYCCL_DEVICE bool waitUntil(Control* control, const WaitFor& what, Ready ready) {
+PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready) {
   uint64_t seen = 0, started = 0;
   for (uint32_t spins = 0; !ready(&seen); ++spins) {
     if (spins % kSpinsPerCheck == kSpinsPerCheck - 1) {
-      if (control != nullptr) {
-        const uint32_t abort = loadRelaxedSystem(&control->abort), asked = loadRelaxedSystem(&control->asked);
-        if (abort != PROXYCCL_OK || asked != 0)
-          tellWait(control, abort != PROXYCCL_OK ? PROXYCCL_LAST_QUESTION : asked, what, seen);
-        if (abort != PROXYCCL_OK && aborted(control)) return false;
-      }
-      const uint64_t now = nanoseconds();
-      if (started == 0) started = now;
-      const uint64_t bound = control != nullptr ? loadRelaxedSystem(&control->timeout_ns) : kDefaultTimeoutNs;
-      // Blocks that wait for one of their grid give up last: that one waits for a peer, and knows for which.
-      if (now - started > (what.kind == PROXYCCL_WAIT_GRID ? 2 * bound : bound)) {
-        if (control != nullptr) {
-          tellWait(control, PROXYCCL_LAST_QUESTION, what, seen);  // before the others are told to stop
-          reportError(control, PROXYCCL_ERROR_TIMEOUT, what, seen);
-        }
-        return false;
-      }
+      started = checkWait(given, what, seen, started);
+      if (started == 0) return false;
     }
     spinHint(spins);
   }

@@ -1,0 +1,14 @@
+"""All-gather beside NCCL's and its copy engines': mpiexec -n 4 python -m mpi4py all_gather.py
+
+`auto` and `proxy` have any arrays, `registered_kernels` and `registered_proxy` symmetric memory. moves.py says what is
+called, gpu_job.py how times are measured.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from moves import measure
+
+if __name__ == "__main__":
+    sys.exit(measure("all_gather", __doc__.splitlines()[0]))

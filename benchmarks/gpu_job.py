@@ -1,0 +1,295 @@
+"""The ranks on GPUs: torch's arrays, CUDA graphs that the GPU's events time, and torch's peers.
+
+A contender's calls are captured into a CUDA graph. Events time its replay, and the result is divided by the number of
+calls, so that it contains no launch cost of Python. Before the first event, each rank's stream sleeps until the replay
+is queued too, and the ranks meet in a barrier. So no rank starts late because its CPU did.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+# NVLink multicast must not be used. torch and NCCL read these variables when they are loaded.
+os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+
+import nccl_copy_engines
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from graph_kernels import multiprocessors_used
+from mpi4py import MPI
+from side_by_side import DTYPES, WAIT_TIMEOUT, Burst, Job, Peer
+
+from proxyccl import Communicator
+from proxyccl.channels.tools.results import Fields
+
+_POISON = 0xA5
+_SLEEP_CYCLES = 600_000  # about 300 µs: longer than queueing a barrier and a replay takes
+
+
+class GraphBurst(Burst):
+    """Calls in a CUDA graph, which is replayed on the stream that it was captured on.
+
+    Args:
+        call: queues a call on torch's current stream.
+        calls: how many to capture.
+        stream: the stream.
+        counted: whether to ask the graph for its kernels.
+    """
+
+    def __init__(self, call: Callable[[], object], calls: int, stream: torch.cuda.Stream, *, counted: bool) -> None:
+        self.calls, self.stream = calls, stream
+        self._call = call  # holds the arrays, whose addresses the graph has
+        counted = counted and hasattr(torch.cuda.CUDAGraph, "raw_cuda_graph")  # torch 2.8 has it
+        self._graph: Any = torch.cuda.CUDAGraph(keep_graph=True) if counted else torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            # NCCL's watchdog thread queries events meanwhile, which only the capture mode "thread_local" allows.
+            self._graph.capture_begin(capture_error_mode="thread_local")
+            for _ in range(calls):
+                call()
+            self._graph.capture_end()
+        if counted:
+            from cuda.bindings import driver
+
+            available = torch.cuda.get_device_properties(stream.device).multi_processor_count
+            self.multiprocessors = multiprocessors_used(driver, self._graph.raw_cuda_graph(), available)
+            self._graph.instantiate()
+
+    def queue(self) -> None:
+        """Replays the graph."""
+        with torch.cuda.stream(self.stream):
+            self._graph.replay()
+
+    def close(self) -> None:
+        """Frees the graph."""
+        self._graph.reset()
+
+
+class GpuJob(Job):
+    """See `Job`. torch.distributed's NCCL joins the ranks too.
+
+    Attributes:
+        device: this rank's.
+        group_name: of torch's process group of all ranks.
+        stream: the stream of `handle`.
+    """
+
+    dtypes = DTYPES
+    timing = "CUDA-graph replays, time of one call"
+
+    def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
+        super().__init__(seconds, growth_limit=growth_limit)
+        host = self.world.Split_type(MPI.COMM_TYPE_SHARED)
+        self.device = torch.device("cuda", host.Get_rank())
+        host.Free()
+        torch.cuda.set_device(self.device)
+        port = None
+        if self.rank == 0:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+        dist.init_process_group(
+            "nccl",
+            init_method=f"tcp://127.0.0.1:{self.world.bcast(port)}",
+            rank=self.rank,
+            world_size=self.ranks,
+            device_id=self.device,
+            timeout=timedelta(seconds=60),
+        )
+        self.group_name: str = dist.group.WORLD.group_name
+        self.comm = Communicator.from_mpi(timeout=WAIT_TIMEOUT)
+        self.stream = torch.cuda.Stream()
+        self.handle = self.stream.cuda_stream
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        self._copy_engines: nccl_copy_engines.CopyEngines | None = None
+        self._copy_engines_bytes = 0
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None:
+            dist.destroy_process_group()
+
+    def empty(self, count: int, dtype: str) -> Any:
+        """A tensor of torch's own memory."""
+        return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
+
+    def registered(self, count: int, dtype: str) -> Any:
+        """A tensor on memory of `Communicator.empty`."""
+        array = self.comm.empty(count, dtype)
+        self.comm.register(array)
+        return torch.from_dlpack(array)
+
+    def random(self, count: int, dtype: str, seed: int) -> Any:
+        """Whole numbers from -8 to 8."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        values = torch.randint(-8, 9, (count,), generator=generator, device=self.device, dtype=torch.int8)
+        return values.to(getattr(torch, dtype))
+
+    def poison(self, x: Any) -> None:
+        """See `poison`."""
+        poison(x)
+
+    def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
+        """NCCL as it is, NCCL with registered memory, and torch symmetric memory."""
+        if collective == "all_reduce":
+            return [
+                Peer("NCCL", lambda out, _: dist.all_reduce(out)),
+                self._registered_nccl("NCCL, symmetric", count, dtype, _all_reduce),
+                *self._symmetric_memory_peers(count, dtype),
+            ]
+        call = {"all_gather": _all_gather, "all_to_all": _all_to_all}[collective]
+        return [
+            Peer("NCCL", lambda out, x: call(out, x, None)),
+            self._registered_nccl("NCCL, copy engines", count, dtype, call),
+        ]
+
+    def _registered_nccl(self, name: str, count: int, dtype: str, call: Callable[[Any, Any, Any], object]) -> Peer:
+        """NCCL under its policy of no CTAs; the largest arrays must be asked for first."""
+        element = getattr(torch, dtype)
+        nbytes = count * element.itemsize
+        missing = self.everywhere(nccl_copy_engines.why_missing())
+        if not missing and nbytes > self._copy_engines_bytes:
+            try:
+                self._copy_engines = nccl_copy_engines.CopyEngines(self.device, nbytes)
+                self._copy_engines_bytes = nbytes
+            except (RuntimeError, TypeError) as error:
+                missing = str(error).splitlines()[0]
+            missing = self.everywhere(missing)
+        engines = self._copy_engines
+        if missing or engines is None:
+            return Peer(name, missing=missing)
+        return Peer(name, lambda out, x: call(out, x, engines.group), lambda some: engines.arrays(some, element))
+
+    def _symmetric_memory_peers(self, count: int, dtype: str) -> list[Peer]:
+        """The algorithms of torch symmetric memory."""
+        tensor, missing = symmetric_memory(self, count, getattr(torch, dtype))
+        if tensor is None:
+            return [Peer(name, missing=missing) for name in ("torch one-shot", "torch two-shot")]
+        operations, group = torch.ops.symm_mem, self.group_name
+        out = torch.empty_like(tensor)
+
+        def arrays(some: int) -> tuple[Any, Any]:
+            return tensor[:some], out[:some]
+
+        return [
+            Peer(
+                "torch one-shot",
+                lambda out, x: operations.one_shot_all_reduce_out(x, "sum", group, out),
+                arrays,
+                in_place=False,
+            ),
+            Peer(
+                "torch two-shot",
+                lambda out, _: operations.two_shot_all_reduce_(out, "sum", group),
+                lambda some: (tensor[:some], tensor[:some]),
+            ),
+        ]
+
+    def peer_versions(self) -> Fields:
+        """Of torch and what it brings."""
+        return {
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())),
+            "torch": torch.__version__,
+            "CUDA of torch": torch.version.cuda,
+        }
+
+    def current(self) -> AbstractContextManager[object]:
+        """A block in which torch uses the job's stream."""
+        stream: AbstractContextManager[object] = torch.cuda.stream(self.stream)
+        return stream
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+        torch.cuda.synchronize()
+
+    def time_now(self, call: Callable[[], object], calls: int) -> float:
+        """By events around the calls."""
+        start, end, *_ = self._events
+        start.record(self.stream)
+        for _ in range(calls):
+            call()
+        end.record(self.stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / calls
+
+    def burst(self, call: Callable[[], object], calls: int) -> GraphBurst:
+        """A graph of the calls."""
+        return GraphBurst(call, calls, self.stream, counted=self.comm.runtime.name == "cuda")
+
+    def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
+        """By events around the replays, behind a barrier of the ranks."""
+        assert isinstance(timed, GraphBurst)
+        start, end, together, beside_end = self._events
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(_SLEEP_CYCLES)
+        self.comm.barrier(stream=self.handle)
+        together.record(self.stream)
+        if beside is not None:
+            assert isinstance(beside, GraphBurst)
+            beside.stream.wait_event(together)
+            for _ in range(beside_bursts):
+                beside.queue()
+            beside_end.record(beside.stream)
+        if timed.stream != self.stream:
+            timed.stream.wait_event(together)
+        start.record(timed.stream)
+        timed.queue()
+        end.record(timed.stream)
+        torch.cuda.synchronize()
+        elapsed = float(start.elapsed_time(end))
+        outlasted = beside is None or float(start.elapsed_time(beside_end)) >= elapsed
+        return elapsed * 1e3 / timed.calls, outlasted
+
+    def product(self, size: int, calls: int) -> GraphBurst:
+        """Of bfloat16, in a graph."""
+        a = torch.randn(size, size, device=self.device, dtype=torch.bfloat16)
+        b, out = torch.randn_like(a), torch.empty_like(a)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+
+        def multiply() -> None:
+            torch.mm(a, b, out=out)
+
+        with torch.cuda.stream(stream):
+            multiply()  # loads the library's kernel, which a capture can't
+            stream.synchronize()
+        return GraphBurst(multiply, calls, stream, counted=False)
+
+
+def _all_gather(out: Any, x: Any, group: Any) -> None:
+    dist.all_gather_into_tensor(out, x, group=group)
+
+
+def _all_to_all(out: Any, x: Any, group: Any) -> None:
+    dist.all_to_all_single(out, x, group=group)
+
+
+def _all_reduce(out: Any, _: Any, group: Any) -> None:
+    dist.all_reduce(out, group=group)
+
+
+def symmetric_memory(job: Job, count: int, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
+    """A tensor that all ranks reach and "", or None and the reason why torch can't make one. The reason is the same on
+    all ranks.
+    """
+    reason, tensor = "", None
+    try:
+        tensor = symm_mem.empty(count, dtype=dtype, device=torch.cuda.current_device())
+        symm_mem.rendezvous(tensor, dist.group.WORLD.group_name)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+    reason = job.everywhere(reason)
+    return (None if reason else tensor), reason
+
+
+def poison(x: torch.Tensor) -> None:
+    """Fills a tensor with a pattern that no result has."""
+    x.view(torch.uint8).fill_(_POISON)

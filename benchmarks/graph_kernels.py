@@ -1,0 +1,42 @@
+"""How many multiprocessors the calls in a CUDA graph can occupy, as the graph's own nodes tell, whoever made them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def _ask(driver: Any, name: str, *arguments: Any) -> Any:
+    status, *values = getattr(driver, name)(*arguments)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{name} failed: {status}")
+    return values[0] if len(values) == 1 else values
+
+
+def _grids(driver: Any, graph: Any) -> Iterator[int]:
+    """The number of blocks of each kernel of a graph."""
+    _, count = _ask(driver, "cuGraphGetNodes", graph, 0)
+    nodes, _ = _ask(driver, "cuGraphGetNodes", graph, count) if count else ([], 0)
+    for node in nodes:
+        kind = _ask(driver, "cuGraphNodeGetType", node)
+        if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            kernel = _ask(driver, "cuGraphKernelNodeGetParams", node)
+            yield kernel.gridDimX * kernel.gridDimY * kernel.gridDimZ
+        elif kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH:
+            yield from _grids(driver, _ask(driver, "cuGraphChildGraphNodeGetGraph", node))
+
+
+def multiprocessors_used(driver: Any, graph: int, available: int) -> int:
+    """The blocks of the largest kernel in a graph, or the device's multiprocessors if these are fewer.
+
+    It is 0 without kernels. Copies are no kernels: copy engines make those between devices.
+
+    Args:
+        driver: `cuda.bindings.driver`.
+        graph: a `CUgraph`.
+        available: the device's multiprocessors.
+
+    Raises:
+        RuntimeError: the driver refuses a question about the graph.
+    """
+    return min(available, max(_grids(driver, driver.CUgraph(graph)), default=0))

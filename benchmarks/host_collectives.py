@@ -1,0 +1,172 @@
+"""Collectives of the host runtime beside MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
+
+Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. Calls
+without a stream return when they are done, as MPI's do. Contenders alternate in bursts of calls, one burst of each at a
+time, and the ranks meet before each burst. A time is that of a burst on the slowest rank, divided by its calls; tables
+show the median over bursts. Outputs are checked before and after.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+from program import common_arguments, describe, end_if_it_hangs, heading
+
+from proxyccl import Array, Communicator
+from proxyccl.channels.tools import options
+from proxyccl.channels.tools.options import show_size
+from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.tables import Column, Table
+
+_KIB = 1024
+_SIZES = tuple(_KIB << shift for shift in (0, 4, 6, 8, 10, 12, 14))
+_QUICK_SIZES = (1 * _KIB, 64 * _KIB, 1024 * _KIB)
+_OF_MPI = {
+    "all_reduce": "Allreduce",
+    "all_gather": "Allgather",
+    "all_to_all": "Alltoall",
+    "reduce_scatter": "Reduce_scatter_block",
+}
+_TIMEOUT = 20.0  # seconds, of each wait
+_BURST_US = 2000.0  # what a burst should take
+_MOST_CALLS = 20
+
+Floats = NDArray[np.float32]
+
+_COLUMNS = (
+    Column("collective", "", 15, left=True),
+    Column("size", "", 8),
+    Column("registered", "(µs)", 11, ".1f"),
+    Column("private", "(µs)", 10, ".1f"),
+    Column("MPI", "(µs)", 10, ".1f"),
+    Column("MPI/reg.", "", 9, ".2f"),
+    Column("MPI/priv.", "", 9, ".2f"),
+    Column("wrong", "", 6),
+)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to make a call.
+
+    Attributes:
+        name: "registered", "private" or "MPI".
+        call: makes the call and returns when it is done.
+        out: what the call writes; has `fill` and `__dlpack__`.
+    """
+
+    name: str
+    call: Callable[[], object]
+    out: Any
+
+
+def expected_output(collective: str, given: Floats, rank: int) -> Floats:
+    """What a rank gets if rank i gives `given[i]`; to all_gather, the first share of it."""
+    ranks, count = given.shape
+    shares = given.reshape(ranks, ranks, count // ranks)
+    if collective == "all_reduce":
+        return given.sum(axis=0)
+    if collective == "reduce_scatter":
+        return shares[:, rank].sum(axis=0)
+    return shares[:, 0 if collective == "all_gather" else rank].ravel()
+
+
+def contenders(comm: Communicator, collective: str, count: int) -> tuple[list[Contender], Floats]:
+    """The contenders for a call whose longer side has `count` elements, and what each must write."""
+    world, ranks = MPI.COMM_WORLD, comm.world_size
+    given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # their sums are exact
+    source = given[comm.rank] if collective != "all_gather" else given[comm.rank, : count // ranks]
+    expected = expected_output(collective, given, comm.rank)
+
+    def ours(name: str, x: Any, out: Any) -> Contender:
+        return Contender(name, functools.partial(getattr(comm, collective), x, out=out), out)
+
+    def own_memory(like: Floats) -> Array:
+        return comm.empty(like.size, "float32").upload(like)
+
+    x, out, mpi_out = source.copy(), np.empty_like(expected), np.empty_like(expected)
+    return [
+        ours("registered", own_memory(source), own_memory(expected)),
+        ours("private", x, out),
+        Contender("MPI", functools.partial(getattr(world, _OF_MPI[collective]), x, mpi_out), mpi_out),
+    ], expected
+
+
+def wrong(contender: Contender, expected: Floats) -> int:
+    """Makes a call into poison, and counts wrong elements."""
+    contender.out.fill(np.nan)
+    MPI.COMM_WORLD.Barrier()
+    contender.call()
+    return int(np.count_nonzero(np.from_dlpack(contender.out) != expected))
+
+
+def burst(contender: Contender, calls: int) -> float:
+    """Microseconds of a call, on this rank."""
+    MPI.COMM_WORLD.Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        contender.call()
+    return (time.perf_counter() - start) * 1e6 / calls
+
+
+def measure(comm: Communicator, collective: str, nbytes: int, bursts: int) -> Fields:
+    """The times of one collective at one size, the same on all ranks."""
+    world = MPI.COMM_WORLD
+    made, expected = contenders(comm, collective, nbytes // 4)
+    found = sum(wrong(contender, expected) for contender in made)
+    slowest = world.allreduce(max(burst(contender, 2) for contender in made), MPI.MAX)
+    calls = max(1, min(_MOST_CALLS, int(_BURST_US / slowest)))
+    times = np.array([[burst(contender, calls) for contender in made] for _ in range(bursts)])
+    world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    found += sum(wrong(contender, expected) for contender in made)
+    median = {c.name: statistics.median(times[:, i].tolist()) for i, c in enumerate(made)}
+    return {
+        "collective": collective,
+        "size": nbytes,
+        **{f"{name.lower()}_us": time_us for name, time_us in median.items()},
+        "mpi_over_registered": median["MPI"] / median["registered"],
+        "mpi_over_private": median["MPI"] / median["private"],
+        "wrong": world.allreduce(found),
+    }
+
+
+def main() -> int:
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.add_argument("-s", "--sizes", type=options.size, nargs="+", metavar="SIZE", help="bytes, such as 64K")
+    parser.add_argument("-c", "--collectives", nargs="+", choices=list(_OF_MPI), default=list(_OF_MPI))
+    parser.add_argument("-r", "--repeats", type=options.count, help="timed bursts of each contender")
+    parsed = parser.parse_args()
+    sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
+    bursts = parsed.repeats or (11 if parsed.quick else 41)
+    end_if_it_hangs(parsed.seconds)
+    method = f"float32, out of place; median of {bursts} bursts of the slowest rank"
+    rows = []
+    with Communicator.from_mpi(runtime="host", timeout=_TIMEOUT) as comm:
+        heading(comm, "host collectives", method)
+        table = Table(_COLUMNS)
+        if comm.rank == 0:
+            table.header()
+        for collective in parsed.collectives:
+            for size in sizes:
+                row = measure(comm, collective, size, bursts)
+                rows.append(row)
+                if comm.rank == 0:
+                    table.row(collective, show_size(size), *list(row.values())[2:])
+        if comm.rank == 0 and parsed.json:
+            write_json(
+                parsed.json, {"benchmark": "host_collectives", **describe(comm), "method": method, "results": rows}
+            )
+    return int(any(row["wrong"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

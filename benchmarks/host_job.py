@@ -1,0 +1,159 @@
+"""The ranks on the host runtime: numpy's arrays, and bursts that the CPU's clock times. It has no peers.
+
+So the programs can be tried without a GPU. Bursts are issued one call after another, so the times contain that.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+from side_by_side import WAIT_TIMEOUT, Burst, Job, Peer
+
+from proxyccl import Communicator
+from proxyccl.channels.tools.results import Fields
+
+_NO_PEER = "it needs GPUs"
+_PEERS = {
+    "all_reduce": ("NCCL", "NCCL, symmetric", "torch one-shot", "torch two-shot"),
+    "all_gather": ("NCCL", "NCCL, copy engines"),
+    "all_to_all": ("NCCL", "NCCL, copy engines"),
+}
+
+
+class Calls(Burst):
+    """Calls that are made one after another."""
+
+    def __init__(self, call: Callable[[], object], calls: int) -> None:
+        self.call, self.calls = call, calls
+
+    def queue(self) -> None:
+        """Queues them on the stream that `call` names."""
+        for _ in range(self.calls):
+            self.call()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class Products(Burst):
+    """Products of two matrices that numpy makes in a thread."""
+
+    def __init__(self, size: int, calls: int) -> None:
+        self.calls, self._ended = calls, 0.0
+        self._a = np.ones((size, size), np.float32)
+        self._out = np.empty_like(self._a)
+        self._enough = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def _multiply(self) -> None:
+        made = 0
+        while made < self.calls or not self._enough.is_set():
+            np.matmul(self._a, self._a, out=self._out)
+            made += 1
+        self._ended = time.perf_counter()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._multiply)
+        self._thread.start()
+
+    def queue(self) -> None:
+        """Starts a thread that makes `calls` products."""
+        self._enough.set()
+        self._start()
+
+    def keep_on(self) -> None:
+        """Starts a thread that makes products until it is waited for."""
+        self._enough.clear()
+        self._start()
+
+    def wait(self) -> float:
+        """Waits for the thread, and returns when its last product was made."""
+        assert self._thread is not None
+        self._enough.set()
+        self._thread.join()
+        return self._ended
+
+    def close(self) -> None:
+        """Holds nothing but memory."""
+
+
+class HostJob(Job):
+    """See `Job`."""
+
+    dtypes = ("float32", "float16")
+    timing = "bursts of calls by the CPU's clock, time of one call"
+
+    def __init__(self, seconds: float, *, growth_limit: float = 36.0) -> None:
+        super().__init__(seconds, growth_limit=growth_limit)
+        self.comm = Communicator.from_mpi(runtime="host", timeout=WAIT_TIMEOUT)
+        self.handle = self.comm.runtime.create_stream()
+
+    def empty(self, count: int, dtype: str) -> Any:
+        """An array of numpy's own memory."""
+        return np.empty(count, dtype)
+
+    def registered(self, count: int, dtype: str) -> Any:
+        """An array on memory of `Communicator.empty`."""
+        array = self.comm.empty(count, dtype)
+        self.comm.register(array)
+        return np.asarray(array)
+
+    def random(self, count: int, dtype: str, seed: int) -> Any:
+        """Whole numbers from -8 to 8."""
+        return np.random.default_rng(seed).integers(-8, 9, count, np.int8).astype(dtype)
+
+    def poison(self, x: Any) -> None:
+        """Fills all bytes."""
+        x.view(np.uint8)[:] = 0xA5
+
+    def peers(self, collective: str, count: int, dtype: str) -> list[Peer]:
+        """None: each is named with the reason."""
+        return [Peer(name, missing=_NO_PEER) for name in _PEERS[collective]]
+
+    def peer_versions(self) -> Fields:
+        """Of none."""
+        return {}
+
+    def current(self) -> AbstractContextManager[object]:
+        """numpy knows no streams."""
+        return nullcontext()
+
+    def synchronize(self) -> None:
+        """Waits for the stream; raises what a call ran into."""
+        self.handle.synchronize()
+        self.comm.check()
+
+    def time_now(self, call: Callable[[], object], calls: int) -> float:
+        """As a burst."""
+        return self.time_burst(Calls(call, calls))[0]
+
+    def burst(self, call: Callable[[], object], calls: int) -> Burst:
+        """The calls, to be made one after another."""
+        return Calls(call, calls)
+
+    def time_burst(self, timed: Burst, *, beside: Burst | None = None, beside_bursts: int = 0) -> tuple[float, bool]:
+        """By the CPU's clock, behind a barrier of the ranks. Products beside go on until the end."""
+        self.synchronize()
+        self.world.Barrier()
+        if isinstance(beside, Products):
+            beside.keep_on()
+        elif beside is not None:
+            for _ in range(beside_bursts):
+                beside.queue()
+        start = time.perf_counter()
+        timed.queue()
+        self.synchronize()
+        stream_ended = time.perf_counter()
+        ended, beside_ended = (
+            burst.wait() if isinstance(burst, Products) else stream_ended for burst in (timed, beside)
+        )
+        return (ended - start) * 1e6 / timed.calls, beside_ended >= ended
+
+    def product(self, size: int, calls: int) -> Burst:
+        """Of float32, in a thread."""
+        return Products(size, calls)

@@ -1,0 +1,31 @@
+"""Picks the kind of job for the runtime: GPUs need torch, the host runtime needs nothing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from side_by_side import Job
+
+from proxyccl.device.runtimes import find_runtime
+
+
+def open_job(seconds: float) -> Job:
+    """The ranks, on the runtime that `PROXYCCL_RUNTIME` names or that this machine has.
+
+    Raises:
+        SystemExit: the runtime is a GPU's, and torch is missing.
+    """
+    runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    if runtime == "host":
+        from host_job import HostJob
+
+        return HostJob(seconds)
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit(
+            f"on the {runtime} runtime this program needs torch, which holds its arrays, captures its graphs and has "
+            "its peers; PROXYCCL_RUNTIME=host runs it on the CPU without peers"
+        )
+    from gpu_job import GpuJob
+
+    return GpuJob(seconds)

@@ -1,0 +1,63 @@
+"""NCCL's collectives under its policy of no CTAs, on memory that is registered with it as symmetric.
+
+all_gather and all_to_all are then made by copy engines, and an all_reduce by a kernel for symmetric memory. NCCL has
+that from 2.28 on (`ncclCommWindowRegister`, `NCCL_CTA_POLICY_ZERO`), and torch's process group passes it on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_FIRST_VERSION = (2, 28)
+_CTA_POLICY_ZERO = 2
+
+
+def why_missing() -> str:
+    """Why this installation can't do that, or ""."""
+    version = torch.cuda.nccl.version()
+    if version < _FIRST_VERSION:
+        return f"it needs NCCL {'.'.join(map(str, _FIRST_VERSION))}, and torch has {'.'.join(map(str, version))}"
+    for owner, name in (
+        (dist.ProcessGroupNCCL.NCCLConfig, "cta_policy"),
+        (dist.ProcessGroupNCCL, "mem_allocator"),
+        (dist.ProcessGroupNCCL, "register_mem_pool"),
+    ):
+        if not hasattr(owner, name):
+            return f"torch {torch.__version__} has no {owner.__name__}.{name}"
+    return ""
+
+
+class CopyEngines:
+    """A process group of its own, with two arrays. All ranks make it together.
+
+    Args:
+        device: this rank's.
+        nbytes: size of each array.
+
+    Attributes:
+        group: the process group.
+
+    Raises:
+        RuntimeError: NCCL refuses to register the memory.
+        TypeError: torch can't register memory as symmetric.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.cta_policy = _CTA_POLICY_ZERO
+        self.group = dist.new_group(backend="nccl", pg_options=options)
+        backend = self.group._get_backend(device)
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+        with torch.cuda.use_mem_pool(self._pool):
+            self._arrays = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        dist.all_reduce(torch.ones(4, device=device), group=self.group)  # the first call connects the ranks
+        backend.register_mem_pool(self._pool, symm=True)
+
+    def arrays(self, count: int, dtype: torch.dtype) -> tuple[Any, Any]:
+        """An input and an output of `count` elements, the same memory in each call."""
+        nbytes = count * dtype.itemsize
+        source, out = (array[:nbytes].view(dtype) for array in self._arrays)
+        return source, out

@@ -1,0 +1,121 @@
+"""Makes the results page: python results_page.py [DIRECTORY]
+
+It reads every JSON file of the programs there, whatever its name, and writes README.md and plots beside them. If a
+program has several results with the same number of ranks and the same runtime, it shows the latest. Plots need
+matplotlib (the extra `bench`); without it the page has only its tables, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from results_plots import PLOTS
+from results_sections import SECTIONS, Result, Section
+
+RESULTS = Path(__file__).parent / "results"
+_INTRODUCTION = """\
+# Results
+
+This page shows what the benchmarks of ProxyCCL measured, on which machine and beside which peers. Ours and its peers
+take turns in one run. Compare the ratios: a time holds only for its machine
+([how it is measured](../README.md#how-it-is-measured)). `make bench-page` makes this page from the JSON files beside
+it.
+
+- *ours*: ProxyCCL. Entries without this mark are peers or bare loops. *auto*: the algorithm that a call chooses itself.
+- *limit*: what the machine allows. *aim*: what we want to reach. Both were measured or set on H200 GPUs earlier
+  (`benchmarks/aims.py`).
+- *busbw*: bus bandwidth as nccl-tests defines it: what a link carries, whatever the number of ranks.
+- *proxy*: the CPU thread that takes triggers out of a ring and moves data. As an algorithm: the proxy moves all data.
+- *host runtime*: the CPU emulates the kernels. Ratios show how ring and proxy behave; they say nothing about a GPU.
+- The fastest entry of a row is bold. `-` means not measured or not possible; the reason is given if there is one.
+"""
+
+
+def load(directory: Path) -> dict[tuple[str, int, str], Result]:
+    """The latest result of each program, number of ranks and runtime.
+
+    Raises:
+        SystemExit: a file is not a result of one of the programs.
+    """
+    latest: dict[tuple[str, int, str], Result] = {}
+    for path in sorted(directory.glob("*.json")):
+        try:
+            result = json.loads(path.read_text())
+            key = (result["benchmark"], result.get("world_size", 1), result["runtime"])
+            newer = key not in latest or result["date"] > latest[key]["date"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise SystemExit(f"{path}: not a result of a benchmark program: {type(error).__name__}: {error}") from None
+        if newer:
+            latest[key] = {**result, "file": path.name}
+    return dict(sorted(latest.items()))
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed. Sets it up so that the same results give the same files."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return False
+    mpl.rcParams["svg.hashsalt"] = "proxyccl"
+    return True
+
+
+def anchor(title: str) -> str:
+    """The link to a heading, as GitHub forms it."""
+    return "#" + re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def contents(sections: Iterable[Section]) -> list[str]:
+    """The table at the top: each section with its summary."""
+    return [
+        "| what | in short |",
+        "|---|---|",
+        *(f"| [{each.title}]({anchor(each.title)}) | {each.summary} |" for each in sections),
+        "",
+    ]
+
+
+def page(results: dict[tuple[str, int, str], Result], directory: Path) -> str:
+    """The page's text. Writes the plots into the directory."""
+    drawn = can_draw()
+    sections = []
+    lines = []
+    for name, section_of in SECTIONS.items():
+        for (benchmark, _, _), result in results.items():
+            if benchmark != name:
+                continue
+            sections.append(section_of(result))
+            lines += [f"## {sections[-1].title}", "", *sections[-1].lines]
+            if drawn and name in PLOTS:
+                lines += [f"![{file.removesuffix('.svg')}]({file})" for file in PLOTS[name](result, directory)] + [""]
+    missing = [] if drawn else ["Plots are missing: matplotlib was not installed when this page was made.", ""]
+    return "\n".join([_INTRODUCTION, *missing, *contents(sections), *lines]).rstrip() + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "directory", nargs="?", type=Path, default=RESULTS, help="default: results/ beside this program"
+    )
+    directory = parser.parse_args().directory
+    if not directory.is_dir():
+        parser.error(f"{directory} is not a directory")
+    results = load(directory)
+    if not results:
+        parser.error(f"no results (*.json) in {directory}")
+    unknown = sorted({benchmark for benchmark, _, _ in results} - set(SECTIONS))
+    if unknown:
+        print(f"left out, because the page has no section for them: {', '.join(unknown)}", file=sys.stderr)
+    path = directory / "README.md"
+    path.write_text(page(results, directory))
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,716 @@
+"""The sections of the results page: each function takes a result and returns its tables and a one-sentence summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aims
+
+from proxyccl.channels.tools.options import show_size
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        title: its heading.
+        summary: its main result, for the table at the top of the page.
+        lines: what comes below the heading.
+    """
+
+    title: str
+    summary: str
+    lines: list[str]
+
+
+_RING_LAYOUT_AIMS = {
+    "1 block of 128": aims.RING_FULL_BLOCKS_M,
+    "8 blocks of 256": aims.RING_FULL_BLOCKS_M,
+    "8 blocks of 32": aims.RING_ANY_LAYOUT_M,
+    "64 blocks of 1": aims.RING_ANY_LAYOUT_M,
+    "512 blocks of 1": aims.RING_ANY_LAYOUT_M,
+}
+_MOVE_RATIOS = ("nccl_over_kernels", "nccl_over_proxy", "copy_engines_over_proxy")
+_PING_PONG_CORES = 4
+_OBSERVED_CORES = 3
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """A number for a table; "-" for None."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table; the first column is aligned left, the others right."""
+    lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
+    return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def on_gpus(result: Result) -> bool:
+    """Whether kernels ran on GPUs; False if the CPU emulated them."""
+    return bool(result["runtime"] != "host")
+
+
+def place(result: Result) -> str:
+    """Where kernels ran, for a heading."""
+    ranks = result.get("world_size", 1)
+    if ranks == 1:
+        return "on a GPU" if on_gpus(result) else "on the host runtime"
+    return f"on {ranks} GPUs" if on_gpus(result) else f"on {ranks} ranks of the host runtime"
+
+
+def origin(result: Result) -> list[str]:
+    """On what a result was measured, and when."""
+    machine, versions = result["machine"], {**result["versions"], **result.get("peers", {})}
+    facts: list[str] = [result.get("device", result["runtime"])]
+    if result.get("nvidia_driver", "unknown") != "unknown":
+        facts.append(f"kernel driver {result['nvidia_driver']}")
+    facts += [f"{machine['cpu']}, {machine['cores']} cores", machine["system"]]
+    facts += [f"{name} {version}" for name, version in versions.items()]
+    if result.get("mpi"):
+        facts.append(result["mpi"])
+    text = f"Measured {result['date'][:10]} ([{result['file']}]({result['file']})): {'; '.join(facts)}."
+    if result.get("method"):
+        text += f" Method: {result['method']}."
+    if result.get("not_measured"):
+        text += f" Not measured, because the time was up: {', '.join(result['not_measured'])}."
+    return [text, ""]
+
+
+def collective_table(result: Result, dtype: str) -> list[str]:
+    """Times by size and contender, and the bus bandwidth of the fastest one."""
+    rows = [row for row in result["results"] if row["type"] == dtype]
+    names = list(dict.fromkeys((row["name"], row["ours"]) for row in rows))
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    times = {(row["size"], row["name"], row["ours"]): row for row in rows}
+    lines = []
+    for size in sizes:
+        here = [times.get((size, *name)) for name in names]
+        measured = [row for row in here if row and row["time_us"]]
+        best = min(measured, key=lambda row: row["time_us"], default=None)
+        cells = []
+        for row in here:
+            text = number(row["time_us"] if row else None)
+            cells.append(f"**{text}**" if row is not None and row is best else text)
+        lines.append([show_size(size), *cells, number(best["busbw_gbs"] if best else None, 1)])
+    titles = ["size", *(f"{name} (ours)" if ours else name for name, ours in names), "busbw of the best, GB/s"]
+    reasons = dict.fromkeys(f"{row['name']}: {row['reason']}" for row in rows if row["reason"])
+    return [*table(titles, lines), *(f"- {reason}" for reason in reasons), *([""] if reasons else [])]
+
+
+def multiprocessors_table(rows: Sequence[Result]) -> list[str]:
+    """How many multiprocessors each contender's kernels could occupy, over all sizes; nothing if no graph told."""
+    used: dict[str, list[int]] = {}
+    for row in rows:
+        if row.get("multiprocessors") is not None:
+            used.setdefault(f"{row['name']} (ours)" if row["ours"] else row["name"], []).append(row["multiprocessors"])
+    if not used:
+        return []
+    return [
+        "Multiprocessors used: the blocks of a call's largest kernel, at most the device's multiprocessors; 0 if copy "
+        "engines and the CPU do everything. Shown for the size with the fewest and the one with the most.",
+        "",
+        *table(
+            ["call", "fewest", "most"],
+            [[name, str(min(figures)), str(max(figures))] for name, figures in used.items()],
+        ),
+    ]
+
+
+def types(result: Result) -> list[str]:
+    """The element types of a collective's rows, in order."""
+    return list(dict.fromkeys(row["type"] for row in result["results"]))
+
+
+def wrong_line(wrong: int) -> str:
+    """A sentence with the number of wrong elements."""
+    return f"Wrong elements in all checks: {wrong}."
+
+
+def all_reduce_section(result: Result) -> Section:
+    """Tables of an all-reduce result."""
+    lines = origin(result)
+    lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
+    for dtype in types(result):
+        means = result["geometric_means"].get(dtype, {})
+        lines += [
+            f"### {dtype}: ours beside the best peer",
+            "",
+            f"Geometric mean of the peer's time over ours: {number(means.get('peer_over_ours'))} with our best "
+            f"algorithm at each size, {number(means.get('peer_over_auto'))} with *auto*, "
+            f"{number(means.get('peer_over_registered'))} with *registered*, which is *auto* with symmetric memory. "
+            f"The aim is {aims.ALL_REDUCE_RATIO}, registered {aims.REGISTERED_ALL_REDUCE_RATIO} on 2 GPUs, and 1 at "
+            "least at each size. The link's limit is the time of bare copies both ways of as many bytes; the aim is "
+            "0.92 of it from 16 MiB on, 0.94 at 256 MiB. The last column is the best time of any peer, MSCCL++ "
+            "included, when the aims were set.",
+            "",
+            *table(
+                [
+                    "size",
+                    "auto, µs",
+                    "ours, µs",
+                    "by",
+                    "peer, µs",
+                    "by",
+                    "peer / auto",
+                    "peer / ours",
+                    "registered, µs",
+                    "peer / registered",
+                    "link's limit / registered",
+                    "registered by proxy, µs",
+                    "peer / that",
+                    "aim, µs",
+                ],
+                [
+                    [
+                        show_size(row["size"]),
+                        number(row["auto_us"]),
+                        number(row["ours_us"]),
+                        row["ours"],
+                        number(row["peer_us"]),
+                        row["peer"],
+                        number(row["peer_over_auto"]),
+                        number(row["peer_over_ours"]),
+                        number(row.get("registered_us")),
+                        number(row.get("peer_over_registered")),
+                        number(row.get("limit_over_registered")),
+                        number(row.get("registered_proxy_us")),
+                        number(row.get("peer_over_registered_proxy")),
+                        number(row["aim_us"]),
+                    ]
+                    for row in result["comparison"]
+                    if row["type"] == dtype
+                ],
+            ),
+            f"### {dtype}: all algorithms, µs",
+            "",
+            *collective_table(result, dtype),
+            *multiprocessors_table([row for row in result["results"] if row["type"] == dtype]),
+        ]
+    in_place = {row["size"]: row for row in result["comparison"] if row["type"] == "float32"}
+    for size, aim in (
+        (aims.KIB, f"at most {aims.PROXIED_PAIR_US:g} µs"),
+        (256 * aims.MIB, "less than the best peer"),
+    ):
+        row = in_place.get(size, {})
+        if result["world_size"] == 2 and row.get("registered_proxy_us"):
+            lines += [
+                f"By proxy with registered arrays, {show_size(size)}: {number(row['registered_proxy_us'])} µs, the "
+                f"best peer {number(row['peer_us'])} µs; aim: {aim}.",
+                "",
+            ]
+    proxied = {row["size"]: row for row in result["results"] if row["name"] == "proxy" and row["type"] == "float32"}
+    for size, key, aim, unit in (
+        (aims.KIB, "time_us", f"under {aims.PROXIED_ALL_REDUCE_US:g}", "µs"),
+        (256 * aims.MIB, "busbw_gbs", f"{aims.PROXIED_ALL_REDUCE_GBS:g}", "GB/s bus bandwidth"),
+    ):
+        if result["world_size"] == 4 and size in proxied:
+            value = number(proxied[size][key], 1)
+            lines += [f"Algorithm `proxy`, {show_size(size)}: {value} {unit}; aim {aim}.", ""]
+    means = [f"{number(mean.get('peer_over_auto'))} ({dtype})" for dtype, mean in result["geometric_means"].items()]
+    ratios = [row["peer_over_auto"] for row in result["comparison"] if row["peer_over_auto"]]
+    summary = (
+        f"geometric mean of the best peer's time over ours: {', '.join(means) or '-'}; aim {aims.ALL_REDUCE_RATIO}; "
+        f"slower than the best peer at {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} sizes"
+    )
+    return Section(f"all_reduce {place(result)}", summary, lines)
+
+
+def move_section(result: Result) -> Section:
+    """Tables of an all_gather or all_to_all result."""
+    name = result["benchmark"]
+    compared = result.get("comparison", [])
+    lines = origin(result)
+    lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
+    for dtype in types(result):
+        mean = number(result["geometric_means"].get(dtype))
+        lines += [f"### {name}, {dtype}, µs", "", f"Geometric mean of NCCL's time over the best of ours: {mean}.", ""]
+        lines += collective_table(result, dtype)
+        lines += multiprocessors_table([row for row in result["results"] if row["type"] == dtype])
+        rows = [row for row in compared if row["type"] == dtype]
+        if rows:
+            lines += [
+                "NCCL's times over ours with registered arrays. The aim is at least "
+                f"{aims.COPY_ENGINES_RATIO:g} for copy engines over the proxy from "
+                f"{show_size(aims.COPY_ENGINES_BYTES)} on, and 1 for NCCL over kernels, with a geometric mean of "
+                f"{aims.MOVED_BY_KERNELS_RATIO:g} for all_to_all.",
+                "",
+                *table(
+                    ["size", "NCCL / kernels", "NCCL / proxy", "NCCL's copy engines / proxy"],
+                    [[show_size(row["size"]), *(number(row[key]) for key in _MOVE_RATIOS)] for row in rows],
+                ),
+            ]
+    means = [f"{number(mean)} ({dtype})" for dtype, mean in result["geometric_means"].items()]
+    summary = f"geometric mean of NCCL's time over ours: {', '.join(means) or '-'}"
+    engines = [
+        row["copy_engines_over_proxy"]
+        for row in compared
+        if row["size"] >= aims.COPY_ENGINES_BYTES and row["copy_engines_over_proxy"]
+    ]
+    if engines:
+        summary += (
+            f"; its copy engines' time over ours by proxy from {show_size(aims.COPY_ENGINES_BYTES)} on: "
+            f"{number(min(engines))} at least (aim {aims.COPY_ENGINES_RATIO:g})"
+        )
+    return Section(f"{name} {place(result)}", summary, lines)
+
+
+def overlap_section(result: Result) -> Section:
+    """Tables of collectives beside a matrix product."""
+    rows, side = result["results"], result["product_rows"]
+    lines = [
+        *origin(result),
+        f"*beside*: while products of two matrices of {side} x {side} run on another stream, one after another. "
+        "*product*: the time of such a product while that collective runs again and again. By proxy, the aim for a "
+        f"collective is at most {aims.BESIDE_RATIO:g} of its time alone, and for the product at most its time beside "
+        "NCCL's copy engines. " + wrong_line(sum(row["wrong"] for row in rows)),
+        "",
+    ]
+    titles = ["size", "algorithm or peer", "multiprocessors used", "alone, µs", "beside, µs", "beside / alone"]
+    titles += ["product, µs", "product / alone"]
+    for collective in dict.fromkeys(row["collective"] for row in rows):
+        of_it = [row for row in rows if row["collective"] == collective]
+        alone = next((row["product_us"] for row in of_it if row["product_us"]), None)
+        lines += [f"### {collective} beside products", "", f"A product alone takes {number(alone, 1)} µs.", ""]
+        lines += table(
+            titles,
+            [
+                [
+                    show_size(row["size"]),
+                    f"{row['name']} (ours)" if row["ours"] else row["name"],
+                    number(row["multiprocessors"], 0),
+                    *(number(row[key]) for key in ("alone_us", "beside_us", "beside_over_alone")),
+                    number(row["product_beside_us"], 1),
+                    number(row["product_over_alone"], 3),
+                ]
+                for row in of_it
+            ],
+        )
+        reasons = dict.fromkeys(f"- {row['name']}: {row['reason']}" for row in of_it if row["reason"])
+        lines += [*reasons, *([""] if reasons else [])]
+    beside, product = (
+        max((row[key] for row in result["comparison"] if row[key]), default=None)
+        for key in ("beside_over_alone", "product_over_copy_engines")
+    )
+    summary = (
+        f"by proxy, at worst: a collective's time beside a matrix product over that alone {number(beside)} (aim: at "
+        f"most {aims.BESIDE_RATIO:g}), the product's over that beside NCCL's copy engines {number(product)} (aim: "
+        f"at most {aims.PRODUCT_RATIO:g})"
+    )
+    return Section(f"Collectives beside a matrix product {place(result)}", summary, lines)
+
+
+def _moe_summary(result: Result) -> str:
+    of_tokens: dict[int, list[Result]] = {}
+    for row in result["results"]:
+        if row["time_us"]:
+            of_tokens.setdefault(row["count"], []).append(row)
+    parts = []
+    for tokens, rows in of_tokens.items():
+        both = min((row["time_us"] for row in rows if row["ours"] and row["name"].startswith("both")), default=None)
+        legs = [[row["time_us"] for row in rows if row["name"] == f"NCCL, {leg}"] for leg in ("there", "back")]
+        peer = sum(map(min, legs)) if all(legs) else None
+        parts.append(f"{tokens} tokens per rank in {number(both, 0)} µs (NCCL moves the bytes in {number(peer, 0)})")
+    return f"dispatch and combine: {', '.join(parts)}"
+
+
+def expert_parallel_section(result: Result) -> Section:
+    """The table of MoE dispatch and combine."""
+    rows = []
+    for row in result["results"]:
+        aim = aims.expert_parallel_us(result["world_size"], row["count"], row["name"]) if row["ours"] else None
+        name = f"{row['name']} (ours)" if row["ours"] else row["name"]
+        figures = (number(row["time_us"]), number(row["best_us"]), number(row["busbw_gbs"], 1), number(aim, 1))
+        rows.append([str(row["count"]), name, *figures])
+    lines = [
+        *origin(result),
+        f"Hidden {result['hidden']}, top {result['topk']} of {result['experts']} experts, bfloat16. "
+        + wrong_line(sum(row["wrong"] for row in result["results"])),
+        "",
+        *table(["tokens per rank", "call", "median, µs", "best, µs", "over the link, GB/s", "aim, µs"], rows),
+    ]
+    return Section(f"MoE dispatch and combine {place(result)}", _moe_summary(result), lines)
+
+
+def launch_cost_section(result: Result) -> Section:
+    """The table of CPU times."""
+    medians = {row["name"]: number(row["median_us"], 1) for row in result["results"]}
+    lines = [
+        *origin(result),
+        f"CPU time to issue one call, µs. The aim is {result['aim_us']:g} on a machine where torch's add takes 4.9.",
+        "",
+        *table(
+            ["call", "median", "best"],
+            [[row["name"], number(row["median_us"]), number(row["best_us"])] for row in result["results"]],
+        ),
+    ]
+    names = ("all_reduce, torch tensor", "torch.add, out given", "NCCL all_reduce")
+    ours, add, nccl = (medians.get(name, "-") for name in names)
+    summary = f"CPU time to issue an all_reduce: {ours} µs, aim {result['aim_us']:g} (torch.add {add}, NCCL {nccl})"
+    return Section(f"Launch cost {place(result)}", summary, lines)
+
+
+def put_signal_section(result: Result) -> Section:
+    """Tables of the channels."""
+    latency = [
+        [
+            show_size(row["bytes"]) if row["bytes"] else "signal alone",
+            *(number(row[key]) for key in ("one_way_us", "best_us", "mean_us", "limit_us", "aim_us")),
+        ]
+        for row in result["latency"]
+    ]
+    sm_latency = [
+        [row["signal"], *(number(row[key]) for key in ("one_way_us", "best_us", "mean_us", "limit_us"))]
+        for row in result["sm_latency"]
+    ]
+    bandwidth = [
+        [show_size(row["bytes"]), row["direction"], *(number(row[k]) for k in ("gbs", "us_per_put", "limit_gbs"))]
+        for row in result["bandwidth"]
+    ]
+    sm_bandwidth = [
+        [str(row["blocks"]), row["operation"], number(row["gbs"], 1), number(row["limit_gbs"], 0)]
+        for row in result["sm_bandwidth"]
+    ]
+    lines = [
+        *origin(result),
+        f"{wrong_line(result['wrong'])} The kernels' clock steps by {result['clock_step_ns']} ns.",
+        "",
+        "### ProxyChannel: put with signal, one way, µs",
+        "",
+        *table(["size", "median", "best", "mean", "limit", "aim"], latency),
+        "### SmChannel: signal, one way, µs",
+        "",
+        *table(["signal", "median", "best", "mean", "limit"], sm_latency),
+        "### ProxyChannel: bandwidth of puts",
+        "",
+        *table(["size", "direction", "GB/s", "µs a put", "limit, GB/s"], bandwidth),
+        "### SmChannel: bandwidth of copies",
+        "",
+        *table(["blocks", "operation", "GB/s", "limit, GB/s"], sm_bandwidth),
+    ]
+    parts = []
+    for rows, what in (("latency", "by proxy"), ("sm_latency", "from kernel to kernel")):
+        if result[rows]:
+            parts.append(
+                f"{result[rows][0].get('signal', 'signal')} {what} in {number(result[rows][0]['one_way_us'])} µs"
+            )
+    for rows, what in (("bandwidth", "a proxy moves"), ("sm_bandwidth", "a kernel's own loads and stores")):
+        if result[rows]:
+            parts.append(f"{what} up to {number(max(row['gbs'] for row in result[rows]), 0)} GB/s")
+    return Section(f"Channels {place(result)}", "; ".join(parts), lines)
+
+
+def ring_section(result: Result) -> Section:
+    """Tables of the ring."""
+    lines, parts = origin(result), []
+    trip = result.get("round_trip")
+    if trip:
+        lines += [
+            f"Push and sync of one thread: {number(trip['median_ns'] / 1e3)} µs "
+            f"(best {number(trip['best_ns'] / 1e3)}); "
+            f"the bare round trip in the same run: {number(trip['bare']['median_ns'] / 1e3)} µs "
+            f"(best {number(trip['bare']['best_ns'] / 1e3)}; {aims.RING_ROUND_TRIP_US} when the aims were set). "
+            f"Ratio {number(trip['over_bare'])}, aim {aims.RING_ROUND_TRIP_RATIO}.",
+            "",
+        ]
+        ratio = number(trip["over_bare"])
+        parts.append(f"push and sync in {number(trip['median_ns'] / 1e3)} µs, {ratio} times a bare loop's time")
+    idle = result.get("idle")
+    if idle:
+        short, long = (number(idle[f"wake_after_{ms}_ms"]["median_us"], 0) for ms in (1, 20))
+        lines += [
+            f"An idle proxy thread takes {number(idle['cpu'], 3)} cores. The median delay until it takes a push is "
+            f"{short} µs after 1 ms of idleness and {long} µs after 20 ms.",
+            "",
+        ]
+    if result.get("kernels"):
+        fastest = max(row["median_per_s"] for row in result["kernels"])
+        parts.append(f"kernels push up to {number(fastest / 1e6, 0)} million triggers a second")
+        lines += [
+            "### Triggers that kernels push, millions a second",
+            "",
+            *table(
+                ["slots", "producers", "engine", "best", "bare loop", "best", "aim"],
+                [
+                    [
+                        str(row["fifo_size"]),
+                        row["producers"],
+                        *(
+                            number(part[key] / 1e6)
+                            for part in (row, row["bare"])
+                            for key in ("median_per_s", "best_per_s")
+                        ),
+                        number(_RING_LAYOUT_AIMS.get(row["producers"]), 0),
+                    ]
+                    for row in result["kernels"]
+                ],
+            ),
+        ]
+    lines += [
+        "### Drain rate beside a producing CPU thread, millions a second",
+        "",
+        *table(
+            ["trigger", "median", "best", "of the bare loop"],
+            [
+                [
+                    row["trigger"],
+                    *(number(row[k] / 1e6) for k in ("median_per_s", "best_per_s")),
+                    number(row["over_bare"]),
+                ]
+                for row in result["drain"]
+            ],
+        ),
+    ]
+    return Section(f"The trigger ring {place(result)}", "; ".join(parts), lines)
+
+
+def rdma_writes_section(result: Result) -> Section:
+    """Tables of the writes."""
+    lines, parts = origin(result), []
+    lines += [f"{result['note']}.", ""] if result["note"] else []
+    lines += [f"Wrong bytes in all checks: {result['wrong']}.", ""]
+    measured = ((result["rate"], aims.RDMA_RATE_RATIO), (result["bandwidth"], aims.RDMA_BANDWIDTH_RATIO))
+    for rows, aim in measured:
+        lines += [
+            f"### Writes of {show_size(rows[0]['bytes'])}, {rows[0]['writes']} in each of {rows[0]['rounds']} rounds; "
+            f"aim of the ratio {aim}",
+            "",
+            *table(
+                ["writer", "median, 1/s", "best, 1/s", "median, MB/s", *(f"over {row['name']}" for row in rows)],
+                [
+                    [
+                        f"{row['name']} (ours)" if row["ours"] else row["name"],
+                        *(number(row[key], 0) for key in ("median_per_s", "best_per_s")),
+                        number(row["median_gbs"] * 1e3),
+                        *(number(ratio) for ratio in row["over"].values()),
+                    ]
+                    for row in rows
+                ],
+            ),
+        ]
+        peer, best = rows[0]["name"], max(rows, key=lambda row: row["ours"] * row["median_per_s"])
+        parts.append(
+            f"writes of {show_size(rows[0]['bytes'])}: {number(best['over'][peer])} times the rate of “{peer}”, "
+            f"aim {aim}"
+        )
+    return Section("RDMA writes", "; ".join(parts), lines)
+
+
+def _beside(
+    rows: Iterable[Result], digits: int, scale: float, bound: str, elsewhere: str = "daemon"
+) -> Iterable[list[str]]:
+    """Rows that compare a proxy in its rank with one elsewhere: in the daemon, or in a process of the job's own."""
+    for row in rows:
+        figures = (number(row[where] * scale, digits) for where in ("thread", elsewhere))
+        yield [row["what"], *figures, number(row["ratio"]), f"{bound} {row['aim']:g}"]
+
+
+def daemon_section(result: Result) -> Section:
+    """Tables of proxies in the node daemon, beside the same in their ranks."""
+    ranks, cores = result["world_size"], result["cores"]
+    titles = ("in the ranks", "in the daemon", "ratio", "aim")
+    lines = [
+        *origin(result),
+        "The same work with the proxies as threads of the ranks, and in one `proxyccl daemon` with "
+        f"{result['threads']} thread{'s' * (result['threads'] > 1)}. Ratios are the daemon's figure over the ranks'.",
+        "",
+        "### Latency, one way, µs",
+        "",
+        *table(["", *titles], _beside(result["latency_us"], 2, 1, "at most")),
+    ]
+    if not on_gpus(result) and result["machine"]["cores"] < _PING_PONG_CORES:
+        lines += [
+            f"A ping-pong of two kernels wants {_PING_PONG_CORES} cores here, for two kernels and two proxies. With "
+            f"{result['machine']['cores']}, these rows mostly show how the system switches between processes. The last "
+            "row needs only 2.",
+            "",
+        ]
+    lines += [
+        "### Rate of one ring, millions of triggers a second",
+        "",
+        *table(["", *titles], _beside(result["triggers_per_s"], 2, 1e-6, "at least")),
+        f"### Cores that the proxies of {ranks} ranks take",
+        "",
+        *table(
+            ["", *titles[:3]],
+            [
+                [
+                    f"busy: {number(min(cores['triggers_per_s'].values()), 0)} puts with signals a second"
+                    if name == "busy"
+                    else name,
+                    *(number(cores[name][where], 3) for where in ("thread", "daemon")),
+                    number(cores[name]["daemon"] / cores[name]["thread"]),
+                ]
+                for name in ("idle", "busy")
+            ],
+        ),
+    ]
+    latency = max(row["ratio"] for row in result["latency_us"])
+    rate = min(row["ratio"] for row in result["triggers_per_s"])
+    busy = cores["busy"]
+    summary = (
+        f"the daemon over proxies in the ranks, at worst: latency {number(latency)} (aim: at most "
+        f"{aims.DAEMON_LATENCY_RATIO:g}), rate {number(rate)} (aim: at least {aims.DAEMON_RATE_RATIO:g}); cores when "
+        f"busy: {number(busy['daemon'])} in the daemon, {number(busy['thread'])} in the ranks"
+    )
+    return Section(f"The node daemon {place(result)}", summary, lines)
+
+
+def proxy_place_section(result: Result) -> Section:
+    """Tables of proxies in a process of the job's own, beside the same in their ranks."""
+    titles = ("in the ranks", "in their process", "ratio", "aim")
+    start = result["start_ms"][0]
+    lines = [
+        *origin(result),
+        "The same work with the proxies as threads of the ranks, and in a process that the job starts for them. Ratios "
+        "are the process's figure over the ranks'.",
+        "",
+    ]
+    for title, key, scale, bound in (
+        ("Latency, one way, µs", "latency_us", 1.0, "at most"),
+        ("Rate of one ring, millions of triggers a second", "triggers_per_s", 1e-6, "at least"),
+        ("Time of the rank to issue a proxied call, µs", "issue_us", 1.0, "at most"),
+    ):
+        lines += [
+            f"### Own process: {title}",
+            "",
+            *table(["", *titles], _beside(result[key], 2, scale, bound, "process")),
+        ]
+    lines += [
+        f"The first use of a proxy takes {number(start['process'], 0)} ms where that starts the process, and "
+        f"{number(start['thread'], 0)} ms where it starts a thread.",
+        "",
+    ]
+    latency, issue = (max(row["ratio"] for row in result[key]) for key in ("latency_us", "issue_us"))
+    rate = min(row["ratio"] for row in result["triggers_per_s"])
+    summary = (
+        f"a process of the job's own over proxies in the ranks, at worst: latency {number(latency)} and time to issue "
+        f"{number(issue)} (aim: at most {aims.DAEMON_LATENCY_RATIO:g}), rate {number(rate)} (aim: at least "
+        f"{aims.DAEMON_RATE_RATIO:g})"
+    )
+    return Section(f"Proxies in a process of their own {place(result)}", summary, lines)
+
+
+_OBSERVED = ("looked at", "traced")
+
+
+def _observed_table(rows: list[Result], names: Sequence[str], figure: str, scale: float) -> list[str]:
+    return table(
+        [*names, "nobody looks", *(title for mode in _OBSERVED for title in (mode, "rate"))],
+        [
+            [
+                *(row[name] for name in names),
+                number(row["nobody looks"][figure] * scale),
+                *(
+                    text
+                    for mode in _OBSERVED
+                    for text in (number(row[mode][figure] * scale), number(row[mode]["rate_of_unobserved"]))
+                ),
+            ]
+            for row in rows
+        ],
+    )
+
+
+def observing_section(result: Result) -> Section:
+    """Tables of what observing and tracing a proxy cost it."""
+    lines = [
+        *origin(result),
+        "The same triggers without an observer (*nobody looks*), while another process reads all counters every 10 ms "
+        "(*looked at*), and while it traces every trigger (*traced*). *rate* is the number of triggers a second, over "
+        f"that without an observer. The aim for a trace is at least {aims.TRACED_RATE:g}.",
+        "",
+    ]
+    parts = []
+    if result["engine_alone"]:
+        lines += [
+            "### The engine alone: least CPU time of a trigger, ns",
+            "",
+            "A thread fills a ring that fits its cache, then drains it. So nothing hides the cost of an additional "
+            "instruction.",
+            "",
+            *_observed_table(result["engine_alone"], ["trigger"], "best", 1),
+        ]
+        parts.append(("the engine alone", result["engine_alone"]))
+    if result["kernels"]:
+        lines += [
+            "### Triggers that kernels push, millions a second, medians",
+            "",
+            *_observed_table(result["kernels"], ["trigger", "producers"], "median", 1e-6),
+        ]
+        if not on_gpus(result) and result["machine"]["cores"] < _OBSERVED_CORES:
+            lines += [
+                f"The kernel, its proxy and the observer want {_OBSERVED_CORES} cores. With "
+                f"{result['machine']['cores']}, these rows also show what the observer takes from the other two.",
+                "",
+            ]
+        parts.append(("kernels that push", result["kernels"]))
+    least = []
+    for what, rows in parts:
+        rates = [number(min(row[mode]["rate_of_unobserved"] for row in rows)) for mode in _OBSERVED]
+        least.append(f"{what}, {rates[0]} {_OBSERVED[0]} and {rates[1]} {_OBSERVED[1]}")
+    summary = f"what remains of the rate, at worst: {'; '.join(least)}"
+    return Section(f"The cost of being observed {place(result)}", summary, lines)
+
+
+def host_collectives_section(result: Result) -> Section:
+    """Tables of the host runtime's collectives beside MPI's."""
+    rows = result["results"]
+    lines = [
+        *origin(result),
+        "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with arrays of numpy, as "
+        f"MPI has them. The aim is {aims.HOST_ALL_REDUCE_RATIO:g} for all_reduce of registered arrays from "
+        f"{show_size(aims.HOST_ALL_REDUCE_BYTES)} on. {result['world_size']} ranks shared "
+        f"{result['machine']['cores']} cores, whose load average was {result['machine']['load']} at the end.",
+        "",
+        wrong_line(sum(row["wrong"] for row in rows)),
+        "",
+    ]
+    titles = ["size", "registered, µs", "private, µs", "MPI, µs", "MPI / registered", "MPI / private"]
+    for collective in dict.fromkeys(row["collective"] for row in rows):
+        lines += [f"### {collective} beside MPI's", ""]
+        lines += table(
+            titles,
+            [
+                [
+                    show_size(row["size"]),
+                    *(number(row[f"{name}_us"], 1) for name in ("registered", "private", "mpi")),
+                    *(number(row[f"mpi_over_{name}"]) for name in ("registered", "private")),
+                ]
+                for row in rows
+                if row["collective"] == collective
+            ],
+        )
+    long = [
+        row["mpi_over_registered"]
+        for row in rows
+        if row["collective"] == "all_reduce" and row["size"] >= aims.HOST_ALL_REDUCE_BYTES
+    ]
+    summary = (
+        f"MPI's time over ours, all_reduce of registered arrays from {show_size(aims.HOST_ALL_REDUCE_BYTES)} on: "
+        f"{number(min(long, default=None))} at least (aim {aims.HOST_ALL_REDUCE_RATIO:g})"
+    )
+    return Section(f"Collectives beside MPI's {place(result)}", summary, lines)
+
+
+SECTIONS: dict[str, Callable[[Result], Section]] = {
+    "all_reduce": all_reduce_section,
+    "all_gather": move_section,
+    "all_to_all": move_section,
+    "overlap": overlap_section,
+    "expert_parallel": expert_parallel_section,
+    "launch_cost": launch_cost_section,
+    "put_signal": put_signal_section,
+    "ring": ring_section,
+    "daemon": daemon_section,
+    "proxy_place": proxy_place_section,
+    "observing": observing_section,
+    "host_collectives": host_collectives_section,
+    "rdma_writes": rdma_writes_section,
+}
+"""By program, in the page's order: first what a user calls, then the layers below."""

@@ -1,0 +1,96 @@
+"""Announcements: through shared memory a rank offers memory to the ranks of its host, and learns where they map it.
+
+One table a rank, in its control segment (announcements.h). Nobody waits: a peer maps what it finds when it next looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxyccl.proxy._engine import ffi, lib
+
+ENTRIES: int = lib.PROXYCCL_ANNOUNCEMENTS
+MOST_RANKS: int = lib.PROXYCCL_ANNOUNCEMENT_PEERS
+LONGEST_HANDLE: int = lib.PROXYCCL_ANNOUNCED_HANDLE_BYTES
+UNREACHED: int = lib.PROXYCCL_UNREACHED
+"""A reply's address where the peer's kernels can't reach the memory."""
+NO_MEMORY: int = lib.PROXYCCL_NO_MEMORY
+"""A reply's memory id where the peer's proxy can't have the memory."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a peer finds in an entry.
+
+    Attributes:
+        version: counts the entry's changes; 0 while it is being written or was never used.
+        handle: opens the memory; no bytes if it was withdrawn.
+        for_proxies: whether its owner wants peers' proxies to have it.
+    """
+
+    version: int
+    handle: bytes
+    for_proxies: bool
+
+
+class Announcements:
+    """A rank's table, own or a peer's.
+
+    Args:
+        address: where it lies, for the CPU. Fresh memory is an empty table.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._table = ffi.cast("ProxycclAnnouncements *", address)
+        self._copy = ffi.new("ProxycclAnnouncement *")
+
+    @staticmethod
+    def table_bytes() -> int:
+        """The size of a table."""
+        return ffi.sizeof("ProxycclAnnouncements")
+
+    @property
+    def changes(self) -> int:
+        """How often the owner has changed the table."""
+        return lib.proxyccl_announcement_changes(self._table)
+
+    def announce(self, entry: int, handle: bytes) -> None:
+        """By the owner: offers the memory that a handle names, in an entry that is free. No bytes withdraw it."""
+        lib.proxyccl_announce(self._table, entry, handle, len(handle))
+
+    def announce_to_proxies(self, entry: int) -> None:
+        """By the owner: has peers' proxies know what the entry holds."""
+        lib.proxyccl_announce_to_proxies(self._table, entry)
+
+    def read(self, entry: int) -> Announcement:
+        """By a peer: what an entry holds."""
+        copy = self._copy
+        version = lib.proxyccl_announcement_read(self._table, entry, copy)
+        handle = bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if version else b""
+        return Announcement(version, handle, copy.for_proxies == version)
+
+    def reply(self, entry: int, peer: int, version: int, address: int) -> None:
+        """By a peer, by its number on the host: where it reaches a version, or 0 if that was withdrawn."""
+        lib.proxyccl_announcement_reply(self._table, entry, peer, version, address)
+
+    def reply_memory(self, entry: int, peer: int, version: int, memory: int) -> None:
+        """By a peer, by its number on the host: the id by which its proxy knows a version, or NO_MEMORY."""
+        lib.proxyccl_announcement_reply_memory(self._table, entry, peer, version, memory)
+
+    def memories(self, entry: int, peers: list[int]) -> list[int] | None:
+        """By the owner: the ids in the peers' proxies of what the entry holds now; None while one has not replied."""
+        memory, found = ffi.new("uint32_t *"), []
+        for peer in peers:
+            if not lib.proxyccl_announcement_memory(self._table, entry, peer, memory):
+                return None
+            found.append(memory[0])
+        return found
+
+    def replies(self, entry: int, peers: list[int]) -> list[int] | None:
+        """By the owner: the peers' addresses for what the entry holds now; None while one has not replied."""
+        address, found = ffi.new("uint64_t *"), []
+        for peer in peers:
+            if not lib.proxyccl_announcement_reached(self._table, entry, peer, address):
+                return None
+            found.append(address[0])
+        return found

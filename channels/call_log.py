@@ -1,0 +1,63 @@
+"""This rank's log of collective calls, which lets ranks see that they disagree before they wait for each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxyccl.channels.control import ControlSegment
+from proxyccl.proxy._engine import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._engine import Pointer, ProxycclCallPointer  # the stub's; cffi has no such name
+
+CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
+CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS
+
+
+class CallLog:
+    """This rank's log of collective calls, beside those of the peers of its host (calls.h).
+
+    Args:
+        own: this rank's segment.
+        peers: the segments of the others.
+    """
+
+    def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment]) -> None:
+        self._ranks = list(peers)
+        logs = [ffi.cast("ProxycclCallEntry *", segment.calls_host) for segment in peers.values()]
+        self._logs = ffi.new("ProxycclCallEntry *[]", [*logs, ffi.NULL])
+        self._callers = ffi.new("ProxycclCallers *")
+        self._callers.control = ffi.cast("ProxycclControl *", own.host_pointer)
+        self._callers.own = ffi.cast("ProxycclCallEntry *", own.calls_host)
+        self._callers.peers, self._callers.peer_count = self._logs, len(logs)
+        self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
+            lib.proxyccl_calls_issue, self._callers
+        )
+        """issue(call, launch, stream): `agree`, then a prepared launch; the launch's status."""
+        self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
+            lib.proxyccl_calls_ring, self._callers
+        )
+        """ring(call, operations, stream): `agree`, then prepared operations of the stream; their status."""
+
+    def agree(self, call: ProxycclCallPointer) -> int:
+        """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""
+        return int(lib.proxyccl_calls_agree(self._callers, call))
+
+    def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The last calls of this rank in order, each with its number, from 1. For any thread."""
+        last, call, found = self._callers.sequence, ffi.new("ProxycclCall *"), []
+        for sequence in range(max(1, last - count + 1), last + 1):
+            if lib.proxyccl_calls_read(self._callers.own, sequence, call):
+                found.append((sequence, tuple(call.fields)))
+        return found
+
+    def difference(self) -> tuple[int, tuple[int, ...]]:
+        """After CALL_DIFFERS: the rank that made another call, and the fields of that."""
+        return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
+
+
+def encode_fields(fields: tuple[int, ...]) -> ProxycclCallPointer:
+    """A ProxycclCall."""
+    return ffi.new("ProxycclCall *", [fields])

@@ -1,0 +1,131 @@
+"""all_reduce: the reduction on every rank, by one of several algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from proxyccl.channels.calls import CollectiveCall
+from proxyccl.channels.collectives.arguments import input_view, output_view, refuse_partial_overlap
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.plans import call_key, copy_plan
+from proxyccl.channels.collectives.reduce_plans import prepare_all_reduce
+from proxyccl.channels.collectives.reductions import require_op, require_reducible
+from proxyccl.channels.collectives.request import Request
+from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
+from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
+from proxyccl.channels.collectives.team import Team
+from proxyccl.channels.group import Group
+from proxyccl.channels.launches import Plan
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import DType
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import StreamLike
+
+
+def all_reduce(
+    collectives: Collectives,
+    x: Any,
+    op: str,
+    out: Any,
+    request: Request,
+    stream: StreamLike,
+    *,
+    root: int | None = None,
+) -> Any:
+    """See `Communicator.all_reduce`. With a root it is what `reduce` is made of."""
+    require_op(op)
+    name = "all_reduce" if root is None else "reduce"
+    key = call_key(name, x, x if out is None else out, op, request.name, root)
+    if collectives.plans.repeat(key, x, out, stream):
+        return x if out is None else out
+    group = collectives.group
+    source = input_view(group, x, "x")
+    require_reducible(source, op)
+    result, target = output_view(group, out, x, source, source.shape)
+    refuse_partial_overlap(source, target)
+    collectives.plans.run(
+        CollectiveCall(name, source.dtype.name, op, request.name, root=root or 0, count=source.size),
+        (source, target),
+        lambda: _plan(collectives, source, target, op, request),
+        group.launches.stream_for(stream, x),
+        key,
+    )
+    return result
+
+
+def _plan(collectives: Collectives, source: ArrayView, target: ArrayView, op: str, request: Request) -> Plan:
+    group = collectives.group
+    if group.world_size == 1:
+        return copy_plan(group, source, target)
+    chosen = collectives.choose("all_reduce", request, source.dtype, source.nbytes)
+    if chosen == "hierarchical":
+        return _plan_by_levels(collectives, source, target, op)
+    team = collectives.team()
+    if chosen in PACKET_ALGORITHMS and team.packets is None:
+        chosen = "two_shot"
+    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
+        return prepare_all_reduce(collectives.by_proxy(), source, target, op)
+    if chosen == "two_shot":
+        reached_at = group.symmetric.reached(target)
+        return _plan_two_shot(group, team, source.dtype, op, source.ptr, target.ptr, source.size, reached_at)
+    kernel = ALL_REDUCE_KERNELS[chosen]
+    shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+    arrays = (source.ptr, target.ptr, source.size)
+    if chosen in PACKET_ALGORITHMS and team.packets is not None:
+        blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
+        return shipped.prepare(blocks, threads, parameter, *arrays)
+    return shipped.prepare(team.grid(source.nbytes), team.threads, team.parameter(), *arrays)
+
+
+def _plan_two_shot(
+    group: Group,
+    team: Team,
+    dtype: DType,
+    op: str,
+    source: int,
+    target: int,
+    count: int,
+    reached_at: Sequence[int] | None = None,
+) -> Launch:
+    kernel = ALL_REDUCE_KERNELS["two_shot" if team.all_mapped else "proxy"]
+    blocks, parameter = team.pipeline(count, dtype.itemsize, reached_at)
+    shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
+    return shipped.prepare(blocks, team.threads, parameter, source, target, count)
+
+
+def _plan_by_levels(collectives: Collectives, source: ArrayView, target: ArrayView, op: str) -> Plan:
+    """Each share is reduced inside the node, then between the ranks of one number on all nodes, then gathered inside
+    the node, so a node's data crosses to the others once. Elements left over by even shares go through all ranks
+    together.
+    """
+    group, dtype = collectives.group, source.dtype
+    topology = group.topology
+    inside, across = collectives.levels()
+    share = source.size // topology.local_world_size
+    even, nbytes = share * topology.local_world_size, share * dtype.itemsize
+    own = target.ptr + topology.local_rank * nbytes
+
+    shipped = group.runtime.shipped
+    launches: list[Launch] = []
+    if share:
+        partial = "sum" if op == "avg" else op  # the rank that has all parts divides
+        scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
+        scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
+        gather = shipped(gather_kernel.file, gather_kernel.name)
+        team = inside.parameter()
+        launches += [
+            scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
+            _plan_two_shot(group, across, dtype, op, own, own, share),
+            gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
+        ]
+    if even < source.size:
+        offset = even * dtype.itemsize
+        pointers = (source.ptr + offset, target.ptr + offset)
+        launches.append(_plan_two_shot(group, collectives.team(), dtype, op, *pointers, source.size - even))
+
+    def plan(stream: StreamLike) -> None:
+        for launch in launches:
+            launch(stream)
+
+    return plan

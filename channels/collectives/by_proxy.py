@@ -1,0 +1,53 @@
+"""Collectives that the proxies run on the arrays themselves, rung in by a stream. See DESIGN, "Plans".
+
+An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
+decides that by itself, as a peer sends to where the rank posts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from proxyccl.channels.group import Group
+from proxyccl.channels.plan_links import PlanLinks
+from proxyccl.channels.plan_memory import PlanMemories
+from proxyccl.channels.plan_rings import PlanRings
+
+_LONGEST_ROUND = 256 << 20
+
+
+class ByProxy:
+    """What one rank's plans are made with. All ranks make it together.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        group: the ranks.
+        memories: finds the memory of arrays.
+        links: the channels of plans.
+        rings: gives plans to the proxy.
+        longest_round: most bytes that one plan stages. A longer call takes several, on all ranks alike.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.memories = PlanMemories(group)
+        self.links = PlanLinks(group)
+        self.rings = PlanRings(group)
+        self.longest_round = _LONGEST_ROUND
+
+    def close(self) -> None:
+        """Frees what the plans work in. No stream of any rank may ring one any more."""
+        self.memories.close()
+
+
+def others(group: Group) -> list[int]:
+    """All other ranks, from the next one on, so that not all ranks begin with the same one."""
+    return [(group.rank + step) % group.world_size for step in range(1, group.world_size)]
+
+
+def rounds(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cuts a count into pieces of at most `most`: the offset and the length of each."""
+    for begin in range(0, count, most):
+        yield begin, min(most, count - begin)

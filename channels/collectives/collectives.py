@@ -1,0 +1,174 @@
+"""What the collectives of a communicator share: teams, plans, and the choice of algorithms."""
+
+from __future__ import annotations
+
+from proxyccl.channels.collectives import tuned
+from proxyccl.channels.collectives.by_proxy import ByProxy
+from proxyccl.channels.collectives.flows import Flows
+from proxyccl.channels.collectives.plans import Plans
+from proxyccl.channels.collectives.request import CtaPolicy, Request, request
+from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, PACKET_ALGORITHMS, Selector
+from proxyccl.channels.collectives.team import Team
+from proxyccl.channels.group import Group
+from proxyccl.device.dtypes import DType
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import Memory
+from proxyccl.proxy.codec import Codec, Message
+
+
+class _Start(Message, frozen=True):
+    """What a rank tells the others before the first collective.
+
+    Attributes:
+        cta_policy: its standing policy.
+        tables: of rank 0, if it has measured ones.
+    """
+
+    cta_policy: CtaPolicy
+    tables: tuple[tuned.TableOfCase, ...] = ()
+
+
+_NEEDS = {"hierarchical": "several nodes of as many ranks each, and two ranks at least"}
+_START = Codec(_Start, 1 << 20, "start of collectives")
+
+
+class Collectives:
+    """The state of one group's collectives. A collective is a function that takes it (all_reduce.py and the others).
+
+    Args:
+        group: the ranks.
+        cta_policy: of calls that name neither a policy nor an algorithm; the same on all ranks.
+
+    Attributes:
+        group: the ranks.
+        plans: calls that were made before.
+    """
+
+    def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
+        self.group = group
+        self.plans = Plans(group)
+        self._cta_policy = cta_policy
+        self._unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
+        self._team: Team | None = None
+        self._levels: tuple[Team, Team] | None = None
+        self._by_proxy: ByProxy | None = None
+        self._flows: Flows | None = None
+        self._scratch: Memory | None = None
+        levels = group.topology.has_levels()
+        self._selector = Selector.for_ranks(group.world_size, group.runtime.name, levels=levels)
+        group.keep(self)
+
+    def start(self) -> None:
+        """Compares the ranks' policies, and takes the tables that rank 0 finds measured. All ranks call this together.
+
+        Raises:
+            ArgumentError: the policies differ.
+        """
+        found = tuned.load(self.group) if self.group.rank == 0 else None
+        own = _Start(self._cta_policy, () if found is None else tuned.rows_of(found))
+        starts = self.group.exchange.all_gather(own, _START, "collectives")
+        for rank, other in enumerate(starts):
+            if other.cta_policy != starts[0].cta_policy:
+                policies = f"rank 0 has {starts[0].cta_policy!r}, rank {rank} {other.cta_policy!r}"
+                raise ArgumentError("cta_policy", f"must be the same on all ranks; {policies}")
+        if starts[0].tables:
+            self.selector = tuned.selector_of(starts[0].tables)
+
+    def team(self) -> Team:
+        """The team of all ranks. Made when first used, by all ranks together."""
+        if self._team is None:
+            self._team = Team(self.group)
+        return self._team
+
+    def by_proxy(self) -> ByProxy:
+        """This rank's plans. Made when first used, by all ranks together."""
+        if self._by_proxy is None:
+            self._by_proxy = ByProxy(self.group)
+        return self._by_proxy
+
+    def levels(self) -> tuple[Team, Team]:
+        """Two teams of this rank: the ranks of its node, and those with its number on every node.
+
+        Made when first used, by all ranks together.
+        """
+        if self._levels is None:
+            topology = self.group.topology
+            across = [members[topology.local_rank] for members in topology.node_members()]
+            inside = topology.node_ranks
+            self._levels = (
+                Team(self.group, members=inside),
+                Team(self.group, members=across),
+            )
+        return self._levels
+
+    def flows(self) -> Flows:
+        """What transfers between pairs of ranks use. Made when first used, by all ranks together."""
+        if self._flows is None:
+            self._flows = Flows(self.group)
+        return self._flows
+
+    def scratch(self, nbytes: int) -> Memory:
+        """At least so many bytes of this rank's own, which its next collective may overwrite."""
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            # What was there is freed with the last queued call that uses it.
+            self._scratch = self.group.runtime.allocate(max(nbytes, 1))
+        return self._scratch
+
+    def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
+        """The algorithms of a collective that work between these ranks. All ranks call this together."""
+        team, levels = self.team(), self.group.topology.has_levels()
+        works = {"kernels": team.all_mapped, "hierarchical": levels}
+        works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
+        return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
+
+    def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
+        """What a call asks for, by the caller's arguments and the standing policy. Raises ArgumentError."""
+        if algorithm is None and cta_policy is None and symmetric is False:
+            return self._unspecified
+        return request(collective, algorithm, cta_policy, symmetric, self._cta_policy)
+
+    def choose(self, collective: str, request: Request, dtype: DType, nbytes: int) -> str:
+        """The algorithm for a call; the same on all ranks if their calls are.
+
+        Args:
+            collective: its name.
+            request: what the callers ask.
+            dtype: of the elements.
+            nbytes: size of the larger of a rank's input and output.
+
+        Raises:
+            ArgumentError: the callers name one that does not work between these ranks.
+        """
+        if request.algorithm is not None:
+            works = self.algorithms(collective)
+            if request.algorithm not in works:
+                needs = _NEEDS.get(request.algorithm, "every rank's memory mapped, and some is not")
+                raise ArgumentError(
+                    "algorithm", f"{request.algorithm} needs {needs}; expected one of {', '.join(works)}"
+                )
+            return request.algorithm
+        if request.cta_policy == "zero":
+            return "proxy"
+        return self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
+
+    def goes_by_plan(self, algorithm: str) -> bool:
+        """Whether the proxies run a call: they do where they are asked to, and where a peer is not mapped."""
+        return algorithm == "proxy" or not self.team().all_mapped
+
+    @property
+    def selector(self) -> Selector:
+        """Which algorithm is used for which call; the same on all ranks."""
+        return self._selector
+
+    @selector.setter
+    def selector(self, selector: Selector) -> None:
+        self._selector = selector
+        self.plans.clear()  # plans made by size hold the old choice
+
+    def close(self) -> None:
+        """Frees what the kernels work in. No kernel of any rank may use it any more."""
+        self.plans.clear()
+        for part in (self._team, *(self._levels or ()), self._flows, self._by_proxy):
+            if part is not None:
+                part.close()
+        self._team = self._levels = self._flows = self._by_proxy = self._scratch = None

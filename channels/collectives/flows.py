@@ -1,0 +1,182 @@
+"""Flows: the scratch memory and links of transfers between pairs of ranks (flows.h), and their order on streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxyccl.channels.collectives.links import Links
+from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate, register
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Stream, StreamLike
+from proxyccl.proxy.codec import Codec
+
+MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
+"""The most transfers of one launch."""
+_MOST_LANES = 8
+_THREADS = 256
+"""Of a block: with them all blocks of a launch are resident at once, on any GPU with 132 multiprocessors or more."""
+_LEAST_SLOT_BYTES = 1024
+
+_FLAG = Codec(bool, 16, "flag")
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes to a peer, or comes from it.
+
+    Attributes:
+        peer: the other rank; this rank itself where `source` is copied to `target`.
+        source: what is sent; None to receive.
+        target: where what comes goes; None to send.
+    """
+
+    peer: int
+    source: ArrayView | None = None
+    target: ArrayView | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        view = self.source or self.target
+        assert view is not None
+        return view.nbytes
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is a copy that is there already."""
+        return self.source is not None and self.target is not None and self.source.ptr == self.target.ptr
+
+    @property
+    def flow(self) -> tuple[int, bool]:
+        """The peer, and whether this rank sends."""
+        return self.peer, self.source is not None
+
+
+class Flows:
+    """All ranks make them together.
+
+    Args:
+        group: whose ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        runtime, ranks = group.runtime, group.world_size
+        self._runtime, self._rank, self._ranks = runtime, group.rank, ranks
+        via_proxy = [peer for peer in range(ranks) if peer != group.rank and not group.topology.accessible[peer]]
+        flags = group.exchange.all_gather(not via_proxy, _FLAG, "the first transfer")
+        defaults = runtime.launch_defaults
+        # Copy engines and the proxy's thread like few large pieces, so flows through the proxy have one lane.
+        self._lanes = min(_MOST_LANES, defaults.blocks) if all(flags) else 1
+        self._bytes_per_lane = 4 * defaults.bytes_per_block
+        slots = self._lanes * ranks * lib.PROXYCCL_FLOW_SLOTS
+        slot_bytes = max(_LEAST_SLOT_BYTES, 2 * defaults.exchange_bytes // slots // 128 * 128)
+        inbox = slots * slot_bytes
+        self._scratch = allocate(group, (inbox if all(flags) else 2 * inbox,), "uint8")
+        memory = register(group, self._scratch)
+        self._kept = memory
+        ends = 2 * self._lanes  # of each peer: a lane's two flows
+        self._links = Links(group, memory, range(ranks), via_proxy, ends, proxied_anywhere=not all(flags))
+        counters_bytes = _round_up(ends * ranks * ffi.sizeof("uint64_t"), 128)
+        raw = self._links.raw
+        self._memory = runtime.allocate(counters_bytes + len(raw))
+        runtime.copy(self._memory.ptr + counters_bytes, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        flows = self._flows = ffi.new("ProxycclFlows *")
+        flows.rank, flows.world_size, flows.lanes = group.rank, ranks, self._lanes
+        flows.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
+        flows.pieces = ffi.cast("uint64_t *", self._memory.ptr)
+        flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
+        flows.scratch = ffi.cast("char *", self._scratch.ptr)
+        flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
+        (kernel,) = COLLECTIVES["send"]
+        self._kernel = runtime.shipped(kernel.file, kernel.name)
+        self._failure = group.failure
+        self._lock = threading.Lock()
+        self._last: dict[tuple[int, bool], tuple[int, StreamLike]] = {}
+        self._idle_streams: list[Stream] = []
+
+    def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
+        """Issues transfers, none of them empty; with more than `MOST_TRANSFERS`, or several of one flow, by several
+        launches.
+
+        Without a stream the call waits on the host runtime, on a stream of its own: others may depend on other calls.
+        `owners` are kept alive until the stream has got past them.
+        """
+        launches = [self._prepare(part) for part in _parts(transfers, self._rank, self._ranks)]
+        if stream is not None or self._runtime.name != "host":
+            handle = self._issue(transfers, launches, stream)
+            self._runtime.in_flight.add((owners, launches), stream, handle)
+            return
+        own = self._idle_streams.pop() if self._idle_streams else self._runtime.create_stream()
+        try:
+            self._issue(transfers, launches, own)
+            own.synchronize()
+        finally:
+            self._idle_streams.append(own)
+            self._failure.check()
+
+    def _issue(self, transfers: Sequence[Transfer], launches: Sequence[Launch], stream: StreamLike) -> int:
+        handle = self._runtime.stream_handle(stream)
+        with self._lock:
+            self._order(transfers, stream, handle)
+            for launch in launches:
+                launch(handle)
+        return handle
+
+    def _prepare(self, transfers: Sequence[Transfer]) -> Launch:
+        flows = ffi.new("ProxycclFlows *", self._flows[0])
+        flows.count = len(transfers)
+        blocks = 0
+        for number, transfer in enumerate(transfers):
+            entry, nbytes = flows.transfers[number], transfer.nbytes
+            entry.src = ffi.cast("char *", transfer.source.ptr if transfer.source else 0)
+            entry.dst = ffi.cast("char *", transfer.target.ptr if transfer.target else 0)
+            entry.bytes, entry.peer = nbytes, transfer.peer
+            entry.lanes = min(self._lanes, -(-nbytes // self._bytes_per_lane))  # both sides work out the same
+            entry.lane_bytes = _round_up(-(-nbytes // entry.lanes), 128)
+            blocks += entry.lanes
+        threads = min(_THREADS, self._runtime.launch_defaults.threads)
+        return self._kernel.prepare(blocks, threads, bytes(ffi.buffer(flows)))
+
+    def _order(self, transfers: Sequence[Transfer], stream: StreamLike, handle: int) -> None:
+        """Makes the stream wait for earlier transfers of the same flows on other streams."""
+        flows = [transfer.flow for transfer in transfers if transfer.peer != self._rank]
+        earlier = {last for flow in flows if (last := self._last.get(flow, (handle, None))[0]) != handle}
+        for last in earlier:
+            self._runtime.order_streams(last, handle)
+        for flow in flows:
+            self._last[flow] = handle, stream  # a stream's handle is good as long as the stream lives
+
+    def close(self) -> None:
+        """Frees the memory. No kernel of any rank may use it any more."""
+        self._scratch.free()
+        self._memory.close()
+        self._links.close()
+        self._last.clear()
+        while self._idle_streams:
+            self._idle_streams.pop().close()
+
+
+def _parts(transfers: Sequence[Transfer], rank: int, ranks: int) -> list[list[Transfer]]:
+    """Cuts transfers into launches: the k-th transfers of all flows together, nearest ranks first, so that the launches
+    of all ranks of a collective fit together.
+    """
+    by_turn: dict[int, list[Transfer]] = {}
+    turns: dict[tuple[int, bool], int] = {}
+    for transfer in transfers:
+        turn = turns[transfer.flow] = turns.get(transfer.flow, -1) + 1
+        by_turn.setdefault(turn, []).append(transfer)
+    parts = []
+    for _, together in sorted(by_turn.items()):
+        together.sort(key=lambda t: ((t.peer - rank if t.source else rank - t.peer) % ranks, t.target is not None))
+        parts += [together[i : i + MOST_TRANSFERS] for i in range(0, len(together), MOST_TRANSFERS)]
+    return parts

@@ -1,0 +1,143 @@
+"""Moving bytes by proxy: all_gather, all_to_all and broadcast as plans, without a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from proxyccl.channels.collectives.by_proxy import ByProxy, rounds
+from proxyccl.channels.plan_memory import PlanSpan, Side
+from proxyccl.channels.plan_rings import Step
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes from a rank's input to a peer, or comes from a peer to a rank's output; or stays on the rank.
+
+    Attributes:
+        peer: the other rank.
+        offset: in the input, or in the output, in bytes.
+        nbytes: its size.
+    """
+
+    peer: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's part in moving bytes.
+
+    Attributes:
+        sends: from its input, at most one to each peer.
+        receives: to its output, at most one from each peer.
+        kept: bytes from `kept_from` in its input on stay, from here on in its output; None if none do.
+        kept_from: in the input, in bytes.
+    """
+
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+    kept: Transfer | None = None
+    kept_from: int = 0
+
+
+Part = Callable[[int, int], Exchange]
+"""A rank's part in moving some bytes of each share, by the offset of the first and their number."""
+
+
+def prepare_move(by_proxy: ByProxy, source: ArrayView, target: ArrayView, share: int, part: Part) -> StreamOperations:
+    """What a stream does for a collective that moves bytes.
+
+    Args:
+        by_proxy: what plans are made with.
+        source: input of this rank.
+        target: its output.
+        share: bytes that one rank sends to one.
+        part: this rank's part.
+    """
+    ranks = by_proxy.group.world_size
+    steps: list[Step] = []
+    for begin, nbytes in rounds(share, by_proxy.longest_round // ranks):
+        steps += _Round(by_proxy, source, target, part(begin, nbytes), room=ranks * nbytes).steps()
+    return by_proxy.rings.prepare(steps)
+
+
+class _Round:
+    """One plan of a call. Each side of it may be staged.
+
+    Args:
+        room: bytes that suffice to stage a side, the same on all ranks.
+    """
+
+    def __init__(self, by_proxy: ByProxy, source: ArrayView, target: ArrayView, part: Exchange, *, room: int) -> None:
+        self._by_proxy, self._room = by_proxy, room
+        self._source, self._target, self._part = source, target, part
+        self._inputs = self._places("source", part.sends, self._find_source)
+        self._outputs = self._places("target", part.receives, self._find_target)
+
+    def steps(self) -> list[Step]:
+        """What the stream does. It copies what stays on the rank while the proxy moves the rest."""
+        source, target, part = self._source, self._target, self._part
+        copies_in = [
+            CopyBytes(place.ptr, source.ptr + send.offset, send.nbytes)
+            for send, place in zip(part.sends, self._inputs, strict=True)
+        ]
+        copies_out = [
+            CopyBytes(target.ptr + receive.offset, place.ptr, receive.nbytes)
+            for receive, place in zip(part.receives, self._outputs, strict=True)
+        ]
+        kept = part.kept
+        stays = [] if kept is None else [CopyBytes(target.ptr + kept.offset, source.ptr + part.kept_from, kept.nbytes)]
+        return [*dict.fromkeys(copies_in), self._plan(), *stays, *self._by_proxy.rings.end(), *copies_out]
+
+    def _plan(self) -> ProxyPlan:
+        links = self._by_proxy.links
+        return ProxyPlan(
+            posts=tuple(
+                PlanPost(links.posts[receive.peer], place.memory.id_at(receive.peer), place.offset)
+                for receive, place in zip(self._part.receives, self._outputs, strict=True)
+            ),
+            sends=tuple(
+                PlanSend(
+                    links.sends[send.peer],
+                    place.memory.source_id(send.peer),
+                    place.offset,
+                    send.nbytes,
+                    post_channel=links.posts[send.peer],
+                )
+                for send, place in zip(self._part.sends, self._inputs, strict=True)
+            ),
+            receives=tuple(PlanReceive(links.sends[receive.peer]) for receive in self._part.receives),
+        )
+
+    def _places(self, side: Side, transfers: Sequence[Transfer], find: Callable[[], PlanSpan | None]) -> list[PlanSpan]:
+        """Where each transfer begins: in the array, whose memory `find` gives; else staged, one behind the other."""
+        memories = self._by_proxy.memories
+        if not transfers and not memories.staged_together:
+            return []
+        packed: dict[int, int] = {}
+        end = 0
+        for transfer in transfers:
+            if transfer.offset not in packed:
+                packed[transfer.offset] = end
+                end += transfer.nbytes
+        box = memories.pinned(side, end)
+        found = find() if box is None else None
+        place = box or memories.found_or_staged(found, side, self._room if memories.staged_together else end)
+        return [place.at(transfer.offset if place is found else packed[transfer.offset]) for transfer in transfers]
+
+    def _find_source(self) -> PlanSpan | None:
+        return self._by_proxy.memories.source(self._source.ptr, self._source.nbytes)
+
+    def _find_target(self) -> PlanSpan | None:
+        """None also where what comes would overwrite what is still to be sent."""
+        source, target, part = self._source, self._target, self._part
+        sends = [(source.ptr + send.offset, send.nbytes) for send in part.sends]
+        receives = [(target.ptr + receive.offset, receive.nbytes) for receive in part.receives]
+        if any(a < b + b_bytes and b < a + a_bytes for a, a_bytes in sends for b, b_bytes in receives):
+            return None
+        return self._by_proxy.memories.target(target.ptr, target.nbytes)

@@ -1,0 +1,127 @@
+"""Plans: collective calls with their arguments packed, kept so that the same call issues with one call into C.
+
+Before a launch, what must agree between ranks is compared through the control segments' call logs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.channels.call_log import encode_fields
+from proxyccl.channels.calls import CollectiveCall
+from proxyccl.channels.group import Group
+from proxyccl.channels.launches import Plan
+from proxyccl.device.allocation_guard import AllocationGuard
+from proxyccl.device.arrays import ArrayView, fingerprint
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import StreamOperations
+
+Key = tuple[Any, ...]
+
+_KEPT = 512
+
+
+def call_key(collective: str, x: Any, out: Any, *options: object) -> Key | None:
+    """What makes two calls the same; None if the arrays' fingerprints can't tell."""
+    if out is None:
+        return None
+    source = fingerprint(x)
+    target = source if out is x else fingerprint(out)
+    return None if source is None or target is None else (collective, source, target, *options)
+
+
+def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> Plan:
+    """What a collective of one rank does: a copy, or nothing in place."""
+    runtime = group.runtime
+    if source.ptr == target.ptr:
+        return lambda _: None
+    return lambda stream: runtime.copy(target.ptr, source.ptr, source.nbytes, stream)
+
+
+class Plans:
+    """The plans of one group's collectives."""
+
+    def __init__(self, group: Group) -> None:
+        self._launches = group.launches
+        self._runtime = group.runtime
+        self._on_host = group.runtime.name == "host"
+        # A guard is of arrays that their owner may free, and another take the place of, while they are registered.
+        self._plans: dict[Key, tuple[Plan, AllocationGuard | None]] = {}
+        self._prepared: dict[Key, tuple[Any, Launch | StreamOperations, AllocationGuard | None]] = {}
+        self._changes = 0  # of what is known of arrays
+        self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
+        self._symmetric = group.symmetric
+        group.symmetric.listen(self._forget)
+
+    def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
+        """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
+        prepared = self._prepared.get(key) if key is not None else None
+        if prepared is None:
+            return False
+        fields, launch, guard = prepared
+        if guard is not None and not guard.holds:
+            return False
+        # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
+        # in the order of its stream.
+        owners = (x, out) if self._on_host and x is not None else ()
+        self._launches.issue(fields, launch, self._launches.stream_for(stream, x), owners)
+        return True
+
+    def run(
+        self,
+        call: CollectiveCall,
+        arrays: tuple[ArrayView, ...],
+        make_plan: Callable[[], Plan],
+        stream: StreamLike,
+        key: Key | None,
+    ) -> None:
+        """Compares the call with the other ranks', makes or finds its plan, and launches it."""
+        self._runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+        fields = self._launches.agree(call)
+        if call.count == 0:
+            return
+        launched = (call, *(view.ptr for view in arrays))
+        self._symmetric.update()
+        changes = self._changes  # read first: what comes meanwhile may not be in the plan
+        plan, guard = self._plans.get(launched, (None, None))
+        if plan is None or (guard is not None and not guard.holds):
+            # Read first too: replies that come meanwhile are not in the plan.
+            settled = all(self._symmetric.is_settled(view) for view in arrays)
+            plan, guard = make_plan(), self._symmetric.guard(arrays)
+            if settled or isinstance(plan, StreamOperations):  # a plan of the proxy waits for the replies itself
+                self._keep(self._plans, launched, (plan, guard), changes)
+            else:
+                key = None
+        self._launches.launch(plan, stream, tuple(view.owner for view in arrays))
+        if key is not None and isinstance(plan, Launch | StreamOperations):
+            self._keep(self._prepared, key, (encode_fields(fields), plan, guard), changes)
+
+    def _keep(self, cache: dict[Key, Any], key: Key, value: object, changes: int) -> None:
+        """Keeps what was made after so many changes, unless there was another since."""
+        with self._lock:
+            if changes != self._changes:
+                return
+            if len(cache) >= _KEPT and key not in cache:
+                del cache[next(iter(cache))]
+            cache[key] = value
+
+    def _forget(self, start: int, end: int) -> None:
+        """Forgets the plans with arrays of which peers may now know more or less."""
+        with self._lock:
+            self._changes += 1
+            for launched in list(self._plans):
+                if any(start <= ptr < end for ptr in launched[1:]):
+                    self._plans.pop(launched, None)
+            kept = {id(plan) for plan, _ in list(self._plans.values())}
+            for key, (_, launch, _) in list(self._prepared.items()):
+                if id(launch) not in kept:
+                    self._prepared.pop(key, None)
+
+    def clear(self) -> None:
+        """Forgets all plans."""
+        with self._lock:
+            self._plans.clear()
+            self._prepared.clear()

@@ -1,0 +1,246 @@
+"""Reductions by proxy: plans move what is to be reduced, and kernels of few blocks reduce what has come.
+
+Each rank reduces one share of the elements. The share is cut into pieces: one is reduced while the next is on its way,
+and in an all_reduce goes back to all ranks while the one after that is reduced. A short all_reduce takes one crossing:
+each rank sends all its elements to every other, and all reduce the same values in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
+from proxyccl.channels.collectives.table import REDUCTION_OF_PLANS
+from proxyccl.channels.plan_rings import Step
+from proxyccl.device._native import ffi
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import DType
+from proxyccl.device.kernel import Launch
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
+from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+
+_SLOT_ALIGNMENT = 128
+_PIECE_ALIGNMENT = 128  # elements
+_SHORTEST_PIECE = 1 << 20
+_MOST_PIECES = 8
+_ONE_CROSSING = 64 << 10
+"""Bytes that a rank receives up to which one crossing of everything is faster than two of shares."""
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """Where the ranks' shares lie among the elements of a call, and how long they are.
+
+    Attributes:
+        first: number of rank 0's first element.
+        stride: elements from one rank's first to the next one's.
+        lengths: elements of each rank's share; rank 0's is the longest.
+    """
+
+    first: int
+    stride: int
+    lengths: tuple[int, ...]
+
+    def start(self, rank: int) -> int:
+        """The number of a rank's first element."""
+        return self.first + rank * self.stride
+
+    def length(self, rank: int, begin: int, most: int) -> int:
+        """How many elements a rank's share has from its element `begin` on, at most `most`."""
+        return max(0, min(most, self.lengths[rank] - begin))
+
+
+def prepare_reduce_scatter(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
+    """What a stream does for a reduce_scatter: `source` holds as many elements for each rank as `target`."""
+    ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
+    steps: list[Step] = []
+    for begin, count in rounds(target.size, by_proxy.longest_round // (ranks * itemsize)):
+        part = _Reduction(by_proxy, source, op, _Shares(begin, target.size, (count,) * ranks))
+        steps += [*part.copies_in, ProxyPlan(part.posts(), part.sends(), part.receives())]
+        steps += [*part.reduce(target.ptr + begin * itemsize), *by_proxy.rings.end(len(part.pieces))]
+    return by_proxy.rings.prepare(steps)
+
+
+def prepare_all_reduce(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> StreamOperations:
+    """What a stream does for an all_reduce; `target` may be `source`."""
+    ranks, itemsize = by_proxy.group.world_size, source.dtype.itemsize
+    if source.nbytes * (ranks - 1) <= _ONE_CROSSING:
+        return by_proxy.rings.prepare(_one_crossing(by_proxy, source, target, op))
+    steps: list[Step] = []
+    for begin, count in rounds(source.size, by_proxy.longest_round // itemsize):
+        share = _round_up(-(-count // ranks), 16 // itemsize)
+        lengths = tuple(max(0, min(share, count - rank * share)) for rank in range(ranks))
+        steps += _all_reduce_round(by_proxy, source, target, op, _Shares(begin, share, lengths))
+    return by_proxy.rings.prepare(steps)
+
+
+def _all_reduce_round(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str, shares: _Shares) -> list[Step]:
+    """The steps of one plan. What a rank has reduced goes from its output to its peers' outputs."""
+    links, memories, rank, peers = by_proxy.links, by_proxy.memories, by_proxy.group.rank, others(by_proxy.group)
+    itemsize, nbytes = source.dtype.itemsize, sum(shares.lengths) * source.dtype.itemsize
+    part = _Reduction(by_proxy, source, op, shares)
+    start, own = shares.first * itemsize, rank * shares.stride * itemsize
+    found = memories.target(target.ptr + start, nbytes)
+    output = memories.found_or_staged(found, "target", nbytes)
+    sends = tuple(
+        PlanSend(
+            links.sends[peer],
+            output.memory.source_id(peer),
+            output.offset + own + begin * itemsize,
+            shares.length(rank, begin, most) * itemsize,
+            post_channel=links.posts[peer],
+            dst_offset=own + begin * itemsize,
+            gate=number + 1,
+        )
+        for number, (begin, most) in enumerate(part.pieces)
+        for peer in peers
+    )
+    posts = tuple(PlanPost(links.posts[peer], output.memory.id_at(peer), output.offset) for peer in peers)
+    receives = tuple(PlanReceive(links.sends[peer], sends=len(part.pieces)) for peer in peers)
+    plan = ProxyPlan((*part.posts(), *posts), (*part.sends(), *sends), (*part.receives(), *receives))
+    copies_out = [CopyBytes(target.ptr + start, output.ptr, nbytes)]  # none in place
+    end = by_proxy.rings.end(len(part.pieces))
+    return [*part.copies_in, plan, *part.reduce(output.ptr + own), *end, *copies_out]
+
+
+def _one_crossing(by_proxy: ByProxy, source: ArrayView, target: ArrayView, op: str) -> list[Step]:
+    links, memories, peers = by_proxy.links, by_proxy.memories, others(by_proxy.group)
+    nbytes = source.nbytes
+    sent = memories.pinned("source", nbytes) or memories.found_or_staged(
+        memories.source(source.ptr, nbytes), "source", nbytes
+    )
+    slots = _Slots(by_proxy, source.dtype, op, nbytes)
+    plan = ProxyPlan(
+        posts=slots.posts(links.posts),
+        sends=tuple(
+            PlanSend(
+                links.sends[peer], sent.memory.source_id(peer), sent.offset, nbytes, post_channel=links.posts[peer]
+            )
+            for peer in peers
+        ),
+        receives=tuple(PlanReceive(links.sends[peer]) for peer in peers),
+    )
+    copy_in = CopyBytes(sent.ptr, source.ptr, nbytes)  # none in place
+    return [copy_in, plan, *by_proxy.rings.end(), slots.reduce(source.ptr, target.ptr, source.size)]
+
+
+class _Slots:
+    """Memory of this rank in which what peers send to reduce comes, each in a slot of its own.
+
+    Args:
+        by_proxy: what plans are made with.
+        dtype: of the elements.
+        op: the operator.
+        nbytes: most that a peer sends.
+    """
+
+    def __init__(self, by_proxy: ByProxy, dtype: DType, op: str, nbytes: int) -> None:
+        self._group, self._dtype = by_proxy.group, dtype
+        self._peers = others(by_proxy.group)
+        self._slot_bytes = _round_up(nbytes, _SLOT_ALIGNMENT)
+        size = len(self._peers) * self._slot_bytes
+        self._memory = by_proxy.memories.pinned("scratch", size) or by_proxy.memories.stage("scratch", size)
+        kernel = REDUCTION_OF_PLANS
+        self._kernel = self._group.runtime.shipped(kernel.file, kernel.name, dtype.name, op)
+
+    def offset(self, peer: int) -> int:
+        """Where a peer's slot begins, in bytes: slots are in the order of ranks."""
+        return (peer if peer < self._group.rank else peer - 1) * self._slot_bytes
+
+    def posts(self, channels: Mapping[int, int]) -> tuple[PlanPost, ...]:
+        """Lets each peer write to its slot, by a channel to that peer."""
+        memory, offset = self._memory.memory, self._memory.offset
+        return tuple(PlanPost(channels[peer], memory.id_at(peer), offset + self.offset(peer)) for peer in self._peers)
+
+    def reduce(self, own: int, result: int, count: int, begin: int = 0) -> Launch:
+        """Reduces elements of this rank, at `own`, and those that begin `begin` bytes into each slot."""
+        group, defaults = self._group, self._group.runtime.launch_defaults
+        arrived = ffi.new("ProxycclArrived *")
+        arrived.slots, arrived.slot_bytes = ffi.cast("char *", self._memory.ptr + begin), self._slot_bytes
+        arrived.rank, arrived.world_size, arrived.divisor = group.rank, group.world_size, group.world_size
+        nbytes = count * self._dtype.itemsize
+        blocks = max(1, min(defaults.copy_blocks, -(-nbytes // defaults.bytes_per_block)))
+        return self._kernel.prepare(blocks, defaults.threads, bytes(ffi.buffer(arrived)), own, result, count)
+
+
+class _Reduction:
+    """What a rank sends its peers to reduce, and reduces itself, in one plan.
+
+    Args:
+        by_proxy: what plans are made with.
+        source: input of this rank.
+        op: the operator.
+        shares: of the ranks.
+
+    Attributes:
+        pieces: of the longest share: the offset and the most elements of each.
+        copies_in: what stages the input.
+    """
+
+    def __init__(self, by_proxy: ByProxy, source: ArrayView, op: str, shares: _Shares) -> None:
+        self._by_proxy, self._source, self._shares = by_proxy, source, shares
+        self._peers = others(by_proxy.group)
+        self._itemsize = itemsize = source.dtype.itemsize
+        longest = shares.lengths[0]
+        number = max(1, min(_MOST_PIECES, longest * itemsize // _SHORTEST_PIECE))
+        self.pieces = list(rounds(longest, _round_up(-(-longest // number), _PIECE_ALIGNMENT)))
+        memories = by_proxy.memories
+        self._slots = _Slots(by_proxy, source.dtype, op, longest * itemsize)
+        found = memories.source(source.ptr, source.nbytes)
+        place = memories.found_or_staged(found, "source", by_proxy.group.world_size * longest * itemsize)
+        starts = {peer: shares.start(peer) * itemsize for peer in self._peers}
+        packed = {peer: i * longest * itemsize for i, peer in enumerate(self._peers)}
+        self._inputs = {peer: place.at((starts if place is found else packed)[peer]) for peer in self._peers}
+        self.copies_in = [
+            CopyBytes(self._inputs[peer].ptr, source.ptr + starts[peer], shares.lengths[peer] * itemsize)
+            for peer in self._peers
+        ]
+
+    def posts(self) -> tuple[PlanPost, ...]:
+        """Lets peers write to the slots."""
+        return self._slots.posts(self._by_proxy.links.scratch_posts)
+
+    def sends(self) -> tuple[PlanSend, ...]:
+        """Sends every peer what it is to reduce, piece by piece."""
+        links = self._by_proxy.links
+        return tuple(
+            PlanSend(
+                links.sends[peer],
+                self._inputs[peer].memory.source_id(peer),
+                self._inputs[peer].offset + begin * self._itemsize,
+                self._shares.length(peer, begin, most) * self._itemsize,
+                post_channel=links.scratch_posts[peer],
+                dst_offset=begin * self._itemsize,
+            )
+            for begin, most in self.pieces
+            for peer in self._peers
+        )
+
+    def receives(self) -> tuple[PlanReceive, ...]:
+        """Takes what peers send, a stage for each piece."""
+        channels = self._by_proxy.links.sends
+        return tuple(
+            PlanReceive(channels[peer], stage=number) for number in range(len(self.pieces)) for peer in self._peers
+        )
+
+    def reduce(self, result: int) -> list[Step]:
+        """Reduces each piece of the own share when it has come, and opens the gate behind it.
+
+        Args:
+            result: where the reduced share goes.
+        """
+        rings, rank = self._by_proxy.rings, self._by_proxy.group.rank
+        steps: list[Step] = []
+        for number, (begin, most) in enumerate(self.pieces):
+            steps.append(rings.stage(number, len(self._peers)))
+            count, offset = self._shares.length(rank, begin, most), begin * self._itemsize
+            if count:
+                own = self._source.ptr + self._shares.start(rank) * self._itemsize + offset
+                steps.append(self._slots.reduce(own, result + offset, count, begin=offset))
+            steps.append(rings.open_gate(number + 1))
+        return steps
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

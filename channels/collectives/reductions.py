@@ -1,0 +1,30 @@
+"""The reduction operators."""
+
+from __future__ import annotations
+
+from proxyccl.channels.calls import register_names
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import reduction_dtypes
+from proxyccl.device.errors import ArgumentError
+
+BITWISE_OPS = ("band", "bor", "bxor")
+"""Of integers alone."""
+OPS = ("sum", "prod", "min", "max", "avg", *BITWISE_OPS)
+
+
+def require_op(op: str) -> None:
+    """Raises ArgumentError for what is no operator."""
+    if op not in OPS:
+        raise ArgumentError("op", f"unknown op {op!r}; expected one of {', '.join(OPS)}")
+
+
+def require_reducible(source: ArrayView, op: str) -> None:
+    """Raises ArgumentError for an array whose elements the operator can't reduce."""
+    if not source.dtype.c_name:
+        known = ", ".join(reduction_dtypes())
+        raise ArgumentError("x", f"element type {source.dtype} can't be reduced; use one of {known}")
+    if op in BITWISE_OPS and not source.dtype.bitwise:
+        raise ArgumentError("op", f"{op!r} needs integers, not {source.dtype}")
+
+
+register_names(*OPS)

@@ -1,0 +1,93 @@
+"""What a collective's callers ask of its algorithm. All ranks ask the same: the call log compares it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Literal, NamedTuple
+
+from proxyccl.channels.calls import ANY_ALGORITHM, register_names
+from proxyccl.channels.collectives.selection import require_algorithm
+from proxyccl.device.errors import ArgumentError
+
+CtaPolicy = Literal["default", "zero"]
+"""How many multiprocessors (of NCCL's blocks, the CTAs) a collective may occupy: as many as are best for it, or none,
+as with NCCL_CTA_POLICY_ZERO."""
+CTA_POLICIES: tuple[CtaPolicy, ...] = ("default", "zero")
+
+_ZERO, _SYMMETRIC = f"{ANY_ALGORITHM}, cta_policy zero", f"{ANY_ALGORITHM}, symmetric"
+
+
+class Request(NamedTuple):
+    """What the callers of one collective call ask.
+
+    Attributes:
+        name: says the rest in words; registered for the call log.
+        algorithm: the one that they chose; None leaves it to the library.
+        cta_policy: what the library may choose from.
+        symmetric: they promise that all ranks' arrays are symmetric memory. Only the choice relies on that.
+    """
+
+    name: str = ANY_ALGORITHM
+    algorithm: str | None = None
+    cta_policy: CtaPolicy = "default"
+    symmetric: bool = False
+
+
+def requested_policy(argument: str | None) -> CtaPolicy:
+    """The policy that the caller or ``PROXYCCL_CTA_POLICY`` names, else "default".
+
+    Raises:
+        ArgumentError: there is no such policy.
+    """
+    name = "cta_policy"
+    if argument is None:
+        argument, name = os.environ.get("PROXYCCL_CTA_POLICY") or "default", "PROXYCCL_CTA_POLICY"
+    return _policy(name, argument)
+
+
+def _policy(argument: str, value: object) -> CtaPolicy:
+    for policy in CTA_POLICIES:
+        if value == policy:
+            return policy
+    raise ArgumentError(argument, f"{value!r} is none of {', '.join(map(repr, CTA_POLICIES))}")
+
+
+def request(
+    collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool, standing: CtaPolicy
+) -> Request:
+    """The request of a call.
+
+    Args:
+        collective: its name.
+        algorithm, cta_policy, symmetric: the caller's arguments.
+        standing: the communicator's policy, for calls that name neither an algorithm nor a policy.
+
+    Raises:
+        ArgumentError: one of the caller's arguments is wrong, or two contradict each other.
+    """
+    if algorithm is not None and not isinstance(algorithm, str):
+        raise ArgumentError("algorithm", f"must be a name or None, not {algorithm!r}")
+    policy = None if cta_policy is None else _policy("cta_policy", cta_policy)
+    if not isinstance(symmetric, bool):
+        raise ArgumentError("symmetric", f"must be True or False, not {symmetric!r}")
+    return _request(collective, algorithm, policy, symmetric, standing)
+
+
+@functools.cache
+def _request(
+    collective: str, algorithm: str | None, cta_policy: CtaPolicy | None, symmetric: bool, standing: CtaPolicy
+) -> Request:
+    if algorithm is not None:
+        require_algorithm(algorithm, collective)
+        if cta_policy == "zero" and algorithm != "proxy":
+            raise ArgumentError(
+                "algorithm", f"{algorithm!r} occupies multiprocessors; with cta_policy 'zero' expected None or 'proxy'"
+            )
+        return Request(algorithm, algorithm)
+    if (cta_policy or standing) == "zero":
+        return Request(_ZERO, cta_policy="zero")
+    return Request(_SYMMETRIC, symmetric=True) if symmetric else Request()
+
+
+register_names(_ZERO, _SYMMETRIC)

@@ -1,0 +1,53 @@
+"""The collectives that ship: for each the kernels behind it. A new collective is a row here and a file beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxyccl.channels.calls import register_names
+
+
+@dataclass(frozen=True)
+class CollectiveKernel:
+    """A shipped kernel.
+
+    Attributes:
+        file: its header in device/kernels.
+        name: its name there.
+        reduces: whether there is one for each element type and operator.
+    """
+
+    file: str
+    name: str
+    reduces: bool = False
+
+
+ALL_REDUCE_KERNELS: dict[str, CollectiveKernel] = {
+    "one_shot": CollectiveKernel("all_reduce_one_shot.h", "all_reduce_one_shot", reduces=True),
+    "recursive_doubling": CollectiveKernel(
+        "all_reduce_recursive_doubling.h", "all_reduce_recursive_doubling", reduces=True
+    ),
+    "two_shot_packets": CollectiveKernel("all_reduce_two_shot_packets.h", "all_reduce_two_shot_packets", reduces=True),
+    "two_shot": CollectiveKernel("all_reduce_two_shot.h", "all_reduce_two_shot", reduces=True),
+    "ring": CollectiveKernel("all_reduce_ring.h", "all_reduce_ring", reduces=True),
+    "proxy": CollectiveKernel("all_reduce_by_proxy.h", "all_reduce_by_proxy", reduces=True),
+}
+"""By algorithm. `hierarchical` is made of other kernels; `two_shot` is `proxy` where a peer is not mapped."""
+
+REDUCTION_OF_PLANS = CollectiveKernel("reduce_arrived.h", "reduce_arrived", reduces=True)
+"""What reduces what the proxies have moved."""
+
+_TRANSFERS = (CollectiveKernel("send_receive.h", "send_receive"),)
+
+COLLECTIVES: dict[str, tuple[CollectiveKernel, ...]] = {
+    "all_reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_PLANS),
+    "reduce": (*ALL_REDUCE_KERNELS.values(), REDUCTION_OF_PLANS),
+    "reduce_scatter": (CollectiveKernel("reduce_scatter.h", "reduce_scatter", reduces=True), REDUCTION_OF_PLANS),
+    "all_gather": (CollectiveKernel("moves.h", "all_gather"),),
+    "all_to_all": (CollectiveKernel("moves.h", "all_to_all"),),
+    "broadcast": (CollectiveKernel("moves.h", "broadcast"),),
+    **dict.fromkeys(("send", "recv", "all_to_all_v", "gather", "scatter"), _TRANSFERS),
+    "barrier": (CollectiveKernel("moves.h", "barrier"),),
+}
+
+register_names(*COLLECTIVES)

@@ -1,0 +1,231 @@
+"""Transfers between pairs of ranks: send and recv, grouped or alone, and the collectives that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from proxyccl.channels.calls import CollectiveCall
+from proxyccl.channels.collectives.arguments import (
+    input_view,
+    output_view,
+    refuse_partial_overlap,
+    require_root,
+    share_shape,
+)
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.flows import Transfer
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import Runtime, StreamLike
+
+
+class Transfers:
+    """Transfers that are issued together, behind the ``with`` block that collects them.
+
+    None of them waits for another, so the order of sends and receives within the block does not matter, but for those
+    with one peer: a rank's sends to a peer meet that peer's receives from it in order. An exception in the block issues
+    nothing. Made by `Communicator.transfers`.
+    """
+
+    def __init__(self, collectives: Collectives, stream: StreamLike) -> None:
+        self._collectives = collectives
+        self._group = collectives.group
+        self._stream = stream
+        self._transfers: list[Transfer] = []
+        self._own_sends: list[ArrayView] = []
+        self._own_receives: list[ArrayView] = []
+
+    def send(self, x: Any, peer: int) -> None:
+        """Sends an array to a rank, which receives as many bytes. The rank may be this one.
+
+        Args:
+            x: any contiguous array.
+            peer: the rank.
+
+        Raises:
+            ArgumentError: an argument is wrong.
+        """
+        view = input_view(self._group, x, "x")
+        self._require_peer(peer)
+        if peer == self._group.rank:
+            self._own_sends.append(view)
+        else:
+            self._transfers.append(Transfer(peer, source=view))
+
+    def recv(self, out: Any, peer: int) -> None:
+        """Receives from a rank. Arguments as of `send`; the array must be writable."""
+        view = input_view(self._group, out, "out")
+        if not view.writable:
+            raise ArgumentError("out", "the array is read-only")
+        self._require_peer(peer)
+        if peer == self._group.rank:
+            self._own_receives.append(view)
+        else:
+            self._transfers.append(Transfer(peer, target=view))
+
+    def _require_peer(self, peer: int) -> None:
+        if not isinstance(peer, int) or not 0 <= peer < self._group.world_size:
+            raise ArgumentError("peer", f"must be a rank from 0 to {self._group.world_size - 1}, not {peer!r}")
+
+    def __enter__(self) -> Transfers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._issue()
+
+    def _issue(self) -> None:
+        group = self._group
+        sent, received = ([view.nbytes for view in views] for views in (self._own_sends, self._own_receives))
+        if sent != received:
+            raise ArgumentError("peer", f"this rank sends itself arrays of {sent} bytes and receives {received}")
+        own = zip(self._own_sends, self._own_receives, strict=True)
+        copies = [Transfer(group.rank, *views) for views in own]
+        run_transfers(self._collectives, [*self._transfers, *copies], self._stream)
+
+
+def run_transfers(
+    collectives: Collectives, transfers: Sequence[Transfer], stream: StreamLike, call: CollectiveCall | None = None
+) -> None:
+    """Issues transfers; `call` is what all ranks must agree on, if it is a collective."""
+    group = collectives.group
+    group.failure.require_usable()
+    group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+    if call is not None:
+        group.launches.agree(call)
+    if group.world_size > 1:
+        flows = collectives.flows()
+    transfers = [transfer for transfer in transfers if transfer.nbytes and not transfer.in_place]
+    if not transfers:
+        return
+    views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
+    stream, owners = group.launches.stream_for(stream, views[0].owner), tuple(view.owner for view in views)
+    if group.world_size > 1:
+        flows.run(transfers, stream, owners)
+    else:
+        group.launches.launch(lambda handle: _copy(group.runtime, transfers, handle), stream, owners)
+
+
+def _copy(runtime: Runtime, copies: Sequence[Transfer], stream: StreamLike) -> None:
+    for each in copies:
+        assert each.source is not None
+        assert each.target is not None
+        runtime.copy(each.target.ptr, each.source.ptr, each.nbytes, stream)
+
+
+def send(collectives: Collectives, x: Any, peer: int, stream: StreamLike) -> None:
+    """See `Communicator.send`."""
+    with Transfers(collectives, stream) as transfers:
+        transfers.send(x, _another(collectives, peer))
+
+
+def recv(collectives: Collectives, out: Any, peer: int, stream: StreamLike) -> Any:
+    """See `Communicator.recv`."""
+    with Transfers(collectives, stream) as transfers:
+        transfers.recv(out, _another(collectives, peer))
+    return out
+
+
+def _another(collectives: Collectives, peer: int) -> int:
+    if peer == collectives.group.rank:
+        raise ArgumentError("peer", f"rank {peer} is this rank itself; `transfers` copies within a rank")
+    return peer
+
+
+def all_to_all_v(
+    collectives: Collectives,
+    x: Any,
+    send_counts: Sequence[int],
+    recv_counts: Sequence[int],
+    out: Any,
+    stream: StreamLike,
+) -> Any:
+    """See `Communicator.all_to_all_v`."""
+    group = collectives.group
+    source = input_view(group, x, "x")
+    send_counts = _counts(group.world_size, send_counts, "send_counts")
+    recv_counts = _counts(group.world_size, recv_counts, "recv_counts")
+    if not source.shape or source.shape[0] != sum(send_counts):
+        raise ArgumentError("x", f"has shape {source.shape}; expected {sum(send_counts)} rows, the sum of send_counts")
+    result, target = output_view(group, out, None, source, (sum(recv_counts), *source.shape[1:]))
+    _refuse_overlap(source, target)
+    sends, receives = _rows(source, send_counts), _rows(target, recv_counts)
+    own = group.rank
+    if send_counts[own] != recv_counts[own]:
+        raise ArgumentError(
+            "recv_counts", f"this rank sends itself {send_counts[own]} rows and receives {recv_counts[own]}"
+        )
+    transfers = [Transfer(peer, source=view) for peer, view in enumerate(sends) if peer != own]
+    transfers += [Transfer(peer, target=view) for peer, view in enumerate(receives) if peer != own]
+    transfers.append(Transfer(own, sends[own], receives[own]))
+    run_transfers(collectives, transfers, stream, CollectiveCall("all_to_all_v", source.dtype.name))
+    return result
+
+
+def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
+    """See `Communicator.gather`."""
+    group = collectives.group
+    require_root(group, root)
+    source, ranks = input_view(group, x, "x"), group.world_size
+    call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size)
+    if group.rank != root:
+        run_transfers(collectives, [Transfer(root, source=source)], stream, call)
+        return None
+    shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
+    result, target = output_view(group, out, None, source, shape)
+    refuse_partial_overlap(target, source, in_place=root * source.nbytes)
+    parts = _rows(target, [target.shape[0] // ranks] * ranks)
+    transfers = [Transfer(peer, target=part) for peer, part in enumerate(parts) if peer != root]
+    run_transfers(collectives, [*transfers, Transfer(root, source, parts[root])], stream, call)
+    return result
+
+
+def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
+    """See `Communicator.scatter`."""
+    group = collectives.group
+    require_root(group, root)
+    ranks = group.world_size
+    if group.rank != root:
+        if out is None:
+            raise ArgumentError("out", f"expected an array: this rank gets its share of rank {root}'s")
+        target = input_view(group, out, "out")
+        if not target.writable:
+            raise ArgumentError("out", "the array is read-only")
+        call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size)
+        run_transfers(collectives, [Transfer(root, target=target)], stream, call)
+        return out
+    source = input_view(group, x, "x")
+    result, target = output_view(group, out, None, source, share_shape(group, source))
+    refuse_partial_overlap(source, target, in_place=root * target.nbytes)
+    parts = _rows(source, [target.shape[0]] * ranks)
+    transfers = [Transfer(peer, source=part) for peer, part in enumerate(parts) if peer != root]
+    call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size)
+    run_transfers(collectives, [*transfers, Transfer(root, parts[root], target)], stream, call)
+    return result
+
+
+def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
+    if a.nbytes and b.nbytes and a.ptr < b.ptr + b.nbytes and b.ptr < a.ptr + a.nbytes:
+        raise ArgumentError("out", "overlaps x; it must be apart from it")
+
+
+def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
+    values = list(counts)
+    if len(values) != ranks or not all(hasattr(n, "__index__") and n >= 0 for n in values):
+        raise ArgumentError(argument, f"expected {ranks} numbers of rows, one a rank, not {counts!r}")
+    return [n.__index__() for n in values]
+
+
+def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:
+    """Consecutive rows of a view, as views."""
+    row = view.nbytes // view.shape[0] if view.shape and view.shape[0] else 0
+    parts, at = [], view.ptr
+    for count in counts:
+        shape = (count, *view.shape[1:])
+        parts.append(ArrayView(at, shape, view.dtype, view.device, view.writable, view.owner))
+        at += count * row
+    return parts

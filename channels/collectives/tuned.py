@@ -1,0 +1,185 @@
+"""Files of measured tables: what `Communicator.tune` found, for later communicators on machines of the same kind."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import warnings
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
+from proxyccl.channels.group import Group
+from proxyccl.device.compile_cache import cache_dir, write_whole
+from proxyccl.device.errors import ArgumentError, ProtocolError
+from proxyccl.device.host import cpu_name
+from proxyccl.proxy.codec import Codec, Message
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
+
+
+class Machine(Message, frozen=True):
+    """What a measurement depends on, as rank 0 sees it. Machines of one kind are equal.
+
+    Attributes:
+        cpu: the CPU's name.
+        cores: of the machine.
+        runtime: "host", "cuda" or "hip".
+        device: the name of rank 0's device, which mostly tells the kind of links too ("H100 PCIe").
+        nodes: ranks of each node.
+        links: how many of rank 0's peers are reached by each kind of link: "mapped", or a transport's name.
+        proxy: where rank 0's proxy runs: "thread", "process" or "daemon".
+    """
+
+    cpu: str
+    cores: _Count
+    runtime: str
+    device: str
+    nodes: tuple[_Count, ...]
+    links: dict[str, _Count]
+    proxy: str
+
+    @classmethod
+    def of(cls, group: Group) -> Machine:
+        """That of a group; called by its rank 0."""
+        topology, runtime = group.topology, group.runtime
+        transports = topology.transports()
+        links = Counter("mapped" if topology.accessible[peer] else name for peer, name in transports.items())
+        return cls(
+            cpu=cpu_name(),
+            cores=os.cpu_count() or 1,
+            runtime=runtime.name,
+            device=runtime.device_name,
+            nodes=tuple(len(members) for members in topology.node_members()),
+            links=dict(sorted(links.items())),
+            proxy=group.links.place,
+        )
+
+    def __str__(self) -> str:
+        links = ", ".join(f"{count} {kind}" for kind, count in self.links.items())
+        nodes = " + ".join(map(str, self.nodes))
+        return f"{self.runtime} runtime, {nodes} ranks on {self.device}, links {links}, proxy {self.proxy}"
+
+
+class TableOfCase(Message, frozen=True):
+    """One row of a file, and of what rank 0 tells the others."""
+
+    case: Case
+    table: SizeTable
+
+
+class Tuned(Message, frozen=True):
+    """What a file holds.
+
+    Attributes:
+        version: the library's that measured.
+        measured: when, in UTC.
+        machine: where.
+        tables: one for each case.
+    """
+
+    version: str
+    measured: str
+    machine: Machine
+    tables: tuple[TableOfCase, ...]
+
+
+_CODEC = Codec(Tuned, 1 << 20, "tuning file")
+
+
+def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
+    """A selector's tables as rows."""
+    return tuple(TableOfCase(case, table) for case, table in selector.tables.items())
+
+
+def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
+    """The inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
+    return Selector({row.case: row.table for row in rows})
+
+
+def directory() -> Path:
+    """Where the files lie: ``tuning`` in the directory of compiled kernels. Raises OSError if the user has no home."""
+    try:
+        return cache_dir() / "tuning"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"there is no cache directory: {error}") from error
+
+
+def path_of(machine: Machine) -> Path:
+    """The file for a kind of machine. The version is not in its name: a new measurement replaces an old one."""
+    digest = hashlib.sha256(msgspec.json.encode(machine)).hexdigest()[:20]
+    return directory() / f"{digest}.json"
+
+
+def files() -> list[Path]:
+    """All files that are complete, by name. Raises OSError."""
+    where = directory()
+    found = where.iterdir() if where.is_dir() else ()
+    return sorted(path for path in found if path.suffix == ".json" and not path.name.startswith("."))
+
+
+def save(machine: Machine, selector: Selector) -> Path:
+    """Writes the file for a kind of machine, whole or not at all. Raises OSError."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    data = _CODEC.encode(Tuned(_version(), now, machine, rows_of(selector)), indent=2)
+    path = path_of(machine)
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(data + b"\n")
+
+    write_whole(path, write)
+    return path
+
+
+def read(path: Path) -> Tuned:
+    """What a file holds, if this version can use it.
+
+    Raises:
+        OSError: it can't be read.
+        ProtocolError: it is no such file, or another version's, or lies under another machine's name.
+    """
+    with path.open("rb") as file:
+        data = file.read(_CODEC.limit + 1)
+    tuned = _CODEC.decode(data, str(path))
+    if tuned.version != _version():
+        raise ProtocolError(f"{path} was measured with version {tuned.version}; expected {_version()}")
+    if path_of(tuned.machine).name != path.name:
+        raise ProtocolError(f"{path} is of another machine: {tuned.machine}")
+    try:
+        selector_of(tuned.tables)
+    except ArgumentError as error:
+        raise ProtocolError(f"{path}: {error}") from error
+    return tuned
+
+
+def load(group: Group) -> Selector | None:
+    """The tables that were measured on this kind of machine, or None; called by rank 0.
+
+    It warns of a file that it can't use.
+    """
+    try:
+        if not files():  # the machine need not be looked at
+            return None
+        return selector_of(read(path_of(Machine.of(group))).tables)
+    except FileNotFoundError:
+        return None
+    except (OSError, ProtocolError) as error:
+        warnings.warn(f"{error}; the default tables are used. Communicator.tune measures new ones.", stacklevel=4)
+        return None
+
+
+def keep(group: Group, selector: Selector) -> None:
+    """Saves measured tables; called by rank 0. It warns where that is not possible."""
+    try:
+        save(Machine.of(group), selector)
+    except OSError as error:
+        warnings.warn(f"the measured tables are used, but not kept: {error}", stacklevel=3)
+
+
+def _version() -> str:
+    return importlib.metadata.version("proxyccl")

@@ -1,0 +1,108 @@
+"""Exchanges: every rank's value to every rank, over the bootstrap.
+
+Exchanges set things up; no collective and no transfer waits for one. Each message names what its rank does, so ranks
+whose programs differ find out at once, and what a rank receives is checked before it is used.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TypeVar
+
+from proxyccl.channels.bootstrap import Bootstrap
+from proxyccl.channels.error_record import DIFFERENT_CALL
+from proxyccl.channels.failure import FailureState
+from proxyccl.channels.watcher import Watcher
+from proxyccl.device.errors import CommunicatorError, ExchangeError, MismatchError
+from proxyccl.proxy.codec import Codec, ProtocolError
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """The exchanges of one rank. All ranks make the same ones in the same order.
+
+    Args:
+        bootstrap: what carries them.
+        timeout: bound of each, in seconds.
+
+    Attributes:
+        made: exchanges that this rank took part in so far.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, timeout: float) -> None:
+        self.rank = bootstrap.rank
+        self.world_size = bootstrap.world_size
+        self.timeout = timeout
+        self._bootstrap = bootstrap
+        self._guard: tuple[FailureState, Watcher] | None = None
+        self.made = 0
+
+    def guard(self, failure: FailureState, watcher: Watcher) -> None:
+        """From now on a failure of any rank ends an exchange, a failed exchange ends the group, and so does a peer that
+        has closed the communicator.
+        """
+        self._guard = failure, watcher
+
+    def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
+        """Every rank's value, in rank order.
+
+        Args:
+            value: this rank's.
+            codec: for values of its type.
+            purpose: what the exchange is for, in words; the same on all ranks.
+
+        Raises:
+            WaitTimeoutError: not all ranks came within the time-out.
+            MismatchError: a rank came for another purpose, or has left.
+            ExchangeError: a rank's message is no such value; the error names the rank.
+            CommunicatorError: a rank has failed.
+        """
+        everyone = self.all_gather_bytes(codec.encode(value), purpose)
+        return [self._decode(data, codec, purpose, peer) for peer, data in enumerate(everyone)]
+
+    def _decode(self, data: bytes, codec: Codec[T], purpose: str, peer: int) -> T:
+        try:
+            return codec.decode(data, f"rank {peer}")
+        except ProtocolError as cause:
+            error = ExchangeError(f"{purpose}: {cause}", rank=self.rank, peer=peer, operation="bootstrap")
+            self._file(error)
+            raise error from cause
+
+    def barrier(self, purpose: str) -> None:
+        """Waits until all ranks have come here. Raises as `all_gather`."""
+        self.all_gather_bytes(b"", purpose)
+
+    def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
+        """Every rank's bytes. See `all_gather`."""
+        tag = purpose.encode() + b"\0"
+        self.made += 1
+        observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
+        try:
+            with observing:
+                everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
+                for peer, theirs in enumerate(everyone):
+                    if not theirs.startswith(tag):
+                        there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
+                        raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
+        except CommunicatorError as error:
+            self._file(error)
+            raise
+        return [theirs[len(tag) :] for theirs in everyone]
+
+    def _check(self, purpose: str) -> None:
+        if self._guard is None:
+            return
+        failure, watcher = self._guard
+        failure.check()
+        peer = watcher.left_before(self.made)
+        if peer is not None:
+            raise self._mismatch(peer, f"{purpose!r} here, rank {peer} has closed the communicator")
+
+    def _mismatch(self, peer: int, cause: str) -> MismatchError:
+        message = f"{DIFFERENT_CALL}: this rank and rank {peer} make different calls: {cause}"
+        return MismatchError(message, argument=DIFFERENT_CALL, rank=self.rank, peer=peer)
+
+    def _file(self, error: CommunicatorError) -> None:
+        if self._guard is not None:
+            self._guard[0].file_exchange_failure(error)

@@ -1,0 +1,65 @@
+"""Arrays for the results of expert-parallel calls, made by the library of the caller's arrays."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import allocate
+from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.dtypes import DType, as_dtype
+
+
+class ExpertArrays:
+    """Makes arrays, and copies them to and from host memory."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def new(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
+        """A new array of `like`'s library: of torch, of numpy on the host, else as from `Communicator.empty`."""
+        element = as_dtype(dtype)
+        if hasattr(like, "new_empty"):
+            return like.new_empty(shape, dtype=getattr(sys.modules["torch"], element.name))
+        if self._group.runtime.name == "host" and not isinstance(like, Array):
+            return np.empty(shape, element.numpy())
+        return allocate(self._group, shape, element)
+
+    @staticmethod
+    def address(array: Any) -> int:
+        """The address of an array that `new` made."""
+        if hasattr(array, "data_ptr"):
+            return int(array.data_ptr())
+        return int(array.ptr if isinstance(array, Array) else array.__array_interface__["data"][0])
+
+    def download_view(self, view: ArrayView) -> NDArray[Any]:
+        """A copy of a view in host memory, made after all queued work is done."""
+        self._group.synchronize()
+        values = np.empty(view.shape, view.dtype.numpy())
+        if view.nbytes:
+            self._group.runtime.copy(values.ctypes.data, view.ptr, view.nbytes)
+        return values
+
+    def download(self, array: Any) -> NDArray[Any]:
+        """The same for an array that `new` made."""
+        if isinstance(array, Array):
+            return array.numpy()
+        self._group.synchronize()
+        if hasattr(array, "detach"):
+            copied: NDArray[Any] = array.detach().cpu().numpy()
+            return copied
+        return np.asarray(array.get() if hasattr(array, "get") else array)
+
+    def upload(self, like: Any, values: NDArray[Any]) -> Any:
+        """A new array of the library of `like`, with these values."""
+        array = self.new(like, values.shape, str(values.dtype))
+        if isinstance(array, Array):
+            return array.upload(values)
+        if hasattr(array, "copy_"):
+            return array.copy_(sys.modules["torch"].from_numpy(values))
+        array[...] = values
+        return array

@@ -1,0 +1,16 @@
+"""The names under which expert-parallel calls are compared between ranks."""
+
+from __future__ import annotations
+
+from proxyccl.channels.calls import register_names
+
+
+def call_name(call: str, *, weights: bool = False, indices: bool = False) -> str:
+    """The name of a call with the optional arguments that all ranks must give, or all leave out."""
+    return call + (" with weights" if weights else "") + (" by indices" if indices else "")
+
+
+register_names("redispatch")
+for _call in ("prepare", "dispatch", "dispatch_send", "combine", "combine_send", "collect"):
+    for _weights in (False, True):
+        register_names(call_name(_call, weights=_weights), call_name(_call, weights=_weights, indices=True))

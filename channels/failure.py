@@ -1,0 +1,190 @@
+"""The failure state of a rank's group: whether it can still be used, and the exception that says why not."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from proxyccl.channels.control import ControlSegment
+from proxyccl.channels.error_record import ErrorRecord, exception_from
+from proxyccl.channels.watcher import Watcher
+from proxyccl.device._native import lib
+from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, WaitTimeoutError
+from proxyccl.proxy.interface import ProxyFailure
+
+
+class Observer(Protocol):
+    """What follows a group's failures and exchanges, to report them."""
+
+    def failed(self) -> None:
+        """Called in the watcher's thread when the group has failed."""
+        ...
+
+    def annotate(self, error: BaseException) -> None:
+        """Adds to a failure's exception where its report is."""
+        ...
+
+    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
+        """Around an exchange of the bootstrap. One that fails stays shown."""
+        ...
+
+    def close(self) -> None:
+        """Called when the group ends."""
+        ...
+
+
+class _NoObserver:
+    def failed(self) -> None:
+        pass
+
+    def annotate(self, error: BaseException) -> None:
+        pass
+
+    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class FailureState:
+    """Opening, open, then closed; and failed, from the first failure of any rank on.
+
+    Args:
+        rank: this rank.
+        control: its control segment, whose abort word says that a rank has failed.
+
+    Attributes:
+        cause: what only this rank knows of the failure, in words.
+        observer: told of failures; one that does nothing until `open`.
+    """
+
+    def __init__(self, rank: int, control: ControlSegment) -> None:
+        self._rank = rank
+        self._control = control
+        self._state = "opening"
+        self._watcher: Watcher | None = None
+        self._exception: CommunicatorError | None = None
+        self._lock = threading.Lock()
+        self.cause = ""
+        self.observer: Observer = _NoObserver()
+
+    def __str__(self) -> str:
+        return self._state
+
+    def watch(self, watcher: Watcher, observer: Observer) -> None:
+        """Begins: from now on failures are passed on to the peers and reported."""
+        self._watcher, self.observer = watcher, observer
+        self._state = "open"
+
+    def close(self) -> None:
+        """Ends: from now on everything is refused with ClosedError."""
+        self._state = "closed"
+
+    @property
+    def opening(self) -> bool:
+        """Whether `watch` was not called yet."""
+        return self._state == "opening"
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group is open and no rank has failed."""
+        return self._state == "open" and not self._control.aborted
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._state == "closed"
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has failed."""
+        return self._control.aborted
+
+    def check(self) -> None:
+        """Raises the exception that ended the group, if a rank has failed."""
+        if self._state != "closed" and self._control.aborted:
+            raise self.exception()
+
+    def require_usable(self) -> None:
+        """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
+        if self._state == "closed":
+            raise ClosedError("the communicator is closed")
+        if self._state == "open" and self._control.aborted:
+            raise self.exception()
+
+    def require_open(self) -> None:
+        """The same where C looks at the abort word itself."""
+        if self._state != "open":
+            self.require_usable()
+
+    def exception(self) -> CommunicatorError:
+        """The exception that ended the group. A rank must have failed."""
+        with self._lock:
+            if self._exception is None:
+                self._pass_on()
+                self._exception = exception_from(self._control.record(), self._rank, self.cause)
+        self.observer.annotate(self._exception)
+        return self._exception
+
+    def abort(self, reason: str) -> None:
+        """Ends the group on all ranks. Waits for nobody."""
+        if self._state == "open":
+            self.cause = self.cause or reason
+            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))
+            self._pass_on()
+
+    def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:
+        """Ends the group because a peer did something else than this rank. Returns the exception to raise.
+
+        Args:
+            peer: that rank.
+            cause: what each of the two did.
+            field: number in CALL_FIELDS of the argument that differs.
+        """
+        self.cause = cause
+        self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field))
+        return self.exception()
+
+    def file_exchange_failure(self, error: CommunicatorError) -> None:
+        """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already."""
+        if self._control.aborted:
+            return
+        codes = {WaitTimeoutError: lib.PROXYCCL_ERROR_TIMEOUT, MismatchError: lib.PROXYCCL_ERROR_MISMATCH}
+        code = codes.get(type(error), lib.PROXYCCL_ERROR_LOCAL)
+        self._exception, self.cause = error, str(error)
+        self._control.raise_abort(ErrorRecord(code, self._rank, error.peer))
+        self._pass_on()
+        self.observer.annotate(error)
+
+    def file_proxy_failure(self, failure: ProxyFailure) -> None:
+        """Ends the group because this rank's proxy failed."""
+        if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None and self._watcher is not None:
+            self._watcher.check_for_end(failure.peer)
+        trigger = failure.trigger
+        self.cause = failure.reason
+        self._control.raise_abort(
+            ErrorRecord(
+                code=failure.code,
+                rank=self._rank,
+                peer=failure.peer,
+                wait=failure.wait,
+                expected=failure.plan,
+                operation=int(trigger.operation) if trigger else 0,
+                channel=failure.channel,
+                status=failure.status,
+                offset=trigger.dst_offset if trigger else 0,
+                size=trigger.size if trigger else 0,
+            )
+        )
+        with self._lock:
+            if self._exception is None:
+                self._exception = exception_from(self._control.record(), self._rank, failure.reason)
+                self._exception.__cause__ = failure.exception
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        # While the group opens, the other ranks learn of a failure in the exchange that is under way.
+        if self._watcher is not None:
+            self._watcher.pass_on()

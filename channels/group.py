@@ -1,0 +1,430 @@
+"""The group: the ranks of a communicator as one of them sees it, and what everything in this room stands on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from proxyccl.channels.bootstrap import Bootstrap
+from proxyccl.channels.call_log import CallLog
+from proxyccl.channels.control import ControlSegment, Presence, create_segment
+from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.failure import FailureState, Observer
+from proxyccl.channels.host_links import OFFER, HostLink, Listener
+from proxyccl.channels.inventory import Inventory
+from proxyccl.channels.launches import Launches
+from proxyccl.channels.peer_links import PeerLinks, ProxyOptions
+from proxyccl.channels.proxy_place import choose_place
+from proxyccl.channels.symmetric import SymmetricMemory
+from proxyccl.channels.topology import (
+    RANK_INFO,
+    RankInfo,
+    Topology,
+    TransportChoice,
+    encode_choice,
+    local_world_size_from_environment,
+)
+from proxyccl.channels.wait_release import WaitRelease
+from proxyccl.channels.watcher import Watcher
+from proxyccl.device import open_runtime
+from proxyccl.device.errors import CommunicatorError, KernelError, ProxyCCLError, WaitTimeoutError
+from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.transports.table import missing_transports
+from proxyccl.proxy.verbs.options import RdmaOptions
+
+_NAME = Codec(str, 4096, "name")
+_HANDLE = Codec(bytes, 64 << 10, "memory handle")
+_CIRCLE_SECONDS = 0.1
+"""A peer that waits this long for the end of another communicator may be waiting for this rank."""
+_POLL_SECONDS = 0.0005
+
+
+class Shared(Protocol):
+    """What holds memory that peers' kernels or proxies reach."""
+
+    def close(self) -> None:
+        """Frees it. No rank uses it any more."""
+        ...
+
+
+class Group:
+    """One rank of a communicator.
+
+    All ranks make it together, then `open` it. What is in this room takes a group, and so does a communicator's every
+    part; the communicator itself adds the calls that users make.
+
+    Attributes:
+        rank, world_size: this rank's number, and how many there are.
+        timeout: bound of every wait, in seconds.
+        linger: how long the process waits for peers at its end, in seconds; None for `timeout`, which is then reported.
+        runtime: this rank's.
+        job: the communicator's name, the same on all ranks.
+        thread: number of the thread that made it.
+        control: this rank's control segment.
+        topology: who is where.
+        exchange: exchanges between all ranks.
+        failure: whether the group can still be used.
+        launches: the order of what it launches.
+        links: this rank's proxy, and its connections.
+        mappings: memory of peers that is mapped here.
+        inventory: the channels and semaphores in use.
+        symmetric: own arrays that peers' kernels reach.
+    """
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        runtime: Runtime | str | None,
+        *,
+        owns_bootstrap: bool,
+        device: int | None,
+        timeout: float,
+        local_world_size: int | None,
+        transport: TransportChoice,
+        rdma_options: RdmaOptions,
+        proxy_options: ProxyOptions,
+        linger: float | None = None,
+    ) -> None:
+        self.linger = linger
+        self.rank, self.world_size, self.timeout = bootstrap.rank, bootstrap.world_size, timeout
+        self.thread = threading.get_ident()
+        self._bootstrap = bootstrap if owns_bootstrap else None
+        self.exchange = exchange = Exchange(bootstrap, timeout)
+        self.runtime = self._open_runtime(runtime, device)
+        self.runtime.activate()
+        self.control = create_segment(self.runtime, self.rank, timeout, self.world_size)
+        self.failure = FailureState(self.rank, self.control)
+
+        place = choose_place(proxy_options.where, self.runtime.name, exchange)
+        in_daemon = place.where == "daemon"
+        daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
+        own = RankInfo.own(
+            self.runtime,
+            missing,
+            transport=encode_choice(transport, self.world_size),
+            daemon_missing=daemon_missing,
+        )
+        infos = exchange.all_gather(own, RANK_INFO, "topology")
+        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
+        topology = Topology.find(self.rank, infos, self.runtime, local)
+        # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
+        topology.uses_rdma()
+        handles = exchange.all_gather(self.control.memory.handle, _HANDLE, "control segments")
+        self._segments = {
+            peer: ControlSegment(self.runtime.open_pinned(handles[peer]))
+            for peer in range(self.world_size)
+            if peer != self.rank and topology.same_host(peer)
+        }
+        self.control.introduce(self._segments)
+        self._pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
+        self.mappings = HandleCache(self.runtime.open)
+        self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments))
+        self.inventory = Inventory()
+        self.symmetric = SymmetricMemory(
+            self.runtime,
+            self.mappings,
+            self.control.announcements,
+            {peer: segment.announcements for peer, segment in self._segments.items()},
+            topology,
+            self.rank,
+        )
+        self._kept: list[Shared] = []
+        self._closing = threading.RLock()
+        self._watcher: Watcher
+        self.runtime.in_flight.follow(self.launches)
+        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
+        self.job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
+        self.links = PeerLinks(
+            self.runtime,
+            self.control,
+            self._segments,
+            exchange,
+            self.failure,
+            topology,
+            proxy_place=place,
+            proxy_options=proxy_options,
+            rdma_options=rdma_options,
+            description=Description.of_this_program(self.rank, self.world_size, self.job),
+        )
+        self._wait_release = WaitRelease(lambda: self.links.proxy_if_started, f"proxyccl-release-{self.rank}")
+        try:
+            self.links.bring_up()
+            self._host_links = self._link_hosts()
+        except ProxyCCLError:
+            self.links.close()
+            raise
+
+    def _open_runtime(self, runtime: Runtime | str | None, device: int | None) -> Runtime:
+        if runtime is not None and not isinstance(runtime, str):
+            return runtime
+        hosts = self.exchange.all_gather(host_name(), _NAME, "hosts")
+        return open_runtime(runtime, device, local_rank=hosts[: self.rank].count(hosts[self.rank]))
+
+    def _link_hosts(self) -> dict[int, HostLink]:
+        topology = self.links.topology
+        if not topology.spans_hosts:
+            return {}
+        listener = Listener(self.rank)
+        try:
+            offers = self.exchange.all_gather(listener.offer, OFFER, "links between hosts")
+            others = [peer for peer in range(self.world_size) if not topology.same_host(peer)]
+            return listener.join(others, offers, self.timeout, lambda: None)
+        finally:
+            listener.close()
+
+    def open(self, observer: Observer) -> None:
+        """Begins: from now on failures are noticed, passed on and reported."""
+
+        def failed() -> None:
+            self._wait_release.begin()
+            observer.failed()
+
+        self._watcher = Watcher(
+            self.rank,
+            self.control,
+            self._segments,
+            self._pids,
+            self._host_links,
+            on_abort=failed,
+            each_turn=self.symmetric.update,
+        )
+        self.failure.watch(self._watcher, observer)
+        self.exchange.guard(self.failure, self._watcher)
+        with _open_lock:
+            _open_groups.append(self)
+
+    @property
+    def topology(self) -> Topology:
+        """Who is where."""
+        return self.links.topology
+
+    @property
+    def plans_need_registration(self) -> bool:
+        """Whether plans name only memory that all ranks have registered together (plan_memory.py)."""
+        return self.topology.uses_rdma() or not self.symmetric.offered
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the bound of every wait from now on; of this rank's alone."""
+        self.timeout = self.exchange.timeout = seconds
+        self.control.set_timeout(seconds)
+
+    def synchronize(self, stream: StreamLike = None) -> None:
+        """Waits for a stream (None: all of them), and raises what went wrong on it or in the group."""
+        try:
+            if stream is not None and hasattr(stream, "synchronize"):
+                stream.synchronize()
+            else:
+                self.runtime.synchronize()
+        except KernelError as error:
+            if self.failure.aborted:
+                raise self.failure.exception() from error
+            raise
+        self.failure.check()
+
+    # -- what peers reach ---
+
+    def keep(self, shared: Shared) -> None:
+        """Keeps alive, until the end or `let_go`, what peers may reach after its user has forgotten it."""
+        self._kept.append(shared)
+
+    @property
+    def kept(self) -> tuple[Shared, ...]:
+        """What is kept, the oldest first."""
+        return tuple(self._kept)
+
+    def let_go(self, shared: Shared) -> None:
+        """Ends `keep`."""
+        self._kept.remove(shared)
+
+    # -- the end ---
+
+    def close(self, *, collective: bool = True, wait: bool = True) -> None:
+        """Ends the group. Calling it twice does nothing.
+
+        Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
+        for a peer that waits for the end of another communicator: then a thread waits in its place. So communicators
+        may be closed in different orders on different ranks. After a failure it waits for nobody.
+
+        Args:
+            collective: the others close it too; otherwise they are told to stop.
+            wait: for the peers; otherwise a thread does.
+
+        Raises:
+            WaitTimeoutError: a peer did not close it within the time-out.
+            CommunicatorError: a rank failed meanwhile.
+        """
+        with self._closing:
+            if self.failure.closed:
+                return
+            if not self._leave(collective=collective):
+                self._release(healthy=False)
+                return
+            healthy = False
+            try:
+                healthy = wait and self._wait_for_peers()
+            except CommunicatorError:
+                self._release(healthy=False)
+                raise
+            if healthy:
+                self._release(healthy=True)
+            else:
+                self._release_later()
+
+    def _leave(self, *, collective: bool) -> bool:
+        """Ends this rank's work and lets the peers know. False if the group has failed, or fails by this."""
+        if not self.failure.usable:
+            return False
+        try:
+            self.runtime.synchronize()
+        except KernelError:
+            return False
+        if not collective:
+            self.failure.abort("it left without the others")
+            return False
+        self.links.drain_for_peers()
+        if not self.failure.usable:
+            return False
+        self._watcher.announce(Presence.LEFT, self.exchange.made)
+        return True
+
+    def _peers_present(self) -> dict[int, Presence]:
+        peers = {peer: self._watcher.presence(peer) for peer in range(self.world_size) if peer != self.rank}
+        return {peer: presence for peer, presence in peers.items() if presence is not Presence.LEFT}
+
+    def _wait_for_peers(self) -> bool:
+        """Waits until all peers have left. False if those that have not wait for the end of other communicators."""
+        deadline = time.monotonic() + self.timeout
+        waiting_elsewhere_since: float | None = None
+        with self._announced_elsewhere():
+            while present := self._peers_present():
+                self.failure.check()
+                now = time.monotonic()
+                if any(presence is Presence.PRESENT for presence in present.values()):
+                    waiting_elsewhere_since = None
+                elif waiting_elsewhere_since is None:
+                    waiting_elsewhere_since = now
+                elif now > waiting_elsewhere_since + _CIRCLE_SECONDS:
+                    return False
+                if now > deadline:
+                    raise self._late(min(present))
+                time.sleep(_POLL_SECONDS)
+        return True
+
+    @contextlib.contextmanager
+    def _announced_elsewhere(self) -> Iterator[None]:
+        """A wait for the end of this group, of which the peers of this thread's other groups know."""
+        with _open_lock:
+            others = [
+                other
+                for other in _open_groups
+                if other is not self and other.thread == threading.get_ident() and other.failure.usable
+            ]
+        for other in others:
+            other._watcher.announce(Presence.CLOSING_ANOTHER)
+        try:
+            yield
+        finally:
+            for other in others:
+                other._watcher.announce(Presence.PRESENT)
+
+    def _late(self, peer: int) -> WaitTimeoutError:
+        error = WaitTimeoutError(
+            f"close: rank {peer} did not close the communicator within {self.timeout:g} s",
+            rank=self.rank,
+            peer=peer,
+            operation="close",
+        )
+        self.failure.file_exchange_failure(error)
+        return error
+
+    def _wait_at_exit(self, deadline: float) -> None:
+        """Waits for the peers, then ends this group. Where one stays away the report says so: nobody catches errors."""
+        while (present := self._peers_present()) and not self.failure.aborted:
+            if time.monotonic() > deadline:
+                if self.linger is not None:
+                    break
+                self._late(min(present))
+            time.sleep(_POLL_SECONDS)
+        self._release(healthy=not present)
+
+    def _release_later(self) -> None:
+        self._close_for_use()
+
+        def wait() -> None:
+            while self._peers_present() and not self.failure.aborted:
+                time.sleep(Watcher.INTERVAL_MS / 1000)
+            self._release(healthy=not self.failure.aborted)
+
+        thread = threading.Thread(target=wait, name=f"proxyccl-close-{self.rank}", daemon=True)
+        with _open_lock:
+            _releasing[:] = [*(other for other in _releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
+            thread.start()
+
+    def _close_for_use(self) -> None:
+        self.failure.close()
+        with _open_lock:
+            if self in _open_groups:
+                _open_groups.remove(self)
+
+    def _release(self, *, healthy: bool) -> None:
+        self._close_for_use()
+        self._watcher.close()
+        self.failure.observer.close()
+        if not healthy:
+            self._wait_release.begin()
+        # Kernels that were told to stop use the memory that is freed below until they have.
+        with contextlib.suppress(KernelError):
+            self.runtime.synchronize()
+        self._wait_release.close()
+        if not self.links.close():
+            return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
+        self.launches.close()
+        self.symmetric.close()
+        self.mappings.close()
+        if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it
+            while self._kept:
+                self._kept.pop().close()
+        for segment in self._segments.values():
+            segment.close()
+        self.runtime.release_control(self.control.device_pointer)
+        self.control.close()
+        if self._bootstrap is not None:
+            self._bootstrap.close()
+
+
+_open_groups: list[Group] = []
+_open_lock = threading.Lock()
+_releasing: list[tuple[threading.Thread, float]] = []
+"""Threads that wait for peers, each with what its group's `linger` was."""
+
+
+def close_at_exit(*, failed: bool) -> None:
+    """Ends the groups that the program left open, whatever order the ranks made them in.
+
+    A program that ends well ends together with its peers, which may still need what this rank holds. One that ends by
+    an exception tells them to stop.
+    """
+    with _open_lock:
+        groups = list(_open_groups)
+    left = []
+    for group in groups:
+        if group._leave(collective=not failed):
+            left.append(group)
+        else:
+            group._release(healthy=False)
+    began = time.monotonic()
+    deadline = began + max((group.timeout for group in groups if group.linger is None), default=0)
+    for group in left:  # all have announced that they leave, so no rank waits for another's order
+        group._wait_at_exit(deadline if group.linger is None else began + group.linger)
+    for thread, linger in _releasing:
+        thread.join(max(0, max(deadline, began + linger) - time.monotonic()))

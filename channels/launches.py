@@ -1,0 +1,156 @@
+"""The order of a group's launches: one collective after the other, on whatever streams the program uses.
+
+Collectives of a group share scratch memory, so they never run at once: a launch on another stream than the last waits
+for that. What must agree between ranks is compared through the call log before the launch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.channels.call_log import CALL_DIFFERS, CallLog, encode_fields
+from proxyccl.channels.calls import CALL_FIELDS, CollectiveCall, describe_call
+from proxyccl.channels.failure import FailureState
+from proxyccl.device._native import lib
+from proxyccl.device.arrays import current_stream
+from proxyccl.device.kernel import Launch
+from proxyccl.device.runtime import Runtime, Stream, StreamLike
+from proxyccl.device.stream_operations import StreamOperations
+
+Plan = Callable[[StreamLike], None]
+"""Launches what a call needs, on a stream."""
+
+
+class Launches:
+    """Launches of one rank's collectives.
+
+    Args:
+        runtime: where they run.
+        failure: checked before a launch, and where a call waits.
+        call_log: what compares the ranks' calls.
+
+    Attributes:
+        default_stream: what a call without a stream uses on the host runtime.
+    """
+
+    def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog) -> None:
+        self._runtime = runtime
+        self._on_host = runtime.name == "host"
+        self._failure = failure
+        self._call_log = call_log
+        self._lock = threading.RLock()
+        self._last_stream: int | None = None
+        self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
+        self.default_stream: Stream = runtime.create_stream(in_caller=True)
+
+    def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
+        """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
+        if stream is None and not self._on_host:
+            return current_stream(x)
+        return stream
+
+    def agree(self, call: CollectiveCall) -> tuple[int, ...]:
+        """Logs a call and compares it with what the peers have logged. Returns its encoded fields.
+
+        The rank that comes later sees the difference. Nothing can complete before that, as every collective needs every
+        rank.
+
+        Raises:
+            MismatchError: a peer made another call.
+        """
+        self._failure.require_usable()
+        fields = call.encode()
+        native = encode_fields(fields)
+        self._check(self._call_log.agree(native), native)
+        return fields
+
+    def launch(self, plan: Plan, stream: StreamLike, owners: tuple[object, ...]) -> None:
+        """Launches a plan on a stream, behind the group's earlier launches on any stream.
+
+        Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, `owners` are
+        kept alive until the stream has got past them.
+        """
+        with self._lock:
+            handle = self._next_stream(stream)
+            plan(handle)
+        self._launched(stream, handle, owners)
+
+    def issue(
+        self, call: Any, launch: Launch | StreamOperations, stream: StreamLike, owners: tuple[object, ...] = ()
+    ) -> None:
+        """`agree` and `launch` for a call whose fields (`encode_fields`) and launch, or operations, are prepared.
+
+        It is one call into C.
+        """
+        self._failure.require_open()
+        issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
+        with self._lock:
+            handle = stream if type(stream) is int and stream == self._last_stream else self._next_stream(stream)
+            status = issue(call, launch.prepared, handle)
+            if status == lib.PROXYCCL_OTHER_CONTEXT:
+                with self._runtime.current():
+                    status = issue(call, launch.prepared, handle)
+            if status:
+                if status > 0:
+                    launch.check(status)
+                self._check(status, call)
+        if owners or stream is None:
+            self._launched(stream, handle, owners)
+
+    @property
+    def last_stream(self) -> int | None:
+        """Handle of the stream that holds the latest launch, or None where there is none.
+
+        A program that gives a stream by its number keeps it until the next call.
+        """
+        gone = self._failure.closed or getattr(self._last_stream_owner, "closed", False)
+        return None if gone else self._last_stream
+
+    def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
+        """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
+        return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]
+
+    def close(self) -> None:
+        """Frees the default stream."""
+        self.default_stream.close()
+
+    def _check(self, status: int, call: Any) -> None:
+        if status == CALL_DIFFERS:
+            peer, theirs = self._call_log.difference()
+            raise self._mismatch(peer, theirs, tuple(call.fields))
+        if status:
+            raise self._failure.exception()
+
+    def _mismatch(self, peer: int, theirs: tuple[int, ...], mine: tuple[int, ...]) -> Exception:
+        field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
+        name = CALL_FIELDS[field]
+        here, there = describe_call(mine), describe_call(theirs)
+        cause = f"{here['collective']} here, {there['collective']} on rank {peer}"
+        if name != "counts":
+            cause = (
+                f"{here['collective']} with {name} {here[name]} here, "
+                f"{there['collective']} with {name} {there[name]} on rank {peer}"
+            )
+        return self._failure.file_mismatch(peer, cause, field)
+
+    def _next_stream(self, stream: StreamLike) -> int:
+        on_default = stream is None and self._on_host
+        handle = self.default_stream.handle if on_default else self._runtime.stream_handle(stream)
+        if handle != self._last_stream:
+            if self._last_stream is not None:
+                self._runtime.order_streams(self._last_stream, handle)
+            self._last_stream, self._last_stream_owner = handle, stream
+        elif type(stream) is not int:
+            self._last_stream_owner = stream
+        return handle
+
+    def _launched(self, stream: StreamLike, handle: int, owners: tuple[object, ...]) -> None:
+        if stream is None and self._on_host:
+            try:
+                self.default_stream.synchronize()
+            finally:
+                self._failure.check()
+        elif owners:
+            self._runtime.in_flight.add(owners, stream, handle)

@@ -1,0 +1,258 @@
+"""This rank's proxy, and the proxy's connection to each peer."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from proxyccl.channels.control import ControlSegment
+from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.failure import FailureState
+from proxyccl.channels.proxy_place import ProxyPlace, Where
+from proxyccl.channels.rdma import Rdma
+from proxyccl.channels.topology import Topology
+from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.cores import cores_of, parse_cores
+from proxyccl.proxy.daemon.client import DaemonClient
+from proxyccl.proxy.daemon.connection import DaemonAddress, NodeDaemon
+from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.transports.table import TRANSPORTS
+from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.workers import MAX_RINGS, require_rings
+
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """Where a rank's proxy was asked to run, and its rings and threads. See `Communicator`."""
+
+    where: Where | None
+    fifos: int
+    threads: int
+    fifo_size: int
+    idle: IdlePolicy | None
+    cores: str | None
+
+
+class PeerLinks:
+    """What moves data between this rank's memory and its peers'.
+
+    Args:
+        runtime: of this rank.
+        control: its control segment.
+        segments: the control segments of the host's other ranks.
+        exchange: between all ranks.
+        failure: told when the proxy fails.
+        proxy_place: where the proxy runs.
+        proxy_options: of the proxy.
+        rdma_options: of the RDMA device.
+        description: how observers know the proxy.
+
+    Attributes:
+        topology: who is where; complete after `bring_up`.
+        rdma: this rank's RDMA endpoints.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        control: ControlSegment,
+        segments: Mapping[int, ControlSegment],
+        exchange: Exchange,
+        failure: FailureState,
+        topology: Topology,
+        *,
+        proxy_place: ProxyPlace,
+        proxy_options: ProxyOptions,
+        rdma_options: RdmaOptions,
+        description: Description,
+    ) -> None:
+        self._runtime = runtime
+        self._control = control
+        self._segments = segments
+        self._exchange = exchange
+        self._failure = failure
+        self._place = proxy_place
+        self._options = proxy_options
+        self._description = description
+        self._lock = threading.RLock()
+        self._proxy: Proxy | None = None
+        self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
+        self._transports: dict[int, str] = {}
+        self.topology = topology
+        self.rdma = Rdma(runtime, control, exchange, topology, lambda: self.proxy, rdma_options)
+
+    def bring_up(self) -> None:
+        """Makes the RDMA endpoints, where any two ranks need them. All ranks call it together."""
+        if self.topology.uses_rdma():
+            reasons = self.rdma.probe(self.topology.transports())
+            self.topology = self.topology.with_unsupported_reasons(reasons)
+            self.rdma.connect_endpoints(self.topology.transports())
+        self._transports = self.topology.transports()
+
+    @property
+    def proxy(self) -> Proxy:
+        """This rank's proxy, started when first used."""
+        with self._lock:
+            if self._proxy is None:
+                self._failure.require_usable()
+                self._proxy = self._start()
+            return self._proxy
+
+    def _start(self) -> Proxy:
+        if self._place.where == "thread":
+            return self._service()
+        *others, last = self._addresses()
+        for address in others:
+            try:
+                return self._daemon_client(address)
+            except ArgumentError as error:
+                if error.argument != "device":
+                    raise
+        return self._daemon_client(last)
+
+    def _addresses(self) -> list[DaemonAddress]:
+        """The daemons that may run the proxy: the first that sees this rank's device does. Launchers may confine a rank
+        to its device, and so what it starts; such a rank starts one for itself.
+        """
+        node: list[DaemonAddress] = [NodeDaemon(socket_path())] if self._place.where == "daemon" else []
+        if node and self._place.chosen:
+            return node
+        name, options = self._place.job_daemon, self._job_options()
+        return [*node, JobDaemon(name, options), JobDaemon(f"{name}-{self._runtime.device_id}", options)]
+
+    @property
+    def proxy_if_started(self) -> Proxy | None:
+        """The proxy, if anything has used it."""
+        return self._proxy
+
+    def _service(self) -> ProxyService:
+        options = self._options
+        return ProxyService(
+            self._runtime,
+            self._control.host_pointer,
+            self._control.memory,
+            shared_offset=ControlSegment.service_offset,
+            semaphores_offset=ControlSegment.semaphore_offset(0),
+            fifos=options.fifos,
+            threads=options.threads,
+            fifo_size=options.fifo_size,
+            idle=options.idle,
+            cores=self._cores(),
+            on_failure=self._failure.file_proxy_failure,
+            description=self._description,
+            name=f"proxyccl-{self._exchange.rank}",
+        )
+
+    def _cores(self) -> list[int] | None:
+        cores = self._options.cores
+        return parse_cores(cores, self._runtime.numa_node()) if cores is not None else None
+
+    def _job_options(self) -> JobOptions:
+        require_rings(self._options.fifos, self._options.threads)
+        of_host = [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
+        idle = self._options.idle or IdlePolicy()
+        return JobOptions(
+            threads=min(MAX_RINGS, self._options.threads * len(of_host)),
+            cores=self._cores(),
+            affinity=sorted(set().union(*(cores_of(info.pid) for info in of_host))),
+            idle=(idle.spin_us, idle.yield_us, idle.max_sleep_us),
+        )
+
+    def _daemon_client(self, address: DaemonAddress) -> DaemonClient:
+        options = self._options
+        return DaemonClient(
+            self._runtime,
+            self._control.memory,
+            shared_offset=ControlSegment.service_offset,
+            semaphores_offset=ControlSegment.semaphore_offset(0),
+            fifos=options.fifos,
+            threads=options.threads,
+            fifo_size=options.fifo_size,
+            idle=options.idle,
+            on_failure=self._failure.file_proxy_failure,
+            description=self._description,
+            timeout=self._exchange.timeout,
+            name=f"proxyccl-{self._exchange.rank}",
+            address=address,
+            takes_private=self._takes_private,
+        )
+
+    @property
+    def place(self) -> Where:
+        """Where this rank's proxy runs."""
+        return self._place.where
+
+    @property
+    def _takes_private(self) -> bool:
+        """Whether copies from memory that no other process can map need another connection than the rest. A node daemon
+        that was asked for refuses such memory.
+        """
+        return self._place.where == "process" or (self._place.where == "daemon" and not self._place.chosen)
+
+    def transport(self, peer: int) -> str:
+        """Name of the transport that moves data to a peer."""
+        return self._transports[peer]
+
+    def connection(self, peer: int, *, private: bool = False) -> Connection:
+        """The proxy's connection to a peer, made when first used; to this rank itself too, by copies.
+
+        Args:
+            peer: the rank at its other end.
+            private: whether its channels copy from memory that no other process can map.
+        """
+        transport = "copy" if peer == self._exchange.rank else self._transports[peer]
+        by_rdma = TRANSPORTS[transport].uses_rdma
+        key = peer, private and self._takes_private and not by_rdma
+        if key not in self._connections:
+            self._connections[key] = (
+                self.rdma.connect(peer)
+                if by_rdma
+                else self.proxy.connect_copy(peer=peer, transport=transport, private=key[1])
+            )
+        return self._connections[key]
+
+    def semaphore(self, peer: int, channel: int) -> int:
+        """Address, as the transport to a peer reaches it, of the word that counts the signals to its channel."""
+        if peer == self._exchange.rank:
+            return self._control.semaphore_host(channel)
+        if TRANSPORTS[self._transports[peer]].uses_rdma:
+            return self.rdma.semaphore(peer, channel)
+        return self._segments[peer].semaphore_host(channel)
+
+    def semaphore_handle(self, peer: int, channel: int) -> HandleProvider:
+        """Gives the handle by which a proxy in another process maps that word, if the word is memory of this host."""
+        if peer == self._exchange.rank:
+            return functools.partial(self._control.semaphore_handle, channel)
+        return functools.partial(self._segments[peer].semaphore_handle, channel) if peer in self._segments else bytes
+
+    def drain(self) -> None:
+        """Waits until the proxy has moved all that kernels which have ended asked for.
+
+        Raises:
+            CommunicatorError: what ended the group, if that happens first.
+            WaitTimeoutError: it was not done within the time-out.
+        """
+        timeout = self._exchange.timeout
+        if self._proxy is not None and not self._proxy.drain(timeout, lambda: self._failure.aborted):
+            self._failure.check()
+            raise WaitTimeoutError(f"the proxy was not done within {timeout:g} s")
+
+    def drain_for_peers(self) -> None:
+        """Has what this rank's triggers asked for reach peers that need their proxy, or RDMA, to take it."""
+        if self._proxy is not None and self.rdma.used:
+            self._proxy.drain(self._exchange.timeout, lambda: self._failure.aborted)
+
+    def close(self) -> bool:
+        """Ends the proxy and frees what RDMA holds. False if a handler still runs: its thread uses memory then."""
+        if self._proxy is not None and not self._proxy.close(self._exchange.timeout):
+            return False
+        self.rdma.close()
+        return True

@@ -1,0 +1,39 @@
+"""The channels that plans use: three to each peer, as a post and a send overwrite the words of their own kind alone."""
+
+from __future__ import annotations
+
+from proxyccl.channels.group import Group
+from proxyccl.proxy.codec import Codec
+
+_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids of plans")
+_KINDS = 3
+
+
+class PlanLinks:
+    """Channels of this rank's proxy for plans. All ranks make them together.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        posts: by peer, the channel whose posts tell the peer where this rank's output lies, and on which the peer's
+            come in.
+        scratch_posts: the same for scratch memory.
+        sends: by peer, the channel whose sends go there, and whose counterpart's sends come in.
+
+    Raises:
+        ResourceError: channel ids ran out.
+    """
+
+    def __init__(self, group: Group) -> None:
+        links = group.links
+        peers = [peer for peer in range(group.world_size) if peer != group.rank]
+        own = {peer: [links.proxy.reserve_channel(links.connection(peer)) for _ in range(_KINDS)] for peer in peers}
+        answers = group.exchange.all_gather(own, _IDS, "plans")
+        self.posts, self.scratch_posts, self.sends = (
+            {peer: own[peer][kind] for peer in peers} for kind in range(_KINDS)
+        )
+        for peer in peers:
+            for channel, theirs in zip(own[peer], answers[peer][group.rank], strict=True):
+                word, handle = links.semaphore(peer, theirs), links.semaphore_handle(peer, theirs)
+                links.proxy.set_channel(channel, links.connection(peer), word, handle=handle)

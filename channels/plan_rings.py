@@ -1,0 +1,85 @@
+"""Plans as streams ring them: what a stream does for one call, with the numbers of its plans, and when those go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from proxyccl.channels.group import Group
+from proxyccl.device.runtime import Event
+from proxyccl.device.stream_operations import Operation, StreamOperations, WaitValue, WriteValue
+from proxyccl.proxy.plan import ProxyPlan
+
+Step = Operation | ProxyPlan
+"""What a stream does next; a plan is rung."""
+
+_MOST_DROPPED = 1024
+
+
+class PlanRings:
+    """Gives plans to the proxy, and takes those back that no stream can ring any more.
+
+    A graph that was captured may ring its plans as long as it lives, which nobody can know: those plans stay.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._words = group.links.proxy.plan_pointers
+        self._dropped: list[tuple[Any, list[int]]] = []  # what was issued in C, and its plans
+
+    def stage(self, number: int, receives: int) -> Operation:
+        """Waits, within a plan, until so many receives of a stage are complete."""
+        return WaitValue(self._words.stages[number], receives)
+
+    def open_gate(self, value: int) -> Operation:
+        """Lets the plan's sends go that wait for `value`."""
+        return WriteValue(self._words.gate, value)
+
+    def end(self, stages: int = 0) -> list[Operation]:
+        """Waits for the end of the plan, and resets the words that it and the stream have written.
+
+        Args:
+            stages: how many stages the plan has; if any, the gate was used too.
+        """
+        words = self._words
+        used = [words.done, *words.stages[:stages], *([words.gate] if stages else [])]
+        return [WaitValue(words.done, 1), *(WriteValue(word, 0) for word in used)]
+
+    def prepare(self, steps: Sequence[Step]) -> StreamOperations:
+        """What a stream does, with plans' numbers in place of the plans.
+
+        Raises:
+            ResourceError: no numbers are left.
+            ProxyLostError: the daemon that runs the proxy is lost.
+        """
+        self._remove_dropped()
+        proxy = self._group.links.proxy
+        numbers: list[int] = []
+        operations: list[Operation] = []
+        for step in steps:
+            if isinstance(step, ProxyPlan):
+                numbers.append(proxy.add_plan(step))
+                operations.append(WriteValue(self._words.bell, numbers[-1]))
+            else:
+                operations.append(step)
+        ring = StreamOperations(self._group.runtime, operations)
+        weakref.finalize(ring, self._dropped.append, (ring.prepared, numbers)).atexit = False
+        return ring
+
+    def _remove_dropped(self) -> None:
+        """Removes plans once there are many, as it waits for all that was rung."""
+        last = self._group.launches.last_stream
+        if len(self._dropped) < _MOST_DROPPED or last is None or self._group.runtime.is_capturing(last):
+            return
+        dropped = self._dropped[:_MOST_DROPPED]
+        del self._dropped[:_MOST_DROPPED]  # others may be dropped meanwhile
+        event: Event = self._group.runtime.create_event()
+        event.record(last)
+        event.synchronize()
+        for prepared, numbers in dropped:
+            for number in () if prepared.captured else numbers:
+                self._group.links.proxy.remove_plan(number)

@@ -1,0 +1,468 @@
+"""Symmetric memory: arrays that the kernels of all peers reach, so that collectives use them where they lie.
+
+A rank announces an array. Each peer maps it, and replies with the address at which its kernels reach it. An array that
+all peers have replied to is symmetric. Nobody waits for that: a collective's kernels tell their peers at which
+addresses they reach the output, or that they don't, and all ranks see the same (team.h).
+
+Memory that is kept here is freed behind its withdrawal. Memory that others allocated may be freed at any time, and its
+address given to another allocation. So what is known of it is used only while it is the allocation that was announced.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from proxyccl.channels.announcements import ENTRIES, LONGEST_HANDLE, MOST_RANKS, NO_MEMORY, UNREACHED, Announcements
+from proxyccl.channels.topology import Topology
+from proxyccl.device.allocation_guard import AllocationGuard
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.errors import ProxyCCLError, ResourceError
+from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.runtime import Allocations, Memory, Runtime
+from proxyccl.proxy.interface import Proxy
+from proxyccl.proxy.memory_table import windows_of
+from proxyccl.proxy.trigger import MAX_MEMORIES
+
+_RESERVED_ENTRIES = 64  # more than there are stages: three kinds, of a size for each power of two
+
+
+@dataclass
+class Announced:
+    """A range of own memory that is announced.
+
+    Attributes:
+        entry: its number in the table.
+        start, end: its addresses.
+        allocations: what it lay in when it was announced.
+        memory: what keeps it from being freed until no peer maps it any more; None where its owner frees it.
+        users: calls of `announce` that were given it and have not withdrawn it.
+        proxy_memory: its first id in the own proxy, if that has it.
+        for_proxies: whether peers' proxies were asked to have it.
+    """
+
+    entry: int
+    start: int
+    end: int
+    allocations: Allocations
+    memory: object = None
+    users: int = 1
+    proxy_memory: int | None = None
+    for_proxies: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.end - self.start
+
+    @property
+    def ids(self) -> int:
+        """How many memory ids it takes in a proxy."""
+        return windows_of(self.nbytes)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether it has ids in a proxy, or peers were asked to give it some."""
+        return self.for_proxies or self.proxy_memory is not None
+
+
+@dataclass
+class _Handled:
+    """What was done about an entry of a peer.
+
+    Attributes:
+        version: that was handled.
+        handle: what is mapped; no bytes if nothing is.
+        mapped: that memory.
+        memory: its first id in the own proxy; None while it has none.
+        told: whether the peer was told of that id, or that there is none.
+    """
+
+    version: int = 0
+    handle: bytes = b""
+    mapped: Memory | None = None
+    memory: int | None = None
+    told: bool = False
+
+
+class SymmetricArrayMemory:
+    """Memory of `Communicator.empty`: freed when it was withdrawn and no peer maps it any more."""
+
+    def __init__(self, memory: Memory, retire: Callable[[], None]) -> None:
+        self.ptr, self.nbytes = memory.ptr, memory.nbytes
+        self._finalizer = weakref.finalize(self, retire)
+        self._finalizer.atexit = False  # communicators are closed later than that
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Withdraws it. No queued work may use it."""
+        self._finalizer()
+
+
+class SymmetricMemory:
+    """What one rank announces, and what it maps of its peers'.
+
+    Args:
+        runtime: the rank's.
+        mappings: maps peers' memory.
+        own: this rank's table.
+        peers: the tables of the host's other ranks, by rank.
+        topology: who is where.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        mappings: HandleCache,
+        own: Announcements,
+        peers: dict[int, Announcements],
+        topology: Topology,
+        rank: int,
+    ) -> None:
+        self._runtime, self._mappings = runtime, mappings
+        self._own, self._peers = own, peers
+        self._topology, self._rank = topology, rank
+        self._numbers = {peer: number for number, peer in enumerate(sorted({*peers, rank}))}
+        self._world_size = len(topology.accessible)
+        self._offered = len(self._numbers) == self._world_size and self._world_size <= MOST_RANKS
+        self._lock = threading.RLock()  # of what follows but for the mappings
+        self._announced: dict[int, Announced] = {}
+        self._free = list(range(ENTRIES - 1, -1, -1))
+        self._withdrawn: dict[int, object] = {}  # by entry; let go when all peers have unmapped it
+        self._pool: MemoryPool | None = None
+        self._pool_changes = -1  # of the pool that were handled
+        self._following = threading.Lock()  # of what follows
+        self._segments: dict[int, Announced | None] = {}  # by number; None where a segment can't be announced
+        self._listeners: list[Callable[[int, int], None]] = []
+        self._closed = False
+        self._mapping = threading.Lock()  # of what follows
+        self._proxy: Proxy | None = None
+        self._seen = dict.fromkeys(peers, 0)  # changes of each peer's table that were handled
+        self._handled: dict[tuple[int, int], _Handled] = {}  # by peer and entry
+
+    def listen(self, changed: Callable[[int, int], None]) -> None:
+        """Has `changed(start, end)` called when what is known of a range of own memory changes."""
+        self._listeners.append(changed)
+
+    # -- own memory ---
+
+    def allocate(self, nbytes: int, *, reserved: bool = False) -> Memory:
+        """Device memory that is announced, unless the table is full or peers can't map it.
+
+        Args:
+            nbytes: its size.
+            reserved: whether it may take an entry of those that are kept for what can't do without.
+
+        Raises:
+            ResourceError: the device has no room.
+        """
+        try:
+            memory = self._runtime.allocate(nbytes)
+        except ResourceError:
+            if not self.let_go_withdrawn():
+                raise
+            memory = self._runtime.allocate(nbytes)
+        announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
+        if announced is None:
+            return memory
+        return SymmetricArrayMemory(memory, lambda: self.withdraw(announced))
+
+    def announce(self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False) -> Announced | None:
+        """Announces a range, or finds it announced. None if peers can't map it, or the table is full.
+
+        Each call that returns something is paired with a `withdraw`.
+
+        Args:
+            ptr: its address.
+            nbytes: its size.
+            memory: what keeps it from being freed; let go when it was withdrawn and no peer maps it any more.
+            reserved: as for `allocate`.
+        """
+        if not self._offered or self._world_size == 1 or nbytes == 0:
+            return None
+        known = self.find(ptr, nbytes)
+        if known is not None:
+            with self._lock:
+                if known.users:
+                    known.users += 1
+                    if known.memory is None:
+                        known.memory = memory
+                    return known
+        allocations = self._runtime.allocations(ptr, nbytes)
+        try:
+            handle = self._runtime.export(ptr, nbytes)
+        except ProxyCCLError:  # private memory: it is staged
+            return None
+        if len(handle) > LONGEST_HANDLE:
+            return None
+        with self._lock:
+            self.let_go_withdrawn()
+            if self._closed or len(self._free) <= (0 if reserved else _RESERVED_ENTRIES):
+                return None
+            announced = Announced(self._free.pop(), ptr, ptr + nbytes, allocations, memory)
+            self._announced[announced.entry] = announced
+            self._own.announce(announced.entry, handle)
+        self._changed(announced)
+        return announced
+
+    def withdraw(self, announced: Announced) -> None:
+        """Ends an `announce`. With the last, no queued work of this rank may use the range any more."""
+        with self._lock:
+            if not announced.users:  # it was forgotten
+                return
+            announced.users -= 1
+            if self._closed or announced.users:
+                return
+            self._end(announced)
+        self._changed(announced)
+        self._remove_from_proxy(announced)
+
+    def _forget(self, announced: Announced) -> None:
+        """Withdraws a range for all, as its owner has freed it."""
+        with self._lock:
+            if self._closed or not announced.users:
+                return
+            announced.users = 0
+            self._end(announced)
+        self._changed(announced)
+        self._remove_from_proxy(announced)
+
+    def _end(self, announced: Announced) -> None:
+        del self._announced[announced.entry]
+        self._own.announce(announced.entry, b"")
+        self._withdrawn[announced.entry] = announced.memory
+        announced.memory = None
+
+    def let_go_withdrawn(self) -> bool:
+        """Lets go what no peer maps any more; the runtime frees it. Returns whether there was anything."""
+        with self._lock:
+            done = [entry for entry in list(self._withdrawn) if self._replies(entry) is not None]
+            for entry in done:
+                del self._withdrawn[entry]
+            self._free += done
+        return bool(done)
+
+    def reached(self, view: ArrayView) -> list[int] | None:
+        """By rank, the address at which its kernels reach the array; the own one's among them.
+
+        None if not all do, or not all have replied yet.
+        """
+        announced = self.find(view.ptr, view.nbytes)
+        replies = None if announced is None else self._replies(announced.entry)
+        if announced is None or replies is None or UNREACHED in replies:
+            return None
+        offset = view.ptr - announced.start
+        return [view.ptr if rank == self._rank else replies.pop(0) + offset for rank in range(self._world_size)]
+
+    def is_settled(self, view: ArrayView) -> bool:
+        """Whether `reached` says the same until the range is announced or withdrawn."""
+        announced = self.find(view.ptr, view.nbytes)
+        return announced is None or self._replies(announced.entry) is not None
+
+    # -- own memory for proxies ---
+
+    @property
+    def offered(self) -> bool:
+        """Whether all ranks learn of what this one announces: those of one host that are not too many do."""
+        return self._offered
+
+    def serve(self, proxy: Proxy) -> None:
+        """Has what peers want proxies to have added to this rank's from now on."""
+        with self._mapping:
+            self._proxy = proxy
+            self._seen = dict.fromkeys(self._peers, 0)  # what was announced before is looked at again
+
+    def may_have_memory_ids(self, announced: Announced) -> bool:
+        """Whether a range has ids in proxies, or may take some: all ranks' ranges that ask take half of a proxy's at
+        most, so that what can't do without finds some left.
+        """
+        with self._lock:
+            others = sum(other.ids for other in self._announced.values() if other.has_ids)
+        return announced.has_ids or others + announced.ids <= MAX_MEMORIES // (2 * self._world_size)
+
+    def own_memory(self, announced: Announced) -> int:
+        """The first id of an own range in the own proxy. Raises ResourceError if no ids are left."""
+        with self._mapping:
+            if announced.proxy_memory is None:
+                if self._proxy is None:
+                    raise RuntimeError("serve was not called")
+                handle = functools.partial(self._runtime.export, announced.start, announced.nbytes)
+                announced.proxy_memory = self._proxy.add_memory(announced.start, announced.nbytes, handle=handle)
+            return announced.proxy_memory
+
+    def memories_at_peers(self, announced: Announced) -> dict[int, int] | None:
+        """By peer, the first id of an own range in the peer's proxy. None while a peer has not replied.
+
+        Where the peer's proxy can't have it, the id is NO_MEMORY. All ranks must have called `serve`.
+        """
+        with self._lock:
+            if not announced.for_proxies:
+                announced.for_proxies = True
+                self._own.announce_to_proxies(announced.entry)
+        peers = sorted(self._peers)
+        found = self._own.memories(announced.entry, [self._numbers[peer] for peer in peers])
+        return None if found is None else dict(zip(peers, found, strict=True))
+
+    def guard(self, views: Iterable[ArrayView]) -> AllocationGuard | None:
+        """What tells, of a plan with these arrays, whether what `reached` said of them is still so. None if nothing but
+        a change of the range, which listeners hear of, ends that.
+        """
+        watched: list[tuple[int, int]] = []
+        for view in views:
+            announced = self.find(view.ptr, view.nbytes)
+            if announced is None or announced.memory is not None:
+                continue
+            starts = [ptr for ptr, _ in announced.allocations]
+            ends = [*starts[1:], announced.end]
+            watched += [
+                allocation
+                for allocation, end in zip(announced.allocations, ends, strict=True)
+                if end > view.ptr and allocation[0] < view.ptr + view.nbytes
+            ]
+        return AllocationGuard(self._runtime.allocation_calls(), tuple(watched)) if watched else None
+
+    def find(self, ptr: int, nbytes: int) -> Announced | None:
+        """The announced range that a range lies in."""
+        with self._lock:
+            found = [a for a in self._announced.values() if a.start <= ptr and ptr + nbytes <= a.end]
+        for announced in found:
+            if announced.memory is not None or self._is_unchanged(announced):
+                return announced
+            self._forget(announced)
+        return None
+
+    def _is_unchanged(self, announced: Announced) -> bool:
+        now = self._runtime.allocations(announced.start, announced.nbytes)
+        return now == announced.allocations
+
+    def _replies(self, entry: int) -> list[int] | None:
+        return self._own.replies(entry, [self._numbers[peer] for peer in sorted(self._peers)])
+
+    def _changed(self, announced: Announced) -> None:
+        for listener in self._listeners:
+            listener(announced.start, announced.end)
+
+    def _remove_from_proxy(self, announced: Announced) -> None:
+        """Gives the id of what was withdrawn back."""
+        if announced.proxy_memory is not None and self._proxy is not None:
+            self._proxy.remove_memory(announced.proxy_memory, announced.nbytes)
+
+    # -- own memory that another library allocates ---
+
+    def follow(self, pool: MemoryPool) -> None:
+        """Announces a pool's segments, as they come, from now on, and withdraws them when they are freed."""
+        self._pool = pool
+        self._follow_pool(pool)
+
+    def _follow_pool(self, pool: MemoryPool) -> None:
+        changes = pool.changes
+        if changes == self._pool_changes or not self._following.acquire(blocking=False):
+            return  # a thread that is at it
+        try:
+            segments = {segment.number: segment for segment in pool.segments() if not segment.freed}
+            for number in self._segments.keys() - segments.keys():
+                announced = self._segments.pop(number)
+                if announced is not None:
+                    self.withdraw(announced)
+            for number in segments.keys() - self._segments.keys():
+                if self._closed or len(self._free) <= _RESERVED_ENTRIES:
+                    return  # they are looked at again
+                hold = pool.hold(number)
+                if hold is not None:
+                    segment = segments[number]
+                    self._segments[number] = self.announce(segment.ptr, segment.nbytes, hold)
+            self._pool_changes = changes
+        finally:
+            self._following.release()
+
+    # -- peers' memory ---
+
+    def update(self, *, wait: bool = False) -> None:
+        """Maps what peers have announced, unmaps what they have withdrawn, and replies. Lets go what they unmapped, and
+        looks what has become of the pool that it follows.
+
+        Args:
+            wait: wait for a thread that is at it; otherwise leave it to that one.
+        """
+        if self._withdrawn:
+            self.let_go_withdrawn()
+        if self._pool is not None:
+            self._follow_pool(self._pool)
+        if self._closed or all(table.changes == self._seen[peer] for peer, table in self._peers.items()):
+            return
+        if not self._mapping.acquire(blocking=wait):
+            return
+        try:
+            if not self._closed:
+                for peer, table in self._peers.items():
+                    self._update_from(peer, table)
+        finally:
+            self._mapping.release()
+
+    def _update_from(self, peer: int, table: Announcements) -> None:
+        changes = table.changes
+        if changes == self._seen[peer]:
+            return
+        read = [(entry, table.read(entry)) for entry in range(ENTRIES)]
+        # What was withdrawn comes first: a driver may refuse to map memory that took its place.
+        for entry, announcement in sorted(read, key=lambda found: bool(found[1].handle)):
+            if announcement.version == 0:  # what is being written counts as a change when it is there
+                continue
+            handled = self._handled.setdefault((peer, entry), _Handled())
+            if announcement.version != handled.version:
+                self._let_go(handled)
+                address = self._map(peer, announcement.handle, handled)
+                handled.version = announcement.version
+                table.reply(entry, self._numbers[self._rank], handled.version, address)
+            if announcement.for_proxies and announcement.handle and self._proxy is not None and not handled.told:
+                memory = self._add_to_proxy(self._proxy, announcement.handle, handled)
+                handled.told = True
+                table.reply_memory(entry, self._numbers[self._rank], handled.version, memory)
+        self._seen[peer] = changes
+
+    def _let_go(self, handled: _Handled) -> None:
+        if handled.mapped is not None:
+            if handled.memory is not None and self._proxy is not None:
+                self._proxy.remove_memory(handled.memory, handled.mapped.nbytes)
+            self._mappings.release(handled.handle)
+        handled.handle, handled.mapped, handled.memory, handled.told = b"", None, None, False
+
+    def _add_to_proxy(self, proxy: Proxy, handle: bytes, handled: _Handled) -> int:
+        """The first id of a peer's memory in the own proxy, or NO_MEMORY."""
+        try:
+            if handled.mapped is None:  # kernels can't reach it, but copies may
+                handled.mapped, handled.handle = self._mappings.acquire(handle), handle
+            mapped = handled.mapped
+            handled.memory = proxy.add_memory(mapped.ptr, mapped.nbytes, handle=lambda: handle)
+        except ProxyCCLError:  # its owner uses other memory
+            return NO_MEMORY
+        return handled.memory
+
+    def _map(self, peer: int, handle: bytes, handled: _Handled) -> int:
+        """The address to reply for a handle."""
+        if not handle:
+            return 0
+        if not self._topology.accessible[peer]:
+            return UNREACHED
+        try:
+            handled.mapped, handled.handle = self._mappings.acquire(handle), handle
+        except ProxyCCLError:  # its owner may have freed it: then it has withdrawn it too
+            return UNREACHED
+        return handled.mapped.ptr
+
+    def close(self) -> None:
+        """Ends it. No kernel of any rank uses what was announced any more."""
+        with self._following, self._mapping, self._lock:
+            self._closed = True
+            self._segments.clear()
+            self._announced.clear()
+            self._withdrawn.clear()

@@ -1,0 +1,56 @@
+"""Tables that the tools print. Nothing here knows what is measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: what stands above it.
+        unit: what stands under the title.
+        width: characters.
+        spec: how a value is formatted; None is shown as "-".
+        left: aligned to the left.
+    """
+
+    title: str
+    unit: str = ""
+    width: int = 10
+    spec: str = ""
+    left: bool = False
+
+    def cell(self, value: Any) -> str:
+        """A value as text of this column's width."""
+        return self.align("-" if value is None else format(value, self.spec))
+
+    def align(self, text: str) -> str:
+        """Text aligned to this column's width."""
+        return text.ljust(self.width) if self.left else text.rjust(self.width)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that is printed row by row, as its rows become known."""
+
+    columns: Sequence[Column]
+    out: TextIO = field(default_factory=lambda: sys.stdout)
+
+    def _line(self, cells: Sequence[str]) -> None:
+        print("  ".join(cells).rstrip(), file=self.out, flush=True)
+
+    def header(self) -> None:
+        """Prints titles and units."""
+        self._line([column.align(column.title) for column in self.columns])
+        if any(column.unit for column in self.columns):
+            self._line([column.align(column.unit) for column in self.columns])
+
+    def row(self, *values: Any) -> None:
+        """Prints one row; a value for each column."""
+        self._line([column.cell(value) for column, value in zip(self.columns, values, strict=True)])

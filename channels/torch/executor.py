@@ -1,0 +1,80 @@
+"""Threads that run a process group's calls on CPU tensors, in order, while the program goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+Task = Callable[[], None]
+
+
+class Executor:
+    """One queue of tasks. Its thread starts with the first task that must wait, and ends with the executor.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._tasks: deque[Task] = deque()
+        self._running = False
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def run_here(self, task: Task) -> bool:
+        """Runs a task in the caller's thread, if none is queued or running. Returns whether it did."""
+        with self._changed:
+            if self._tasks or self._running:
+                return False
+            self._running = True
+        try:
+            task()
+        finally:
+            with self._changed:
+                self._running = False
+                self._changed.notify_all()
+        return True
+
+    def submit(self, task: Task) -> None:
+        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread."""
+        with self._changed:
+            ended = self._ended
+            if not ended:
+                self._append(task)
+        if ended:
+            task()
+
+    def _append(self, task: Task) -> None:
+        self._tasks.append(task)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_something_to_do)
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+                self._running = True
+            try:
+                task()
+            finally:
+                del task  # its tensors go before the next one comes
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()
+
+    def _has_something_to_do(self) -> bool:
+        return not self._running if self._tasks else self._ended
+
+    def end(self) -> None:
+        """Ends the thread behind the tasks that are queued. Waits for nobody."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()

@@ -1,0 +1,627 @@
+"""The process group: what torch.distributed calls, on tensors of CPUs and GPUs.
+
+It checks arguments and decides where a call runs. Synchronous calls run on the current stream, or in the caller's
+thread; asynchronous ones on a stream of the group that waits for the current one, or in a thread of the group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from proxyccl.torch import tensor_collectives as on_tensors
+from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.errors import torch_errors
+from proxyccl.torch.executor import Executor
+from proxyccl.torch.monitored_barrier import monitored_barrier
+from proxyccl.torch.tensors import require_dense
+from proxyccl.torch.watchdog import watch
+from proxyccl.torch.whole_group import WholeGroup
+from proxyccl.torch.work import DeviceWork, HostWork
+
+Tensors = Sequence[torch.Tensor]
+NAME = "proxyccl"
+
+IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
+"""Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
+_TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.ProcessGroup
+_bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
+_NO_TIME = timedelta(0)
+_Flow = tuple[int, bool]
+"""A peer, and whether this rank sends to it."""
+
+
+_alive: set[ProcessGroupProxyCCL] = set()
+"""The groups that were not shut down. torch keeps their C++ part alone, which without Python's does nothing."""
+
+
+class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend on torch
+    """The ranks of a torch.distributed group, by ProxyCCL. torch makes it: `init_process_group`, `new_group`.
+
+    Sends and receives between two ranks meet in order; their tags are not looked at.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank's number in the group.
+        size: number of ranks.
+        timeout: bound of every wait.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        # torchrun may keep the store when it restarts a job, with all that the lost ranks have left in it.
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        self._endpoints = Endpoints(store, rank, size, timeout.total_seconds())
+        self._executors: dict[_Flow | None, Executor] = {}
+        self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._barriers = itertools.count()
+        self._splits = itertools.count()
+        self._coalescing: _Coalescing | None = None
+        self._group_name = self._group_desc = ""
+        self.last_call = "no call"
+        _alive.add(self)
+        watch(self)
+
+    # -- what torch asks of every group ---
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's names, here and below
+        """The backend's name."""
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    getRank = rank  # noqa: N815
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    getSize = size  # noqa: N815
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The communicators of the group."""
+        return self._endpoints
+
+    @property
+    def options(self) -> Any:
+        """torch's options of a backend: its name and time-out."""
+        return torch._C._distributed_c10d.Backend.Options(NAME, timeout=self._timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Changes the bound of every wait from now on."""
+        self._timeout = timeout
+        self._endpoints.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every rank counts its calls from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether torch may call `split`."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether torch may collect calls between `start_coalescing` and `end_coalescing`."""
+        return True
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
+        """A group of some of this group's ranks, in their order; None on the others. All ranks call this together.
+
+        Args:
+            store: where the ranks of this group meet.
+            ranks: numbers in this group.
+            opts: options; their time-out counts.
+        """
+        number = next(self._splits)
+        if self._rank not in ranks:
+            return None
+        name = f"split-{number}-{'-'.join(map(str, ranks))}"
+        timeout = getattr(opts, "_timeout", None) or self._timeout
+        part = ProcessGroupProxyCCL(dist.PrefixStore(name, store), list(ranks).index(self._rank), len(ranks), timeout)
+        part._group_name = getattr(opts, "group_name", "") or name
+        return part
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Makes the communicator of a device now. All ranks call this together."""
+        if device is not None:
+            self._endpoints.of_all(_with_index(device))
+
+    def abort(self) -> None:
+        """Ends the group on all ranks. Waits for nobody."""
+        self._endpoints.abort("torch aborted the process group")
+
+    def shutdown(self) -> None:
+        """Ends the group on this rank, behind its own work. Waits for no other rank."""
+        with self._lock:
+            executors = list(self._executors.values())
+        for executor in executors:
+            executor.end()
+        self._endpoints.close()
+        _alive.discard(self)
+
+    # -- where a call runs ---
+
+    def _issue(
+        self,
+        name: str,
+        tensors: Tensors,
+        function: Callable[[], None],
+        *,
+        device: torch.device,
+        opts: Any = None,
+        blocks: bool = False,
+        flow: _Flow | None = None,
+    ) -> Any:
+        """Runs a call, or queues it. Returns its Work.
+
+        Args:
+            name: for messages.
+            tensors: what it uses, with what it writes first.
+            function: the call, on the stream that is then current.
+            device: of the tensors.
+            opts: torch's options, which say whether the program goes on meanwhile.
+            blocks: whether the end of a device's call is waited for on the CPU.
+            flow: of a single transfer the peer and whether it is a send: it runs beside other calls.
+        """
+        self._sequence += 1
+        if self._coalescing is not None:
+            self._coalescing.device = device
+        self.last_call = f"{name}, call {self._sequence} of rank {self._rank}"
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        source = flow[0] if flow is not None and not flow[1] else -1
+        if device.type == "cpu":
+            return self._issue_on_cpu(tensors, function, source, flow, waits=waits)
+        stream = None if waits else self._stream_of(device, flow)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
+            function()
+        if stream is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        return DeviceWork(tensors, device, stream, self._check, blocks=blocks, source=source)
+
+    def _issue_on_cpu(
+        self,
+        tensors: Tensors,
+        function: Callable[[], None],
+        source: int,
+        flow: _Flow | None,
+        *,
+        waits: bool,
+    ) -> HostWork:
+        work = HostWork(tensors, source)
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    function()
+            except BaseException as error:  # it is raised where the work is waited for
+                work.finish(error)
+            else:
+                work.finish()
+
+        executor = self._executor(flow)
+        if not (waits and executor.run_here(run)):
+            executor.submit(run)
+        if waits:
+            work.wait()
+        return work
+
+    def _executor(self, flow: _Flow | None) -> Executor:
+        with self._lock:
+            if flow not in self._executors:
+                name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
+                self._executors[flow] = Executor(name)
+            return self._executors[flow]
+
+    def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
+        if (device, flow) not in self._streams:
+            self._streams[device, flow] = torch.cuda.Stream(device)
+        return self._streams[device, flow]
+
+    def _check(self) -> None:
+        for comm in self._endpoints.made:
+            comm.check()
+
+    # -- collectives: torch's two spellings are aliases ---
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        """Reduces a tensor over all ranks, in place."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        op = _op_of(opts)
+        require_dense(tensors)
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "all_reduce",
+            tensors,
+            lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op),
+            device=device,
+            opts=opts,
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Reduces several tensors over all ranks, in place."""
+        op = _op_of(opts)
+        require_dense(tensors)
+        device = tensors[0].device
+        return self._issue(
+            "all_reduce of several tensors",
+            tensors,
+            lambda: on_tensors.all_reduce_coalesced(self._endpoints.of_all(device), tensors, op),
+            device=device,
+            opts=opts,
+        )
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        """Copies a rank's tensor to all ranks."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        require_dense(tensors)
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "broadcast",
+            tensors,
+            lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
+            device=device,
+            opts=opts,
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """Reduces a tensor over all ranks, in place on one."""
+        require_dense(tensors)
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "reduce",
+            tensors,
+            lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
+            device=device,
+            opts=opts,
+        )
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        """Every rank's tensor into a list."""
+        (x,), (parts,) = inputs, outputs
+        require_dense([x, *parts])
+        self._require_one_each(parts, "output_tensors")
+        return self._issue(
+            "all_gather",
+            [*parts, x],
+            lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x),
+            device=x.device,
+            opts=opts,
+        )
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Concatenates the ranks' tensors of one size."""
+        require_dense([output, x])
+        _require_dtype(output, x)
+        if output.numel() != self._size * x.numel():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        return self._issue(
+            "all_gather_single",
+            [output, x],
+            lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x),
+            device=x.device,
+            opts=opts,
+        )
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """`all_gather_single` of several tensors."""
+        require_dense([*outputs, *inputs])
+        device = inputs[0].device
+        return self._issue(
+            "all_gather_single of several tensors",
+            [*outputs, *inputs],
+            lambda: on_tensors.all_gather_coalesced(self._endpoints.of_all(device), outputs, inputs),
+            device=device,
+            opts=opts,
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`allgather` of several tensors: by rank, a list of them."""
+        written = [tensor for of_rank in outputs for tensor in of_rank]
+        require_dense([*written, *inputs])
+        device = inputs[0].device
+        sends = dict.fromkeys(range(self._size), inputs)
+        receives = dict(enumerate(outputs))
+        return self._issue(
+            "all_gather of several tensors",
+            [*written, *inputs],
+            lambda: on_tensors.exchange(self._endpoints.of_all(device), sends, receives),
+            device=device,
+            opts=opts,
+        )
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
+        """Every rank's tensor into a list on one rank."""
+        (x,) = inputs
+        parts = outputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._require_one_each(parts, "gather_list")
+        require_dense([x, *parts])
+        return self._issue(
+            "gather",
+            [*parts, x],
+            lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, opts.rootRank),
+            device=x.device,
+            opts=opts,
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
+        """A tensor of one rank's list for each rank."""
+        (output,) = outputs
+        parts = inputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._require_one_each(parts, "scatter_list")
+        require_dense([output, *parts])
+        return self._issue(
+            "scatter",
+            [output, *parts],
+            lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, opts.rootRank),
+            device=output.device,
+            opts=opts,
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
+        """Reduces a list with a tensor for each rank, and gives each its own."""
+        (output,), (parts,) = outputs, inputs
+        op = _op_of(opts)
+        require_dense([output, *parts])
+        self._require_one_each(parts, "input_list")
+        return self._issue(
+            "reduce_scatter",
+            [output, *parts],
+            lambda: on_tensors.reduce_scatter_lists(self._endpoints.of_all(output.device), output, parts, op),
+            device=output.device,
+            opts=opts,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks and gives each its share."""
+        op = _op_of(opts)
+        require_dense([output, x])
+        _require_dtype(output, x)
+        if x.numel() != self._size * output.numel():
+            raise ValueError("input tensor must be the same size as output size times world size")
+        return self._issue(
+            "reduce_scatter_single",
+            [output, x],
+            lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
+            device=x.device,
+            opts=opts,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """`reduce_scatter_single` of several tensors."""
+        op = _op_of(opts)
+        require_dense([*outputs, *inputs])
+        device = inputs[0].device
+        return self._issue(
+            "reduce_scatter_single of several tensors",
+            [*outputs, *inputs],
+            lambda: on_tensors.reduce_scatter_coalesced(self._endpoints.of_all(device), outputs, inputs, op),
+            device=device,
+            opts=opts,
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+        *_: Any,
+    ) -> Any:
+        """Rows of a tensor to each rank: evenly many, or as the splits say."""
+        require_dense([output, x])
+        _require_dtype(output, x)
+        even = not output_splits and not input_splits
+        for tensor, splits in ((output, output_splits), (x, input_splits)):
+            self._require_splits(tensor, splits)
+        comm_of = self._endpoints.of_all
+
+        def call() -> None:
+            if even:
+                on_tensors.all_to_all(comm_of(x.device), output, x)
+            else:
+                on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
+
+        return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        """A list's i-th tensor to rank i."""
+        require_dense([*outputs, *inputs])
+        self._require_one_each(outputs, "output_tensor_list")
+        self._require_one_each(inputs, "input_tensor_list")
+        device = inputs[0].device
+        return self._issue(
+            "all_to_all",
+            [*outputs, *inputs],
+            lambda: on_tensors.all_to_all_lists(self._endpoints.of_all(device), outputs, inputs),
+            device=device,
+            opts=opts,
+        )
+
+    def barrier(self, opts: Any = None, *_: Any) -> Any:
+        """Waits on the CPU, or behind the work of a device, until all ranks have come."""
+        device = getattr(opts, "device", None) or torch.device("cpu")
+        if getattr(opts, "device_ids", None):
+            device = torch.device("cuda", opts.device_ids[0])
+        device = _with_index(device)
+        return self._issue(
+            "barrier",
+            [],
+            lambda: on_tensors.barrier(self._endpoints.of_all(device), device),
+            device=device,
+            opts=opts,
+            blocks=True,
+        )
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have come; rank 0 raises an error that names those that have not.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
+        seconds = (self._timeout if given is None or given < _NO_TIME else given).total_seconds()
+        store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
+        number = next(self._barriers)
+        monitored_barrier(store, number, self._rank, self._size, seconds, wait_all_ranks=wait_all_ranks)
+
+    # -- transfers ---
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Sends a tensor to a rank."""
+        return self._transfer(tensors, peer, sends=True)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Receives a tensor from a rank."""
+        return self._transfer(tensors, peer, sends=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """Refused: a rank receives into memory that it has offered to one peer."""
+        raise RuntimeError("proxyccl: there is no recv from any source; name the rank")
+
+    recvAnysource = recv_anysource  # noqa: N815
+
+    def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
+        require_dense(tensors)
+        if peer == self._rank:
+            raise ValueError(f"peer: rank {peer} is this rank itself; expected another")
+        (tensor,) = tensors
+        if self._coalescing is not None:
+            return self._coalescing.add(tensor, peer, sends=sends)
+
+        def call() -> None:
+            comm, number = self._endpoints.with_peer(tensor.device, peer)
+            pair = {number: [tensor]}
+            on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
+
+        name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
+        return self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
+
+    # -- coalescing ---
+
+    def start_coalescing(self, device: Any = None) -> None:
+        """Collects the transfers that follow, for one launch. Other calls run as they come."""
+        self._coalescing = _Coalescing()
+
+    def end_coalescing(self, device: Any = None) -> Any:
+        """Issues what was collected. All ranks of the group must take part in the first such call.
+
+        Returns:
+            The Work of all calls since `start_coalescing`.
+        """
+        collected, self._coalescing = self._coalescing, None
+        if collected is None:
+            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+        on = collected.device
+
+        def call() -> None:
+            if collected.tensors:
+                on_tensors.exchange(self._endpoints.of_all(on), collected.sends, collected.receives)
+
+        return self._issue("sends and receives", collected.tensors, call, device=on)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self.start_coalescing(device)
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        return self.end_coalescing(device)
+
+    # -- arguments ---
+
+    def _require_one_each(self, tensors: Tensors, argument: str) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{argument}: has {len(tensors)} tensors; expected {self._size}, one for each rank")
+
+    def _require_splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> None:
+        if splits:
+            if len(splits) != self._size:
+                raise RuntimeError("Number of tensor splits not equal to group size")
+            if sum(splits) != tensor.size(0):
+                raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        elif tensor.size(0) % self._size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+class _Coalescing:
+    """Transfers that are collected.
+
+    Attributes:
+        sends, receives: by peer, the tensors in order.
+        tensors: all of them.
+        device: of the latest call, whose Work comes behind all others of the device.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.sends: dict[int, list[torch.Tensor]] = {}
+        self.receives: dict[int, list[torch.Tensor]] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    def add(self, tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
+        """Adds one. There is no Work before the end."""
+        (self.sends if sends else self.receives).setdefault(peer, []).append(tensor)
+        self.tensors.append(tensor)
+        self.device = tensor.device
+
+
+def _op_of(opts: Any) -> Any:
+    """The operator of options, of an operator itself, or of nothing: torch gives all three."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its number, which is the current one's where it has none; a CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def _require_dtype(output: torch.Tensor, x: torch.Tensor) -> None:
+    if output.dtype != x.dtype:
+        raise TypeError(f"output tensor must have the same type as input tensor: {output.dtype} and {x.dtype}")
+
+
+def register() -> None:
+    """Makes the backend known to torch. Calling it twice does nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, ProcessGroupProxyCCL, devices=["cpu", "cuda"])

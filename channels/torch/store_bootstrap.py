@@ -1,0 +1,70 @@
+"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import DistError
+
+from proxyccl.device.errors import PeerLostError, WaitTimeoutError
+
+_FIRST_PAUSE_SECONDS = 2e-4
+_LONGEST_PAUSE_SECONDS = 0.02
+
+
+class StoreBootstrap:
+    """A `Bootstrap` over a store. All ranks give the same store, or prefixes of it that are used for nothing else.
+
+    Args:
+        store: the store.
+        rank: this rank's number.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._round = 0
+        self._lock = threading.Lock()
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`. Raises PeerLostError too, where the store is gone."""
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+        keys = [f"{number}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout
+        try:
+            self._store.set(keys[self.rank], data)
+            pause = _FIRST_PAUSE_SECONDS
+            # The store's own wait would hold its connection, which other threads need meanwhile.
+            while not self._store.check(keys):
+                give_up()
+                if time.monotonic() > deadline:
+                    raise self._late(keys)
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+            everyone = [bytes(self._store.get(key)) for key in keys]
+            if number >= 2:  # all ranks have come to the round before this one, so they have read the one before that
+                self._store.delete_key(f"{number - 2}/{self.rank}")
+        except DistError as error:
+            give_up()
+            raise PeerLostError(
+                f"the bootstrap's all_gather over torch's store: {error}", rank=self.rank, operation="bootstrap"
+            ) from error
+        return everyone
+
+    def _late(self, keys: list[str]) -> WaitTimeoutError:
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return WaitTimeoutError(
+            f"the bootstrap's all_gather over torch's store: ranks {missing} did not come in time",
+            rank=self.rank,
+            peer=missing[0] if missing else None,
+            operation="bootstrap",
+        )
+
+    def close(self) -> None:
+        """The store stays the caller's."""

@@ -1,0 +1,63 @@
+"""A thread of the process that says which call was under way when a process group failed.
+
+A failure shows in the next call, or where a Work is waited for. A program that waits elsewhere, such as for its device,
+would learn nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from proxyccl.torch.endpoints import Endpoints
+
+_INTERVAL_SECONDS = 0.5
+_logger = logging.getLogger("proxyccl.torch")
+
+
+class Watched(Protocol):
+    """A process group.
+
+    Attributes:
+        last_call: its latest call, in words, with its number and the rank's.
+    """
+
+    last_call: str
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """Its communicators."""
+        ...
+
+
+_lock = threading.Lock()
+_watched: weakref.WeakSet[Watched] = weakref.WeakSet()
+_thread: threading.Thread | None = None
+
+
+def watch(group: Watched) -> None:
+    """Watches a process group as long as it exists."""
+    global _thread  # noqa: PLW0603  one thread for the process
+    with _lock:
+        _watched.add(group)
+        if _thread is None or not _thread.is_alive():
+            _thread = threading.Thread(target=_run, name="proxyccl-torch-watchdog", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    reported: weakref.WeakSet[Watched] = weakref.WeakSet()
+    while True:
+        time.sleep(_INTERVAL_SECONDS)
+        with _lock:
+            groups = [group for group in _watched if group not in reported]
+        for group in groups:
+            for comm in group.endpoints.made:
+                if not comm.closed and comm.group.failure.aborted:
+                    reported.add(group)
+                    _logger.error("%s: %s", group.last_call, comm.group.failure.exception())
+                    break
+        del groups

@@ -1,0 +1,184 @@
+"""What a process group's calls return: torch's Work, of CPU tensors and of a device's."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from proxyccl.torch.errors import as_torch_error, torch_errors
+
+_NO_LIMIT = timedelta(0)
+
+
+class HostWork(dist.Work):
+    """A call on CPU tensors. It is done when `finish` was called.
+
+    Args:
+        result: the tensors that it writes.
+        source: the rank that sends to it; -1 for none.
+    """
+
+    def __init__(self, result: Sequence[torch.Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._source = source
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Any = None
+        self._completed: Any = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Ends it, by an error or well."""
+        with self._lock:
+            self._error = None if error is None else as_torch_error(error)
+            self._done.set()
+            completed = self._completed
+        if completed is not None:
+            completed.set_result(None)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Waits for the end. Raises what the call raised.
+
+        Raises:
+            RuntimeError: it did not end within the time.
+        """
+        seconds = timeout.total_seconds()
+        if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
+            raise RuntimeError(f"Timed out: the call did not end within {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for the end."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, by an error too."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """The rank that sends to it."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future of `result`."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            completed = torch.futures.Future()
+            # torch's C++ sees an error of a future only where `then` has raised it.
+            self._future = completed.then(self._future_value)
+            if not self._done.is_set():
+                self._completed = completed  # for `finish`
+                return self._future
+        completed.set_result(None)
+        return self._future
+
+    def _future_value(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise RuntimeError(str(self._error))
+        return self._result
+
+
+class DeviceWork(dist.Work):
+    """A call that is queued on a stream of a device.
+
+    Args:
+        result: the tensors that it writes.
+        device: the device.
+        stream: the stream; None for the stream that was current, which the program's later work follows anyway.
+        check: raises what ended the communicator.
+        blocks: whether `wait` waits for the call's end on the CPU, too.
+        source: the rank that sends to it; -1 for none.
+    """
+
+    def __init__(
+        self,
+        result: Sequence[torch.Tensor],
+        device: torch.device,
+        stream: Any,
+        check: Callable[[], None],
+        *,
+        blocks: bool = False,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._device = device
+        self._stream = stream if stream is not None else torch.cuda.current_stream(device)
+        self._on_own_stream = stream is not None
+        self._check = check
+        self._blocks = blocks
+        self._source = source
+        self._event = self._stream.record_event() if stream is not None or blocks else None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Makes the current stream wait. Raises what ended the communicator, as far as that is known."""
+        if self._on_own_stream and self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self._blocks and self._event is not None:
+            self._event.synchronize()
+        with torch_errors():
+            self._check()
+        return True
+
+    def synchronize(self) -> None:
+        """Makes the current stream wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done the call."""
+        return bool((self._event or self._stream).query())
+
+    def is_success(self) -> bool:
+        """Whether the device has done the call, and the communicator can still be used."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What ended the communicator."""
+        try:
+            self._check()
+        except Exception as error:
+            return as_torch_error(error)
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """The rank that sends to it."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future of `result`, whose callbacks run on streams that wait for the call."""
+        if self._future is None:
+            future = torch.futures.Future(devices=[self._device])
+            with torch.cuda.stream(self._stream):
+                future.set_result(self._result)
+            self._future = future
+        return self._future

@@ -1,0 +1,98 @@
+"""A pool for torch: tensors that are allocated in it lie in memory that peers reach.
+
+torch is imported when a pool is first asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from proxyccl.channels.group import Group
+from proxyccl.device import memory_pool
+from proxyccl.device.errors import RuntimeUnavailableError
+
+NEEDED = "torch 2.8 or later is needed, where a pool's memory is freed by the pool's own allocator"
+
+
+def pool_for(group: Group) -> contextlib.AbstractContextManager[Any]:
+    """See `Communicator.memory_pool`."""
+    group.failure.require_usable()
+    torch = require_torch(group.runtime.name)
+    use = next((kept for kept in group.kept if isinstance(kept, PoolUse)), None)
+    if use is None:
+        use = PoolUse(torch, group)
+        group.keep(use)
+    return _allocating(torch, use.pool, group.runtime.device)
+
+
+@contextlib.contextmanager
+def _allocating(torch: Any, pool: Any, device: int) -> Iterator[Any]:
+    with torch.cuda.use_mem_pool(pool, device=device):
+        yield pool
+
+
+def require_torch(runtime: str) -> Any:
+    """torch, if it allocates memory of a runtime in pools. Raises RuntimeUnavailableError if it does not."""
+    if runtime == "host":
+        raise RuntimeUnavailableError(
+            "memory_pool: the communicator uses the host runtime; torch has pools on GPUs alone"
+        )
+    try:
+        import torch
+    except ImportError as error:
+        raise RuntimeUnavailableError(f"memory_pool: torch can't be imported: {error}") from None
+    built_for = "hip" if torch.version.hip else "cuda" if torch.version.cuda else "the CPU alone"
+    if built_for != runtime:
+        raise RuntimeUnavailableError(
+            f"memory_pool: torch {torch.__version__} is built for {built_for}; the communicator uses {runtime}"
+        )
+    # With a MemPoolContext, torch frees a pool's memory as its own unless that pool is the one in use.
+    if not hasattr(torch.cuda, "MemPool") or hasattr(torch.cuda, "MemPoolContext"):
+        raise RuntimeUnavailableError(f"memory_pool: this is torch {torch.__version__}; {NEEDED}")
+    return torch
+
+
+@functools.cache
+def _allocator(torch: Any) -> Any:
+    """torch's object for the functions of memory_pool.h. It lives as long as the process: torch calls it, by address,
+    for as long as there is memory that it allocated.
+    """
+    return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)
+
+
+class PoolUse:
+    """A group's use of its device's pool. Groups on one device use one pool, which goes with the last of them.
+
+    Attributes:
+        pool: the torch.cuda.MemPool.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _pools: ClassVar[dict[int, tuple[Any, int]]] = {}  # by device: the pool, and its users
+    _outlived: ClassVar[list[Any]] = []  # pools that graphs go on using; torch may not be left to destroy them
+
+    def __init__(self, torch: Any, group: Group) -> None:
+        self._device = group.runtime.device
+        segments = memory_pool.MemoryPool(group.runtime)
+        with self._lock:
+            known = self._pools.get(self._device)
+            if known is None:
+                with torch.cuda.device(self._device):
+                    known = torch.cuda.MemPool(_allocator(torch).allocator()), 0
+            self.pool, users = known
+            self._pools[self._device] = self.pool, users + 1
+        group.symmetric.follow(segments)
+
+    def close(self) -> None:
+        """Ends the use. Tensors that are still there keep their memory."""
+        with self._lock:
+            pool, users = self._pools.pop(self._device)
+            if users > 1:
+                self._pools[self._device] = pool, users - 1
+            elif pool.use_count() > 1:
+                self._outlived.append(pool)
+        self.pool = None

@@ -1,0 +1,26 @@
+/* Whether addresses still lie in the allocations that they lay in: a driver numbers allocations, and gives an address
+ * again but never a number. */
+#ifndef PROXYCCL_ALLOCATION_GUARD_H
+#define PROXYCCL_ALLOCATION_GUARD_H
+
+#include <stdint.h>
+
+typedef struct ProxycclAllocationGuard {
+  /* cuPointerGetAttribute, hipPointerGetAttribute, proxyccl_host_pointer_attribute */
+  int (*pointer_attribute)(void* data, int attribute, uint64_t ptr);
+  int attribute; /* the one that is the allocation's number, of 64 bits */
+  const uint64_t* ptrs;
+  const uint64_t* ids; /* by address, what the driver is to answer */
+  uint32_t count;
+} ProxycclAllocationGuard;
+
+/* 1 if all do. 0 if one does not, or if the driver can't tell. */
+static inline int proxyccl_allocations_hold(const ProxycclAllocationGuard* self) {
+  for (uint32_t i = 0; i < self->count; ++i) {
+    uint64_t id = 0;
+    if (self->pointer_attribute(&id, self->attribute, self->ptrs[i]) != 0 || id != self->ids[i]) return 0;
+  }
+  return 1;
+}
+
+#endif

@@ -1,0 +1,28 @@
+"""Tells whether memory is still the allocation that it was, at the cost of one call into C."""
+
+from __future__ import annotations
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import AllocationCalls, Allocations
+
+
+class AllocationGuard:
+    """Remembers allocations (allocation_guard.h).
+
+    Args:
+        calls: the runtime's.
+        allocations: what `BaseRuntime.allocations` told.
+    """
+
+    def __init__(self, calls: AllocationCalls, allocations: Allocations) -> None:
+        self._ptrs = ffi.new("uint64_t[]", [ptr for ptr, _ in allocations])
+        self._ids = ffi.new("uint64_t[]", [number for _, number in allocations])
+        self._guard = ffi.new("ProxycclAllocationGuard *")
+        lib.proxyccl_allocation_guard_fill(self._guard, calls.pointer_attribute)
+        self._guard.attribute = calls.buffer_id
+        self._guard.ptrs, self._guard.ids, self._guard.count = self._ptrs, self._ids, len(allocations)
+
+    @property
+    def holds(self) -> bool:
+        """Whether each address still lies in its allocation. False too where the driver can't tell now."""
+        return bool(lib.proxyccl_allocations_hold(self._guard))

@@ -1,0 +1,432 @@
+"""The runtime protocol without kernels: memory, streams, events, copies, and the addresses of the driver's calls.
+
+Arrays, launches and `InFlight` need no more of a runtime than this; `proxyccl.device.runtime.Runtime` adds kernels.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from proxyccl.device.errors import ArgumentError
+
+StreamLike = Any
+"""A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream``
+or ``ptr``.
+"""
+
+
+class Memory(Protocol):
+    """A piece of memory that a runtime allocated or opened. Freed by `close`, which may be called twice."""
+
+    @property
+    def ptr(self) -> int:
+        """Address for kernels and copies."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        ...
+
+    def close(self) -> None:
+        """Frees or unmaps it."""
+        ...
+
+
+class PinnedMemory(Memory, Protocol):
+    """Memory that the CPU and the device both reach, and that other processes of the node can map."""
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU; `ptr` is the device's."""
+        ...
+
+    @property
+    def handle(self) -> bytes:
+        """The bytes with which other processes of the node map it (`Runtime.open_pinned`)."""
+        ...
+
+    def export(self, host_ptr: int, nbytes: int) -> bytes:
+        """A handle of `nbytes` of it from `host_ptr` on."""
+        ...
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of its file."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done. Raises KernelError if any of it failed."""
+        ...
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        ...
+
+    def close(self) -> None:
+        """Destroys the stream when its work is done."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle."""
+        ...
+
+    def record(self, stream: StreamLike = None) -> None:
+        """Marks the stream's current end."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the marked point was reached."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for the marked point."""
+        ...
+
+    def elapsed(self, start: Any) -> float:
+        """Milliseconds from `start` to this event; both were reached."""
+        ...
+
+    def close(self) -> None:
+        """Destroys the event."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineFunctions:
+    """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
+
+    `make_current` takes a `LaunchTarget.context`; 0 where there is none. Threads that serve several devices call it.
+    """
+
+    copy: int
+    write64: int
+    event_record: int
+    event_query: int
+    make_current: int = 0
+
+
+@dataclass(frozen=True)
+class LaunchTarget:
+    """Where launches go (launch.h).
+
+    Attributes:
+        call: address of the driver's launch call, with cuLaunchKernel's signature.
+        current: address of a call that stores the thread's current context; 0 where there is none.
+        context: the context that this runtime's kernels belong to.
+    """
+
+    call: int
+    current: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class StreamOperationCalls:
+    """Addresses of the driver's calls for what a stream does in turn (stream_operations.h).
+
+    Attributes:
+        copy: a copy between addresses of the device.
+        batch: several operations on words in one call; 0 where the driver lacks it.
+        write64: one write of a word; needed where `batch` is 0.
+        wait64: one wait for a word; needed where `batch` is 0.
+        is_capturing: whether a stream is being captured; 0 where there are no graphs.
+        current: stores the thread's current context; 0 where there is none.
+        context: the context that this runtime's streams belong to.
+    """
+
+    copy: int
+    batch: int = 0
+    write64: int = 0
+    wait64: int = 0
+    is_capturing: int = 0
+    current: int = 0
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class AllocationCalls:
+    """Addresses of the driver's calls for allocations (memory_pool.h, allocation_guard.h).
+
+    Attributes:
+        free: frees memory; waits for the device.
+        pointer_attribute: tells an attribute of an address.
+        buffer_id: the attribute that is the number of the address's allocation.
+        allocate: allocates; 0 where memory needs flags.
+        allocate_with_flags: allocates with `flags`; needed where `allocate` is 0.
+        flags: see there.
+        current: stores the thread's current context; 0 where there is none.
+        make_current: makes a context current; 0 where there is none.
+        exchange_capture_mode: exchanges the thread's capture mode; 0 where there is none.
+        relaxed: the capture mode in which allocating is allowed.
+        context: the context that this runtime's memory belongs to.
+    """
+
+    free: int
+    pointer_attribute: int
+    buffer_id: int
+    allocate: int = 0
+    allocate_with_flags: int = 0
+    flags: int = 0
+    current: int = 0
+    make_current: int = 0
+    exchange_capture_mode: int = 0
+    relaxed: int = 0
+    context: int = 0
+
+
+Allocations = tuple[tuple[int, int], ...]
+"""The allocations that a range lies in, in order: of each an address in the range, and the driver's number for it."""
+
+
+@dataclass(frozen=True)
+class LaunchDefaults:
+    """Shapes that suit the device.
+
+    Attributes:
+        threads: threads in a block of the shipped kernels.
+        blocks: most blocks that a shipped collective uses.
+        copy_blocks: most blocks that a proxied collective uses.
+        bytes_per_block: a collective takes another block for each so many bytes that a rank contributes.
+        exchange_bytes: what a rank takes in from all others at a time, in each buffer for rounds (team.h).
+        pipeline_bytes: the same in each buffer for pipelines.
+        meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
+        packet_threads: a packet kernel takes another block for each so many packets; beyond packet_blocks its blocks
+            grow, up to `threads`.
+        packet_blocks: most blocks of a packet kernel.
+        pinned_bytes: most bytes that a plan moves through pinned memory: what takes a copy engine longer to begin with.
+    """
+
+    threads: int
+    blocks: int
+    copy_blocks: int
+    bytes_per_block: int
+    exchange_bytes: int
+    pipeline_bytes: int
+    meeting_bytes: int
+    packet_threads: int
+    packet_blocks: int
+    pinned_bytes: int
+
+
+class BaseRuntime(Protocol):
+    """A device and its driver."""
+
+    @property
+    def name(self) -> str:
+        """One of "host", "cuda" and "hip"."""
+        ...
+
+    @property
+    def device(self) -> int:
+        """Number of the device that this runtime object uses."""
+        ...
+
+    @property
+    def launch_defaults(self) -> LaunchDefaults:
+        """Launch shapes that suit the device."""
+        ...
+
+    def activate(self, *, for_proxy: bool = False) -> None:
+        """Makes the device current on the calling thread; `for_proxy` if the thread runs the engine."""
+        ...
+
+    def current(self) -> AbstractContextManager[None]:
+        """Makes the device current within a block."""
+        ...
+
+    @property
+    def device_name(self) -> str:
+        """The vendor's name for the device: the same for all of its kind."""
+        ...
+
+    def describe(self) -> str:
+        """One line on the device."""
+        ...
+
+    def allocate(self, nbytes: int) -> Memory:
+        """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
+        ...
+
+    def allocate_pinned(self, nbytes: int) -> PinnedMemory:
+        """Zeroed pinned host memory that other processes can map."""
+        ...
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle with which other processes can open the memory at `ptr`.
+
+        Raises ArgumentError if the memory can't be shared.
+        """
+        ...
+
+    def open(self, handle: bytes) -> Memory:
+        """Maps what another process (or this one) exported. Raises ArgumentError if the handle is invalid."""
+        ...
+
+    def open_pinned(self, handle: bytes) -> PinnedMemory:
+        """Maps another process's pinned memory, by its `handle`."""
+        ...
+
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> PinnedMemory:
+        """Maps another process's pinned memory, by its `descriptor`, which the memory takes over.
+
+        Raises ArgumentError if the file has fewer bytes.
+        """
+        ...
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that the device is next to; None if it is not known."""
+        ...
+
+    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """The descriptor of a DMA-BUF that device memory lies in, for another device's driver, and the memory's offset.
+
+        The caller closes the descriptor. None if the driver offers none, or if the memory is the host's.
+        """
+        ...
+
+    def can_access_peer(self, device_id: str) -> bool:
+        """Whether kernels here can touch memory of the device with this `device_id`."""
+        ...
+
+    @property
+    def device_id(self) -> str:
+        """Identifies the physical device on this machine, the same in every process."""
+        ...
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device whose memory an address lies in; None for memory of no device."""
+        ...
+
+    def allocations(self, ptr: int, nbytes: int) -> Allocations:
+        """The allocations that a range lies in. Empty where the driver knows none.
+
+        A number is never given to another allocation of this process, also not at the same address.
+        """
+        ...
+
+    def allocation_calls(self) -> AllocationCalls:
+        """The calls that allocate memory like `allocate`, and that number allocations."""
+        ...
+
+    def free_later(self, ptr: int) -> None:
+        """Frees what `allocation_calls` allocated, when the device is waited for next."""
+        ...
+
+    def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> Stream:
+        """A stream.
+
+        Args:
+            for_proxy: for the engine's copies; it need not take launches.
+            in_caller: each call that queues something returns when that is done. Only the host runtime has such
+                streams; a GPU's is like any other.
+        """
+        ...
+
+    def create_event(self) -> Event:
+        """An event."""
+        ...
+
+    def stream_handle(self, stream: StreamLike) -> int:
+        """The driver's handle of a stream of any kind. Raises ArgumentError if it is no stream."""
+        ...
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is queued on the stream with this handle goes into a graph."""
+        ...
+
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of stream handle `then` wait for what is queued on `first`; both must exist."""
+        ...
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Copies between any two addresses; returns when it is done if no stream is given."""
+        ...
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Sets bytes; returns when it is done if no stream is given."""
+        ...
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device's default stream and the streams made here."""
+        ...
+
+    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Queues the store of a value to a word, behind all earlier work of the stream, without a kernel.
+
+        Args:
+            ptr: the device's address of a word of 8 bytes, aligned to 8: pinned memory, or device memory.
+            value: from 0 to 2**63 - 1.
+            stream: None for the default stream.
+
+        Raises:
+            ArgumentError: the address or the value is out of range.
+            KernelError: the driver refused it.
+        """
+        ...
+
+    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Holds up later work of the stream until a word is at least `value`, without a kernel.
+
+        Nothing bounds the wait: whoever queues it sees to it that the word is stored, after a failure too. Arguments
+        and errors as of `write_value`.
+        """
+        ...
+
+    def stream_operation_calls(self) -> StreamOperationCalls:
+        """The calls behind `write_value` and `wait_value`."""
+        ...
+
+    def launch_target(self) -> LaunchTarget:
+        """Where launches go."""
+        ...
+
+    def check(self, status: int, call: str) -> None:
+        """Raises an exception that names the call and the driver's message unless status is 0."""
+        ...
+
+    def engine_functions(self) -> EngineFunctions:
+        """The driver calls for the engine."""
+        ...
+
+
+def foreign_stream_handle(stream: StreamLike) -> int:
+    """The handle of another library's stream.
+
+    Raises:
+        ArgumentError: the object is no stream.
+    """
+    if isinstance(stream, int):
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        version_and_handle = protocol() if callable(protocol) else protocol
+        return int(version_and_handle[1])
+    for attribute in ("handle", "cuda_stream", "ptr"):
+        value = getattr(stream, attribute, None)
+        if isinstance(value, int):
+            return value
+    raise ArgumentError(
+        "stream", f"expected a stream, a stream's handle as an integer, or None, not {type(stream).__name__}"
+    )

@@ -1,0 +1,89 @@
+"""The table of element types: a new one is one row here.
+
+`dtypes.py` makes what the library passes around of it, setup.py the host's library of kernels for each type that
+kernels reduce, and `compile_cache.py` the source of one kernel for a run-time compiler. Both sources say what the table
+says of a type, so that no target compiles where `reduce.h` differs.
+
+It imports nothing of the project: setup.py reads it before anything is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_INT, _UINT, _FLOAT, _BFLOAT, _COMPLEX, _BOOL, _E4M3FN, _E5M2 = 0, 1, 2, 4, 5, 6, 10, 12  # dlpack.h, DLDataTypeCode
+
+
+@dataclass(frozen=True)
+class ElementType:
+    """An element type.
+
+    Attributes:
+        name: as numpy, ml_dtypes and torch spell it: ``"float32"``, ``"bfloat16"``, …
+        itemsize: bytes.
+        dlpack: DLPack's (type code, bits).
+        c_name: the type in kernels (``reduce.h``), or "" where kernels only move it.
+        accumulator: bytes of the type that reductions accumulate in; 0 for the type itself.
+        tokens: whether the kernels of the expert-parallel layer take tokens of it.
+    """
+
+    name: str
+    itemsize: int
+    dlpack: tuple[int, int]
+    c_name: str = ""
+    accumulator: int = 0
+    tokens: bool = False
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of the type that reductions accumulate in."""
+        return self.accumulator or self.itemsize
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether kernels combine its bits: it is an integer."""
+        return bool(self.c_name) and self.dlpack[0] in (_INT, _UINT)
+
+    def c_check(self) -> str:
+        """A line for a kernel source: it compiles if ``reduce.h`` has the type as the table has it."""
+        return (
+            f"static_assert(sizeof({self.c_name}) == {self.itemsize} && "
+            f"sizeof(proxyccl::Element<{self.c_name}>::Accumulator) == {self.accumulator_itemsize}, "
+            f'"element_types.py and reduce.h differ on {self.name}");\n'
+        )
+
+
+ELEMENT_TYPES = (
+    ElementType("float16", 2, (_FLOAT, 16), "proxyccl::Half", accumulator=4, tokens=True),
+    ElementType("bfloat16", 2, (_BFLOAT, 16), "proxyccl::BFloat16", accumulator=4, tokens=True),
+    ElementType("float32", 4, (_FLOAT, 32), "float", tokens=True),
+    ElementType("float64", 8, (_FLOAT, 64), "double", tokens=True),
+    ElementType("int32", 4, (_INT, 32), "int32_t"),
+    ElementType("int64", 8, (_INT, 64), "int64_t"),
+    ElementType("int8", 1, (_INT, 8), "int8_t"),
+    ElementType("int16", 2, (_INT, 16), "int16_t"),
+    ElementType("uint8", 1, (_UINT, 8), "uint8_t"),
+    ElementType("uint16", 2, (_UINT, 16), "uint16_t"),
+    ElementType("uint32", 4, (_UINT, 32), "uint32_t"),
+    ElementType("uint64", 8, (_UINT, 64), "uint64_t"),
+    ElementType("bool", 1, (_BOOL, 8)),
+    ElementType("complex64", 8, (_COMPLEX, 64)),
+    ElementType("complex128", 16, (_COMPLEX, 128)),
+    ElementType("float8_e4m3fn", 1, (_E4M3FN, 8)),
+    ElementType("float8_e5m2", 1, (_E5M2, 8)),
+)
+
+
+def check_table(rows: tuple[ElementType, ...]) -> None:
+    """Raises ValueError, which names the row, for one that contradicts itself or another."""
+    for i, row in enumerate(rows):
+        if row.dlpack[1] != 8 * row.itemsize:
+            raise ValueError(f"{row.name}: {row.dlpack[1]} bits in DLPack, but {row.itemsize} bytes")
+        if not row.c_name and (row.accumulator or row.tokens):
+            raise ValueError(f"{row.name}: kernels that compute with it need its c_name")
+        for other in rows[:i]:
+            if row.name == other.name or row.dlpack == other.dlpack or (row.c_name and row.c_name == other.c_name):
+                raise ValueError(f"{row.name}: its name, its DLPack type or its c_name is also {other.name}'s")
+
+
+check_table(ELEMENT_TYPES)

@@ -1,0 +1,26 @@
+"""The struct types of a C extension that cffi built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def realize_types(ffi: Any) -> None:
+    """Has cffi work out the fields of all its structs now.
+
+    It does so when a struct is first used, and two threads that use one for the first time can break it (cffi 2.1.1:
+    an assertion in realize_c_type.c, or a crash).
+    """
+    types, structs, _ = ffi.list_types()
+    for ctype in (*map(ffi.typeof, types), *(ffi.typeof(f"struct {name}") for name in structs)):
+        if ctype.kind == "struct" and _is_complete(ffi, ctype):
+            _ = ctype.fields
+
+
+def _is_complete(ffi: Any, ctype: Any) -> bool:
+    """Whether a struct was declared with its fields."""
+    try:
+        ffi.sizeof(ctype)
+    except ffi.error:
+        return False
+    return True

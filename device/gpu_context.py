@@ -1,0 +1,39 @@
+"""A GPU's context, which a driver's calls act on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from proxyccl.device.driver import Driver
+
+
+class DeviceContext:
+    """A device's context, made current for calls.
+
+    Finalizers hold this and not the runtime, which would otherwise never be collected.
+    """
+
+    def __init__(self, driver: Driver, context: int) -> None:
+        self.driver = driver
+        self.handle = context
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Makes the device current within a block, which may make calls that a graph capture elsewhere forbids."""
+        before = self.driver.current()
+        if before != self.handle:
+            self.driver.make_current(self.handle)
+        mode = self.driver.relax_capture()
+        try:
+            yield
+        finally:
+            self.driver.relax_capture(mode)
+            if before not in (None, self.handle):
+                self.driver.make_current(before)
+
+    def call(self, call: Callable[..., Any], *args: Any) -> Any:
+        """call(*args) with the device current."""
+        with self.current():
+            return call(*args)

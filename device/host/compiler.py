@@ -1,0 +1,74 @@
+"""The machine's C++ compiler, which makes kernels for the host runtime."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from proxyccl.device.compile_cache import INCLUDE_DIR, cached
+from proxyccl.device.errors import CompileError
+from proxyccl.device.kernel_names import text_with_exports
+
+
+def find_compiler() -> list[str]:
+    """The C++ compiler's command.
+
+    Raises:
+        CompileError: there is none; the message says what to install.
+    """
+    explicit = os.environ.get("CXX", "").split()
+    for command in [explicit] if explicit else [["g++"], ["c++"], ["clang++"]]:
+        if shutil.which(command[0]):
+            return command
+    raise CompileError(
+        "kernels of your own need a C++ compiler on the host runtime, and none was found. "
+        "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; Alpine: apk add g++) "
+        "or name it in CXX."
+    )
+
+
+@functools.cache
+def compiler_version(command: tuple[str, ...]) -> str:
+    """The first line that the compiler says of itself."""
+    out = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False, timeout=30)
+    return out.stdout.split("\n", 1)[0]
+
+
+def compile_source(source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...]) -> Path:
+    """Compiles a source into a shared object and returns its path in the cache.
+
+    Raises:
+        CompileError: no compiler, or the source does not compile; carries the compiler's messages.
+    """
+    compiler, flags = _command(options, include_dirs)
+    text = text_with_exports(source, names)
+
+    def build(target: Path) -> None:
+        _run([*compiler, *flags, "-o", str(target)], text, "compile")
+
+    key = text
+    if include_dirs or options:  # headers that are not ours may come in, and they may change
+        key = _run([*compiler, *flags, "-E"], text, "preprocess")
+    return cached((key, *flags, *compiler, compiler_version(tuple(compiler))), ".so", build)
+
+
+def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:
+    """A source in which `kernel_names` finds what macros make."""
+    compiler, flags = _command(options, include_dirs)
+    return _run([*compiler, *flags, "-E", "-DPROXYCCL_FIND_KERNELS"], text_with_exports(source, ()), "preprocess")
+
+
+def _command(options: tuple[str, ...], include_dirs: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    flags = ["-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{INCLUDE_DIR}"]
+    flags += [f"-I{directory}" for directory in include_dirs]
+    return find_compiler(), [*flags, *options, "-x", "c++", "-"]
+
+
+def _run(command: list[str], text: str, action: str) -> str:
+    result = subprocess.run(command, input=text, capture_output=True, text=True, check=False, timeout=600)
+    if result.returncode:
+        raise CompileError(f"{command[0]} could not {action} the kernel source", result.stderr)
+    return result.stdout

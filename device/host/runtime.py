@@ -1,0 +1,375 @@
+"""The host runtime's methods: memory, streams, copies, kernels, and the engine's calls."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import platform
+import threading
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import (
+    AllocationCalls,
+    Allocations,
+    EngineFunctions,
+    LaunchDefaults,
+    LaunchTarget,
+    StreamLike,
+    StreamOperationCalls,
+    foreign_stream_handle,
+)
+from proxyccl.device.compile_cache import KERNEL_DIR, shipped_source
+from proxyccl.device.dtypes import reduction_dtypes
+from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailableError
+from proxyccl.device.host.compiler import compile_source, preprocessed
+from proxyccl.device.host.status import check_status
+from proxyccl.device.host.streams import HostEvent, HostStream
+from proxyccl.device.in_flight import InFlight
+from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names
+from proxyccl.device.shared_memory import SharedMemory, export_descriptor
+from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
+
+_EXPERT_FILES = ("expert_dispatch.h", "expert_combine.h", "expert_quantize.h")
+
+
+def _find_library(group: str) -> Path:
+    found = importlib.util.find_spec(f"proxyccl.device._kernels_{group}")  # finds the file; does not load it
+    if found is None or found.origin is None:
+        raise RuntimeUnavailableError(
+            f"host: the installation has no library of kernels for {group}, _kernels_{group}; reinstall proxyccl"
+        )
+    return Path(found.origin)
+
+
+# The libraries of shipped kernels that setup.py builds: one for each element type that kernels reduce, those of the
+# expert-parallel layer, and those that only move bytes.
+_LIBRARIES = {group: _find_library(group) for group in ("moves", "experts", *reduction_dtypes())}
+
+
+def _address(name: str) -> int:
+    return int(ffi.cast("uintptr_t", ffi.addressof(lib, name)))
+
+
+class HostRuntime:
+    """The CPU as a device. See `proxyccl.device.runtime.Runtime` for the methods.
+
+    Args:
+        device: any small number: every device is this machine's memory.
+        async_copies: give the proxy's copies a thread for each peer, as a copy engine would; by default the proxy's
+            thread makes them, which is faster where cores are few.
+        cxxflags: added to every compile; shipped kernels are then compiled at run time too (a sanitizer, say).
+        blocks: most blocks of a shipped collective, the same on all ranks. Each takes a core: more than one is slower
+            unless there are as many cores for each rank.
+    """
+
+    name = "host"
+
+    def __init__(
+        self, device: int = 0, *, async_copies: bool = False, cxxflags: tuple[str, ...] = (), blocks: int = 1
+    ) -> None:
+        if not isinstance(device, int) or device < 0:
+            raise ArgumentError("device", f"expected an integer from 0 on, not {device!r}")
+        most = lib.PROXYCCL_HOST_MAX_RESIDENT_BLOCKS
+        if not isinstance(blocks, int) or not 1 <= blocks <= most:
+            raise ArgumentError("blocks", f"expected an integer from 1 to {most}, not {blocks!r}")
+        self.device = device
+        self.device_id = f"host:{device}"
+        self.in_flight = InFlight(self)
+        self.launch_defaults = LaunchDefaults(
+            threads=4,
+            blocks=blocks,
+            copy_blocks=blocks,
+            bytes_per_block=32 * 1024,
+            exchange_bytes=1024 * 1024,
+            pipeline_bytes=1024 * 1024,
+            meeting_bytes=16 * 1024,
+            packet_threads=64,
+            packet_blocks=blocks,
+            pinned_bytes=0,
+        )
+        self._async_copies = async_copies
+        self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
+        self._allocations: dict[int, weakref.ref[SharedMemory]] = {}
+        self._lock = threading.Lock()
+        self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+        self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
+        self._default_stream = self.create_stream()
+        self._modules: dict[int, dict[str, VoidPointer]] = {}  # by control block
+
+    def __repr__(self) -> str:
+        return f"HostRuntime(device={self.device})"
+
+    def activate(self, *, for_proxy: bool = False) -> None:
+        """Nothing to do: there is no current device."""
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing to do: there is no current device."""
+        return contextlib.nullcontext()
+
+    @property
+    def device_name(self) -> str:
+        """The CPU's name."""
+        return cpu_name()
+
+    def describe(self) -> str:
+        """One line on this CPU."""
+        return f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {platform.machine()}"
+
+    def allocate(self, nbytes: int) -> SharedMemory:
+        """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
+        memory = SharedMemory.allocate(nbytes)
+        with self._lock:
+            self._allocations = {
+                ptr: ref for ptr, ref in self._allocations.items() if (m := ref()) is not None and not m.closed
+            }
+            self._allocations[memory.ptr] = weakref.ref(memory)
+        return memory
+
+    def allocate_pinned(self, nbytes: int) -> SharedMemory:
+        """Zeroed shared memory: device memory and pinned memory are the same here."""
+        return self.allocate(nbytes)
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle to a range of memory that this runtime allocated."""
+        with self._lock:
+            candidates = [m for ref in self._allocations.values() if (m := ref()) is not None and not m.closed]
+        for memory in candidates:
+            if memory.contains(ptr, nbytes):
+                return memory.export(ptr, nbytes)
+        base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
+        if not lib.proxyccl_host_allocation(ptr, base, size, descriptor) and ptr + nbytes <= base[0] + size[0]:
+            return export_descriptor(descriptor[0], ptr - base[0], nbytes)
+        raise ArgumentError(
+            "array", "this memory is private to its process; allocate memory for peers with Communicator.empty()"
+        )
+
+    def open(self, handle: bytes) -> SharedMemory:
+        """Maps what a process of this machine and user exported."""
+        return SharedMemory.open(handle)
+
+    def open_pinned(self, handle: bytes) -> SharedMemory:
+        """Maps what a process of this machine and user exported."""
+        return self.open(handle)
+
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> SharedMemory:
+        """Maps what a process of this machine handed over."""
+        return SharedMemory.adopt(descriptor, nbytes)
+
+    def numa_node(self) -> None:
+        """None: its threads may run on any node."""
+
+    def dmabuf(self, ptr: int, nbytes: int) -> None:
+        """None: its memory is the host's."""
+
+    def can_access_peer(self, device_id: str) -> bool:
+        """Whether the other device is a host device: all of them are this machine's memory."""
+        return device_id.startswith("host:")
+
+    def allocations(self, ptr: int, nbytes: int) -> Allocations:
+        """The shared memory that a range begins in; none of memory that is private to its process."""
+        number = ffi.new("uint64_t *")
+        if lib.proxyccl_host_pointer_attribute(number, lib.PROXYCCL_HOST_BUFFER_ID, ptr):
+            return ()
+        return ((ptr, number[0]),)
+
+    def allocation_calls(self) -> AllocationCalls:
+        """The calls that allocate shared memory without a Python object."""
+        return AllocationCalls(
+            free=_address("proxyccl_host_free"),
+            pointer_attribute=_address("proxyccl_host_pointer_attribute"),
+            buffer_id=lib.PROXYCCL_HOST_BUFFER_ID,
+            allocate=_address("proxyccl_host_allocate"),
+        )
+
+    def free_later(self, ptr: int) -> None:
+        """Frees memory at once: it goes when nobody maps it any more."""
+        check_status(lib.proxyccl_host_free(ptr), "free")
+
+    def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> HostStream:
+        """A stream; one for the proxy runs its copies in the proxy's thread unless `async_copies` was asked for."""
+        kind: int = lib.PROXYCCL_HOST_QUEUED
+        if in_caller:
+            kind = lib.PROXYCCL_HOST_IN_CALLER
+        elif for_proxy and not self._async_copies:
+            kind = lib.PROXYCCL_HOST_INLINE
+        stream = HostStream(kind)
+        with self._streams_lock:
+            self._streams.add(stream)
+        return stream
+
+    def _all_streams(self) -> list[HostStream]:
+        with self._streams_lock:
+            return list(self._streams)
+
+    def create_event(self) -> HostEvent:
+        """An event."""
+        return HostEvent(self.stream_handle)
+
+    def stream_handle(self, stream: StreamLike) -> int:
+        """The handle of a `HostStream`, or of the default stream for None."""
+        if stream is None:
+            return self._default_stream.handle
+        if isinstance(stream, HostStream):
+            stream._require_open()
+            return stream.handle
+        handle = foreign_stream_handle(stream)
+        if not any(handle == own.handle for own in self._all_streams()):
+            raise ArgumentError(
+                "stream", f"expected a stream of the host runtime (runtime.create_stream() makes one), not {stream!r}"
+            )
+        return handle
+
+    def is_capturing(self, stream: int) -> bool:
+        """Never: the host runtime has no graphs."""
+        return False
+
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of `then` wait for what is queued on `first`; a closed stream has nothing queued."""
+        if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
+            event = self.create_event()
+            event.record(first)
+            status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", then), ffi.cast("void *", event.handle), 0)
+            check_status(status, "stream wait event")
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Copies between two addresses; at once if no stream is given."""
+        if stream is None:
+            ctypes.memmove(dst, src, nbytes)
+        else:
+            self._queue_copy(dst, src, nbytes, stream)
+
+    def _queue_copy(self, dst: int, src: int, nbytes: int, stream: StreamLike) -> None:
+        handle = ffi.cast("void *", self.stream_handle(stream))
+        check_status(lib.proxyccl_host_copy(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes, handle), "copy")
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Sets bytes; at once if no stream is given."""
+        if stream is None:
+            ctypes.memset(dst, value, nbytes)
+        else:
+            handle = ffi.cast("void *", self.stream_handle(stream))
+            check_status(lib.proxyccl_host_set(ffi.cast("void *", dst), value, nbytes, handle), "fill")
+
+    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Queues the store of a value to a word."""
+        StreamOperations(self, [WriteValue(ptr, value)])(stream)
+
+    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Queues a wait until a word is at least `value`: the stream's thread polls it, with ever longer pauses."""
+        StreamOperations(self, [WaitValue(ptr, value)])(stream)
+
+    def stream_operation_calls(self) -> StreamOperationCalls:
+        """The host runtime's own."""
+        return StreamOperationCalls(
+            copy=_address("proxyccl_host_copy"), batch=_address("proxyccl_host_stream_operations")
+        )
+
+    def synchronize(self) -> None:
+        """Waits for every stream made by this runtime."""
+        done = self.in_flight.take()
+        for stream in self._all_streams():  # those of other ranks too
+            stream.finish()
+        del done
+
+    def compile(
+        self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
+    ) -> Module:
+        """Compiles kernels with the machine's C++ compiler."""
+        options = (*self._cxxflags, *options)
+        names = kernel_names(source if in_plain_text(source, options) else preprocessed(source, options, include_dirs))
+        if not names:
+            raise ArgumentError("source", NO_KERNEL)
+        module = self._load(compile_source(source, names, options, include_dirs), control)
+        return Module({name: self._kernel(module, name) for name in names})
+
+    def release_control(self, control: int) -> None:
+        """Lets go of the modules that were compiled for it; kernels that somebody still holds go on without it."""
+        with self._lock:
+            modules = self._modules.pop(control, {})
+        for module in modules.values():
+            _default_control(module)[0] = 0
+
+    def shipped(
+        self,
+        file: str,
+        kernel: str,
+        dtype: str | None = None,
+        op: str | None = None,
+        *,
+        compiled_only: bool = False,
+    ) -> Kernel:
+        """A shipped kernel from the library built at install, or compiled now where `cxxflags` were given."""
+        name = "_".join(filter(None, (kernel, dtype, op)))
+        if self._cxxflags:
+            if compiled_only:
+                raise CompileError(f"kernel {name} was not compiled beforehand with {' '.join(self._cxxflags)}")
+            source = shipped_source(file, kernel, dtype, op)
+            path = compile_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
+        else:
+            path = _LIBRARIES["experts" if file in _EXPERT_FILES else dtype or "moves"]
+        return self._kernel(self._load(path), name)
+
+    def launch_target(self) -> LaunchTarget:
+        """The launch call."""
+        return LaunchTarget(_address("proxyccl_host_launch"))
+
+    def check(self, status: int, call: str) -> None:
+        """Raises KernelError unless status is 0."""
+        check_status(status, call)
+
+    def engine_functions(self) -> EngineFunctions:
+        """Addresses of the calls that the engine makes."""
+
+        return EngineFunctions(
+            copy=_address("proxyccl_host_copy"),
+            write64=_address("proxyccl_host_write64"),
+            event_record=_address("proxyccl_host_event_record"),
+            event_query=_address("proxyccl_host_event_query"),
+        )
+
+    def pointer_device(self, ptr: int) -> int:
+        """This device: every address is the CPU's."""
+        return self.device
+
+    def _load(self, path: Path, control: int = 0) -> VoidPointer:
+        with self._lock:
+            modules = self._modules.setdefault(control, {})
+            if str(path) not in modules:
+                out = ffi.new("void **")
+                if lib.proxyccl_host_module_load(out, str(path).encode()):
+                    raise CompileError(
+                        f"can't load {path.name}: {ffi.string(lib.proxyccl_host_module_error()).decode()}"
+                    )
+                module = ffi.gc(out[0], lib.proxyccl_host_module_unload)
+                _default_control(module)[0] = control
+                modules[str(path)] = module
+            return modules[str(path)]
+
+    def _kernel(self, module: VoidPointer, name: str) -> Kernel:
+        out = ffi.new("void **")
+        if lib.proxyccl_host_module_function(out, module, name.encode()):
+            raise ArgumentError("kernel", f"no kernel {name!r} in the module")
+        table = lib.proxyccl_host_function_parameters(out[0])
+        return Kernel(self, name, out[0], [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])], module)
+
+
+def _default_control(module: VoidPointer) -> Uint64Pointer:
+    return ffi.cast("uint64_t *", lib.proxyccl_host_module_variable(module, b"proxyccl_default_control"))
+
+
+def cpu_name() -> str:
+    """What /proc/cpuinfo calls the CPU."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,20 @@
+"""What the status codes of the host runtime's C functions mean."""
+
+from __future__ import annotations
+
+from proxyccl.device._native import lib
+from proxyccl.device.errors import KernelError
+
+_MESSAGES = {
+    lib.PROXYCCL_HOST_INVALID_VALUE: "a value is out of range",
+    lib.PROXYCCL_HOST_NOT_FOUND: "not found",
+    lib.PROXYCCL_HOST_NOT_READY: "not ready",
+    lib.PROXYCCL_HOST_LAUNCH_FAILED: "the kernel failed: its threads deadlocked at a barrier "
+    "that not all of them reach, or one overflowed its stack",
+}
+
+
+def check_status(status: int, call: str) -> None:
+    """Raises KernelError, which names the call, unless the status is that of success."""
+    if status:
+        raise KernelError(f"{call}: {_MESSAGES.get(status, f'status {status}')}")

@@ -1,0 +1,92 @@
+"""Streams and events of the host runtime."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.host.status import check_status
+from proxyccl.device.owned import Owned, OwnedStream
+
+
+class HostStream(OwnedStream):
+    """A queue of host-runtime work, worked off by a thread of its own or by whoever queues.
+
+    Args:
+        kind: who works it off: one of PROXYCCL_HOST_QUEUED, INLINE and IN_CALLER (runtime.h).
+    """
+
+    def __init__(self, kind: int) -> None:
+        out = ffi.new("void **")
+        check_status(lib.proxyccl_host_stream_create(out, kind), "stream create")
+        self._stream = out[0]
+        self.handle = int(ffi.cast("uintptr_t", self._stream))
+        # A stream that nobody refers to any more finishes its work and takes its thread with it.
+        super().__init__(lib.proxyccl_host_stream_destroy, self._stream)
+        self._end = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the stream when what is queued is done, and when nobody waits for that in `finish`."""
+        with self._end:
+            super().close()
+
+    def finish(self) -> None:
+        """Waits for all that was queued, whoever closes the stream meanwhile."""
+        with self._end:
+            if not self.closed:
+                self.synchronize()
+
+    def synchronize(self) -> None:
+        """Waits for all that was queued."""
+        self._require_open()
+        check_status(lib.proxyccl_host_stream_synchronize(self._stream), "stream synchronize")
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        self._require_open()
+        status = lib.proxyccl_host_stream_query(self._stream)
+        if status == lib.PROXYCCL_HOST_NOT_READY:
+            return False
+        check_status(status, "stream query")
+        return True
+
+    def wait_event(self, event: HostEvent) -> None:
+        """Later work on this stream runs after the event's last record."""
+        self._require_open()
+        check_status(
+            lib.proxyccl_host_stream_wait_event(self._stream, ffi.cast("void *", event.handle), 0), "stream wait event"
+        )
+
+
+class HostEvent(Owned):
+    """A point in a host stream."""
+
+    def __init__(self, stream_handle: Callable[[StreamLike], int]) -> None:
+        self._stream_handle = stream_handle
+        out = ffi.new("void **")
+        check_status(lib.proxyccl_host_event_create(out), "event create")
+        self._event = out[0]
+        self.handle = int(ffi.cast("uintptr_t", self._event))
+        super().__init__(lib.proxyccl_host_event_destroy, self._event)
+
+    def record(self, stream: StreamLike = None) -> None:
+        """Marks the stream's current end."""
+        handle = ffi.cast("void *", self._stream_handle(stream))
+        check_status(lib.proxyccl_host_event_record(self._event, handle), "event record")
+
+    def query(self) -> bool:
+        """Whether the marked point was reached."""
+        return int(lib.proxyccl_host_event_query(self._event)) == 0
+
+    def synchronize(self) -> None:
+        """Waits for the marked point."""
+        check_status(lib.proxyccl_host_event_synchronize(self._event), "event synchronize")
+
+    def elapsed(self, start: Any) -> float:
+        """Milliseconds from `start` to this event."""
+        out = ffi.new("float *")
+        check_status(lib.proxyccl_host_event_elapsed(out, start._event, self._event), "event elapsed")
+        return float(out[0])

@@ -1,0 +1,97 @@
+"""Names of the kernels in a source, which are needed before it is compiled: an export is appended for each (kernel.h).
+
+Most sources show their kernels in plain text. Macros and conditions hide them, and only a preprocessor knows what those
+come to. The host's compiler has one. NVRTC and HIPRTC do not hand theirs out, so there such a source is compiled once
+without exports, and its kernels are read from the image: no toolkit is needed, and the compiler's word is final.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+NO_KERNEL = 'no kernel in it: a kernel is an extern "C" __global__ void function'
+
+_RAW_STRING = r'R"(?P<fence>[^(\s]*)\(.*?\)(?P=fence)"'
+_QUOTED = r'"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
+_COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|{_RAW_STRING}|{_QUOTED}", re.DOTALL)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?P<name>\w*)(?P<rest>(?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE)
+_OWN_HEADER = re.compile(r'[ \t]*(?:"proxyccl/\w+\.h"|<proxyccl/\w+\.h>)[ \t]*')
+_TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
+_NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
+
+
+def _without_text(source: str) -> str:
+    """The source without comments and literals. Those of an #include are kept, as they name its header."""
+
+    def blank(match: re.Match[str]) -> str:
+        before = source[source.rfind("\n", 0, match.start()) + 1 : match.start()]
+        return match[0] if match[0][0] == '"' and re.fullmatch(r"[ \t]*#[ \t]*include[ \t]*", before) else " "
+
+    return _COMMENT_OR_TEXT.sub(blank, source)
+
+
+def in_plain_text(source: str, options: Iterable[str] = ()) -> bool:
+    """Whether `kernel_names` sees all kernels: no macro or option makes any, and no condition or header may."""
+    if any("__global__" in option for option in options):
+        return False
+    for directive in _DIRECTIVE.finditer(_without_text(source)):
+        name, rest = directive["name"], directive["rest"]
+        if name.startswith(("if", "el")) or (name == "define" and "__global__" in rest):
+            return False
+        if name == "include" and not _OWN_HEADER.fullmatch(rest):
+            return False
+    return True
+
+
+def kernel_names(source: str) -> list[str]:
+    """Names of the ``__global__`` functions that a preprocessed source, or one `in_plain_text`, defines.
+
+    Templates are no kernels, and neither are declarations. Attributes may stand anywhere before the name or behind the
+    parameters.
+    """
+    tokens = _TOKEN.findall(_DIRECTIVE.sub("", _without_text(source)))
+    names: dict[str, None] = {}
+    start = 0  # of the declaration that the token belongs to
+    for at, token in enumerate(tokens):
+        if token in ("{", "}", ";"):
+            start = at + 1
+        elif token == "__global__" and "template" not in tokens[start:at]:
+            name = _defined(tokens, at + 1)
+            if name is not None:
+                names[name] = None
+    return list(names)
+
+
+def _defined(tokens: list[str], at: int) -> str | None:
+    """The name of the function whose definition goes on here, or None for a declaration."""
+    name, depth = None, 0
+    for here in range(at, len(tokens)):
+        token = tokens[here]
+        if token == "(":
+            before = tokens[here - 1]
+            # What starts with two underscores is an attribute: __launch_bounds__, __maxnreg__, __attribute__.
+            if depth == 0 and name is None and before.isidentifier() and not before.startswith("__"):
+                name = before if before not in _NOT_A_FUNCTION else None
+            depth += 1
+        elif token == ")":
+            depth -= 1
+        elif depth == 0 and token in ("{", ";"):
+            return name if token == "{" else None
+    return None
+
+
+# Each kernel of a cubin has a bank of constants, of AMD's code objects a descriptor. Mangled: not extern "C".
+_IN_IMAGE = re.compile(rb"\0(?:\.nv\.constant0\.(\w+)|(\w+)\.kd)(?=\0)")
+
+
+def kernels_of_image(image: bytes) -> list[str]:
+    """Names of the ``extern "C"`` kernels in an image that NVRTC or HIPRTC compiled."""
+    found = {(match[1] or match[2]).decode() for match in _IN_IMAGE.finditer(image)}
+    return sorted(name for name in found if not name.startswith("_Z"))
+
+
+def text_with_exports(source: str, names: Iterable[str]) -> str:
+    """What is compiled for a source: its own lines keep their numbers."""
+    exports = "".join(f"PROXYCCL_EXPORT_KERNEL({name})\n" for name in names)
+    return f'#include "proxyccl/kernel.h"\n#line 1 "kernel source"\n{source}\n{exports}'

@@ -1,0 +1,131 @@
+// All-reduce over a single lane: by the proxy, or where some peers are reached through it.
+//
+// Each rank reduces one share of the data for all, in rank order, and hands the result round: 2 (n-1)/n times the bytes
+// in two crossings. A pipeline over pieces lets the transfers overlap. In step k the grid
+//   1. scatters piece k + 1: to each peer what that is to reduce;
+//   2. waits for what the peers scattered of piece k, reduces it, and hands the result round;
+//   3. waits for the peers' results of piece k - 1, and stores them.
+// Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
+// but this. A rank that is about to
+//   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced
+//   it,
+//     and its buffer is free;
+//   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
+//     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
+// What the proxy is to send is staged in buffers that are taken likewise: data that has arrived has been read.
+// From one kernel to the next: a rank that starts one has seen all results of the one before, so all peers have reduced
+// all their data; and it hands no results round before it has every peer's first data of this kernel, which those send
+// when they have ended the one before.
+#ifndef PROXYCCL_ALL_REDUCE_BY_PROXY_H
+#define PROXYCCL_ALL_REDUCE_BY_PROXY_H
+
+#include "exchange.h"
+#include "instance.h"
+#include "reduce_ranks.h"
+
+namespace proxyccl {
+
+// In one crossing, (n-1) times the bytes: for what is so short that crossings count, over links with no packets.
+template <class T, class Op>
+PROXYCCL_DEVICE void allReduceInOneRound(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  Exchange exchange(team);
+  const Lane& lane = exchange.lane();
+  const uint32_t rank = team.rank, ranks = team.world_size;
+  for (uint32_t i = 1; i < ranks; ++i) exchange.send((rank + i) % ranks, in, count * sizeof(T));
+  exchange.swap();
+  reduceRanks<T, Op>(
+      ranks, team.divisor, count, isAligned16(in) && isAligned16(out), lane.thread(), lane.threads(),
+      [&](uint32_t source) { return source == rank ? in : reinterpret_cast<const T*>(exchange.inbox(source)); },
+      [&](uint64_t i, const auto& sum) { sum.store(out + i); });
+  exchange.finish();
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  constexpr uint32_t kData = 0, kResult = PROXYCCL_PIPELINE_DEPTH;
+  const uint32_t rank = team.rank, ranks = team.world_size;
+  const Lane lane(team, pipelineBuffers(team), ranks - 1);
+  const uint64_t share = team.share, piece = team.piece, pieces = team.pieces;
+
+  // Piece k of a rank's share ends where the next one begins; the last ones may be short or empty.
+  auto begin = [&](uint64_t k, uint32_t owner) { return minimum(owner * share + minimum(k * piece, share), count); };
+  auto size = [&](uint64_t k, uint32_t owner) { return begin(k + 1, owner) - begin(k, owner); };
+  auto buffer = [](uint32_t kind, uint64_t k) { return kind + static_cast<uint32_t>(k % PROXYCCL_PIPELINE_DEPTH); };
+  // A rank has slots for its peers, in rank order.
+  auto slot = [](uint32_t of, uint32_t at) { return of < at ? of : of - 1; };
+  auto outbox = [&](uint32_t kind, uint64_t k, uint32_t peer) {
+    return lane.outbox(buffer(kind, k), peer, slot(rank, peer), slot(peer, rank));
+  };
+  auto inbox = [&](uint32_t kind, uint64_t k, uint32_t peer) { return lane.inbox(buffer(kind, k), slot(peer, rank)); };
+
+  auto scatter = [&](uint64_t k) {
+    for (uint32_t i = 1; i < ranks; ++i) {
+      const uint32_t peer = (rank + i) % ranks;
+      copyBytes(outbox(kData, k, peer), in + begin(k, peer), size(k, peer) * sizeof(T), lane.thread(), lane.threads());
+    }
+  };
+  auto reduce = [&](uint64_t k) {
+    const T* mine = in + begin(k, rank);
+    T* result = out + begin(k, rank);
+    reduceRanks<T, Op>(
+        ranks, team.divisor, size(k, rank), isAligned16(mine) && isAligned16(result), lane.thread(), lane.threads(),
+        [&](uint32_t source) { return source == rank ? mine : reinterpret_cast<const T*>(inbox(kData, k, source)); },
+        [&](uint64_t i, const auto& sum) {
+          for (uint32_t peer = rank + 1; peer < ranks; ++peer)
+            sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
+          for (uint32_t peer = 0; peer < rank; ++peer) sum.store(reinterpret_cast<T*>(outbox(kResult, k, peer)) + i);
+          sum.store(result + i);
+        });
+  };
+  auto gather = [&](uint64_t k) {
+    for (uint32_t i = 1; i < ranks; ++i) {
+      const uint32_t peer = (rank + i) % ranks;
+      copyBytes(out + begin(k, peer), inbox(kResult, k, peer), size(k, peer) * sizeof(T), lane.thread(),
+                lane.threads());
+    }
+  };
+
+  const uint32_t peer = threadIdx.x;
+  const bool talks = lane.handles(peer);
+  auto post = [&](uint32_t kind, uint64_t k, uint32_t owner) {
+    if (talks) lane.post(buffer(kind, k), peer, slot(rank, peer), slot(peer, rank), size(k, owner) * sizeof(T));
+  };
+  auto await = [&] {
+    if (talks) lane.await(peer);
+    lane.sync();
+  };
+
+  scatter(0);
+  lane.syncBeforePost();
+  post(kData, 0, peer);
+  // Both ends of a link count the same sequence: data 0; then in each step data k + 1, results k.
+  for (uint64_t k = 0; k <= pieces; ++k) {
+    if (k + 1 < pieces) scatter(k + 1);
+    lane.syncBeforePost();
+    if (k + 1 < pieces) post(kData, k + 1, peer);
+    if (k < pieces) {
+      await();
+      reduce(k);
+      lane.syncBeforePost();
+      post(kResult, k, rank);
+    }
+    if (k > 0) {
+      await();
+      gather(k - 1);
+    }
+  }
+}
+
+template <class T, class Op>
+PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
+  constexpr uint64_t kOneRoundBytes = 32 * 1024;
+  if (count * sizeof(T) <= minimum(kOneRoundBytes, team.exchange_bytes / team.world_size & ~127ull)) {
+    allReduceInOneRound<T, Op>(team, in, out, count);
+  } else {
+    allReduceInPieces<T, Op>(team, in, out, count);
+  }
+}
+
+}  // namespace proxyccl
+
+#endif

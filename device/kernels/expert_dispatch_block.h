@@ -1,0 +1,311 @@
+// MoE dispatch as one block sees it: its data, where the data lies, and when it may be written.
+//
+// What the block does is in the other files, in the order of a row's way: expert_dispatch_counts.h or
+// expert_dispatch_announced.h, then expert_dispatch_send.h and expert_dispatch_receive.h. expert_dispatch.h calls them
+// in order.
+#ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+#define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+
+#include "expert_announcement.h"
+
+namespace proxyccl {
+
+// One dispatch, as one block sees it. With kAnnounced expert ids are announced, and there is one node.
+template <bool kAnnounced>
+class Dispatch {
+ public:
+  // The totals of all ranks' counts.
+  struct Gathered {
+    uint32_t rows;                // of this rank
+    uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
+  };
+
+  PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
+      : team_(experts),
+        call_(call),
+        number_(experts.counters->dispatches + 1),
+        announced_(experts, experts.counters->routings + 1),
+        inbox_(static_cast<uint32_t>(experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
+        segment_(blockIdx.x % experts.segments),
+        topk_(experts.topk),
+        own_(Segment::of(call.tokens, segment_, experts.segments)) {}
+
+  // Called by the block, before anything else. What other ranks wait for is sent first. Different threads do each part.
+  PROXYCCL_DEVICE void begin() const;
+
+  // -- counts (expert_dispatch_counts.h) ---
+  // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
+  PROXYCCL_DEVICE void route() const;
+  // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
+  // flags on this rank's node.
+  PROXYCCL_DEVICE void forwardRouting() const;
+  // Called by the block: waits for the counts of all ranks. For each expert of this rank and each source it computes
+  // the first row of this block's slots: bases()[expert * ranks + source]. Returns false to all threads if counts did
+  // not come; then there are no bases.
+  PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
+  // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
+  PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
+  // Called by one thread: tells the CPU how many rows come.
+  PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
+  // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank.
+  PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
+
+  // -- announcements (expert_dispatch_announced.h) ---
+  // Called by the block: waits for the announcements of all ranks. Then does what gatherCounts() and prepareReceive()
+  // do, and numbers this block's own slots. Returns false to all threads if a packet did not come.
+  PROXYCCL_DEVICE bool awaitAnnouncements(Gathered* gathered) const;
+
+  // -- rows (expert_dispatch_send.h, expert_dispatch_receive.h) ---
+  // Called by block `block` of the `blocks` that send: sends its share of all rows, from each segment in turn, in the
+  // order in which the receivers take them. If every block sends and has a segment, its segment is its share.
+  PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
+  // Called by a group, after a barrier of the block that follows its rows: raises one flag for all of them on every
+  // rank of the node. One release takes less time than one for each group, and few rows arrive so close together that
+  // no receiver would have started earlier.
+  PROXYCCL_DEVICE void publishSent(const Group& group) const;
+  // Called by every group when it has nothing else to do: receives the next item that no group has received, until none
+  // is left.
+  PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
+
+  // Called by the block when it has received: lets the node's ranks write their slabs again.
+  PROXYCCL_DEVICE void acknowledge() const;
+
+  // Whether the block has no segment of its own.
+  PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
+  PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
+
+ private:
+  // Numbers the slots of each expert in order. In a tile of slots each expert has one bit per slot; a slot's number is
+  // how many of its expert's bits are set before its own.
+  PROXYCCL_DEVICE void countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots, uint32_t* counts,
+                                  uint32_t experts) const;
+  // For each node, numbers the segment's tokens that go there: their rows lie one behind the other.
+  PROXYCCL_DEVICE void placeTokens() const;
+  // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
+  PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
+
+  // A slot's position is how many slots before it in its segment have the same expert.
+  PROXYCCL_DEVICE void numberOwnSlots() const;
+  // Called by a group of each block: does what writeCounts() does, from the announcements. Block b counts for the
+  // sources b, b + segments, …; the last block also adds up all sources.
+  PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const;
+
+  // Called by a group: writes an item of a part, if there is one, to every rank that needs it, and raises its flag
+  // there.
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const;
+
+  // Called by a group: waits for the rows from this rank's counterparts on other nodes, and raises their flags on this
+  // rank's node.
+  PROXYCCL_DEVICE void forwardRows(const Group& group) const;
+  // Called by a group: waits until an item of a source has arrived. `arrived` has a bit for each source whose items are
+  // all known to have arrived, so that a group waits for them once.
+  PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
+  // Called by a group: copies an item of a source to its rows on this rank, if there are any.
+  PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
+  // Called by a group: stores in space.row this rank's row of each slot of token i of a source's segment. Also writes
+  // the rows to the descriptor if `describe`.
+  PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
+  // This rank's row of a token's slot.
+  PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
+  // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
+  // has listed.
+  PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
+  // Called by a group: writes the descriptor's entries of token i of a source's segment, if there is one.
+  PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
+  // Called by a group: writes the descriptor's entries of a token's rows.
+  PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
+
+  // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
+  PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
+  // Waits until the node has read the previous dispatch, so that its slabs can be written again. Every block reads all
+  // routing, but only the rows of its own segment. A block that only sends writes to all segments.
+  PROXYCCL_DEVICE void awaitReaders() const;
+  // Called by the block: sets how many tokens each source has, and this block's segment of them.
+  PROXYCCL_DEVICE void setSegments() const;
+
+  PROXYCCL_DEVICE bool crossesNodes() const { return !kAnnounced && team_->nodes > 1; }
+  PROXYCCL_DEVICE bool isNear(uint32_t source) const { return kAnnounced || team_.isNear(source); }
+  // Whether receive() writes the descriptor's entries apart from copying rows.
+  PROXYCCL_DEVICE bool describesApart() const { return kAnnounced && !call_.redispatch; }
+
+  // The expert ids of this block's tokens, from token i of its segment on.
+  PROXYCCL_DEVICE const int32_t* ownIds(uint32_t i) const {
+    return (cachesIds() ? cachedIds() : call_.expert_ids + static_cast<uint64_t>(own_.begin) * topk_) + i * topk_;
+  }
+  PROXYCCL_DEVICE bool cachesIds() const { return own_.tokens * topk_ <= PROXYCCL_ANNOUNCED_SEGMENT_SLOTS; }
+  static PROXYCCL_DEVICE int32_t* cachedIds() {
+    __shared__ int32_t ids[PROXYCCL_ANNOUNCED_SEGMENT_SLOTS];
+    return ids;
+  }
+
+  // What the block's threads find in the announcements.
+  struct AnnouncedState {
+    uint32_t bad_slot;  // the first slot with a bad expert id, with its rank in the upper 16 bits; or ~0
+    bool incomplete;    // a packet did not come
+  };
+  static PROXYCCL_DEVICE AnnouncedState& announcedState() {
+    __shared__ AnnouncedState state;
+    return state;
+  }
+
+  PROXYCCL_DEVICE uint32_t segmentSlots() const { return team_->segment_tokens * topk_; }
+  // The positions of the slots in this block's segments, [ranks][segmentSlots()], if ids are announced.
+  static PROXYCCL_DEVICE uint16_t* positions() {
+    __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
+    return positions;
+  }
+  // Slot k of token i of a source's segment.
+  PROXYCCL_DEVICE ProxycclExpertSlot slotOf(uint32_t source, uint32_t i, uint32_t k) const {
+    const uint32_t slot = i * topk_ + k;
+    if (!kAnnounced) return slotsOf(routingOf(source))[slot];
+    const uint32_t expert = announced_.expert(source, team_.segmentOf(source).begin * topk_ + slot);
+    if (expert >= team_.experts()) return {PROXYCCL_NO_EXPERT, 0};
+    return {expert, positions()[source * segmentSlots() + slot]};
+  }
+  PROXYCCL_DEVICE uint64_t weightOf(uint32_t source, uint32_t i, uint32_t k) const {
+    const uint32_t slot = i * topk_ + k, bytes = team_->weight_bytes;
+    if (kAnnounced) return announced_.weight(source, team_.segmentOf(source).begin * topk_ + slot);
+    return loadRaw(routingOf(source) + team_->weights_offset + static_cast<uint64_t>(slot) * bytes, bytes);
+  }
+
+  // -- a slab's routing ---
+  PROXYCCL_DEVICE uint32_t* countsOf(const char* routing) const {
+    return reinterpret_cast<uint32_t*>(const_cast<char*>(routing) + team_->counts_offset);
+  }
+  PROXYCCL_DEVICE ProxycclExpertSlot* slotsOf(const char* routing) const {
+    return reinterpret_cast<ProxycclExpertSlot*>(const_cast<char*>(routing) + team_->slots_offset);
+  }
+  PROXYCCL_DEVICE int32_t* placesOf(const char* routing) const {
+    return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
+  }
+  // Of this block's segment of a source.
+  PROXYCCL_DEVICE const char* routingOf(uint32_t source) const {
+    return team_.slabOf(number_, source) + team_.routingAt(segment_);
+  }
+  PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
+    return *reinterpret_cast<const ProxycclExpertSegment*>(team_.slabOf(number_, source) + team_.routingAt(block));
+  }
+
+  // -- the descriptor ---
+  PROXYCCL_DEVICE int32_t* idsOf(uint32_t node, uint32_t token) const {
+    return call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+  }
+  PROXYCCL_DEVICE int32_t* sentPlaces(uint32_t node) const {
+    return call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + own_.begin;
+  }
+
+  // -- what the block shares ---
+  static PROXYCCL_DEVICE uint32_t* tokensOf() {
+    __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
+    return tokens;
+  }
+  // This rank's rows among those of all ranks.
+  struct Range {
+    uint32_t first, count;
+  };
+  static PROXYCCL_DEVICE Range& ownRows() {
+    __shared__ Range range;
+    return range;
+  }
+  PROXYCCL_DEVICE uint32_t* bases() const {
+    const uint32_t n = 2 * team_.experts();
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
+  }
+  static constexpr uint32_t kScratch = 2048;
+  static PROXYCCL_DEVICE uint32_t* scratch() {
+    __shared__ uint32_t words[kScratch];
+    return words;
+  }
+
+  // -- rows on their way ---
+  // The inbox of rank `local` of the node for rows from rank `source_local`. If ids are announced there are two, by the
+  // parity of the announcement. A rank writes rows n + 2 after it has received announcement n + 1 of every rank, which
+  // each makes after it has read rows n; writeAnnouncedCounts() acquires the flag that says so. A repeated dispatch
+  // uses the inbox of the last announcement, and waits until all ranks have read it.
+  PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
+    return team_.inbox(local, source_local) + (kAnnounced && inbox_ != 0 ? team_->local_size * team_->slab_bytes : 0);
+  }
+  // The offset in a slab of a row of this block's segment.
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
+    return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
+  }
+
+  const ExpertTeam team_;
+  const ProxycclDispatch& call_;
+  const uint64_t number_;
+  const Announcement announced_;
+  const uint32_t inbox_;  // which of the two, where ids are announced
+  const uint32_t segment_, topk_;
+  const Segment own_;
+};
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::begin() const {
+  const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
+  if (routes && kAnnounced) announced_.send(call_);
+  if (!kAnnounced && (routes || sends)) awaitReaders();
+  if (cachesIds())
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
+      cachedIds()[s] = call_.expert_ids[own_.begin * topk_ + s];
+  if (kAnnounced) {  // awaitAnnouncements() starts from these values, without a barrier
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < 2 * team_.experts(); i += blockDim.x) bases()[i] = 0;
+    if (threadIdx.x == 0) {
+      announcedState() = {~0u, false};
+      ownRows() = {0, 0};
+    }
+  }
+  team_.loadLookup();
+  if (kAnnounced && (routes || call_.redispatch)) raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
+  if (kAnnounced && call_.redispatch) {
+    awaitReaders();
+    __syncthreads();
+  }
+  if (!routes || onlySends()) return;
+  int32_t* layout_ids = idsOf(team_->node, own_.begin);
+  const int32_t* ids = ownIds(0);
+  const uint32_t experts = team_.experts();
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
+    layout_ids[s] = static_cast<int32_t>(static_cast<uint32_t>(ids[s]) < experts ? ids[s] : experts);
+  if (!kAnnounced) route();
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::acknowledge() const {
+  __syncthreads();
+  raiseRead(threadIdx.x, number_);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::raiseRead(uint32_t thread, uint64_t number) const {
+#pragma unroll 1
+  for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
+    team_.raise(l, team_.read(team_->local_rank, segment_), number);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitReaders() const {
+  const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
+  const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
+#pragma unroll 1
+  for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
+    team_.await(team_.read(i / count, first + i % count), number_ - 1, team_.member(team_->node, i / count));
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::setSegments() const {
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x) {
+    const uint32_t tokens = call_.redispatch ? static_cast<uint32_t>(call_.layout.tokens[s])
+                            : kAnnounced     ? announced_.tokens(s)
+                                             : segmentOf(s, 0).tokens;
+    tokensOf()[s] = tokens;
+    team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
+  }
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,231 @@
+// Dispatch by counts: each block counts its own slots by expert and sends the counts to all ranks. From all counts it
+// computes where rows go.
+//
+// A slot's row is the sum of three numbers: the first row of its expert from its source, the slots of that expert in
+// earlier segments, and the slot's position among those of its own segment. The first two are sums of counts, the third
+// is in the slot's routing.
+#ifndef PROXYCCL_EXPERT_DISPATCH_COUNTS_H
+#define PROXYCCL_EXPERT_DISPATCH_COUNTS_H
+
+#include "exclusive_scan.h"
+#include "expert_dispatch_block.h"
+
+namespace proxyccl {
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
+  char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
+  ProxycclExpertSlot* slots = slotsOf(own);
+  uint32_t* counts = countsOf(own);
+  const int32_t* ids = ownIds(0);
+  const uint32_t n = own_.tokens * topk_, experts = team_.experts();
+
+  __shared__ uint32_t bad_slot;
+  if (threadIdx.x == 0) bad_slot = ~0u;
+  for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
+    const uint32_t expert = static_cast<uint32_t>(ids[s]);
+    slots[s] = {expert < experts ? expert : PROXYCCL_NO_EXPERT, 0};
+    if (expert > experts) atomicMin(&bad_slot, own_.begin * topk_ + s);
+  }
+  countSlots(ids, n, slots, counts, experts);
+  if (call_.weights != nullptr)
+    copyBytes(own + team_->weights_offset,
+              call_.weights + static_cast<uint64_t>(own_.begin) * topk_ * team_->weight_bytes,
+              static_cast<uint64_t>(n) * team_->weight_bytes, threadIdx.x, blockDim.x);
+  if (threadIdx.x == 0) *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, {0, 0}};
+  if (crossesNodes()) placeTokens();
+  syncThreadsDevice();
+
+  const uint64_t head = team_->slots_offset + n * sizeof(ProxycclExpertSlot);
+  const uint64_t weights = call_.weights == nullptr ? 0 : static_cast<uint64_t>(n) * team_->weight_bytes;
+  auto copy = [&](char* to) {
+    copyBytes(to, own, head, threadIdx.x, blockDim.x);
+    copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
+  };
+  for (uint32_t l = 0; l < team_->local_size; ++l)
+    if (l != team_->local_rank) copy(team_.inbox(l, team_->local_rank) + team_.routingAt(segment_));
+  for (uint32_t node = 0; node < team_->nodes; ++node) {
+    if (node == team_->node) continue;
+    char* to = team_->workspace + team_.outbox(number_, node) + team_.routingAt(segment_);
+    copy(to);
+    const int32_t* places = sentPlaces(node);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) placesOf(to)[i] = places[i];
+  }
+  syncThreadsSystem();
+  if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.routed(team_->rank, segment_), number_);
+  if (threadIdx.x < team_->nodes && threadIdx.x != team_->node)
+    team_.post(team_->out_channels, threadIdx.x, team_.rail(number_, team_->node) + team_.routingAt(segment_),
+               team_.outbox(number_, threadIdx.x) + team_.routingAt(segment_), team_->routing_bytes);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots,
+                                                      uint32_t* counts, uint32_t experts) const {
+  uint32_t* bits = scratch();
+  const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
+  for (uint32_t start = 0; start < n; start += 32 * words) {
+    const uint32_t size = n - start < 32 * words ? n - start : 32 * words;
+    for (uint32_t first = 0; first < experts; first += some) {
+      auto eachSlot = [&](auto&& body) {
+#pragma unroll 1
+        for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+          const uint32_t expert = static_cast<uint32_t>(ids[start + i]);
+          if (expert < experts && expert - first < some) body(i, expert, bits + (expert - first) * words);
+        }
+        __syncthreads();
+      };
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < some * words; i += blockDim.x) bits[i] = 0;
+      __syncthreads();
+      eachSlot([&](uint32_t i, uint32_t, uint32_t* own) { atomicOr(&own[i / 32], 1u << i % 32); });
+      eachSlot([&](uint32_t i, uint32_t expert, const uint32_t* own) {
+        uint32_t position = counts[expert] + countBits(own[i / 32] & ((1u << i % 32) - 1));
+        for (uint32_t w = 0; w < i / 32; ++w) position += countBits(own[w]);
+        slots[start + i].position = position;
+      });
+      for (uint32_t e = threadIdx.x; e < some && first + e < experts; e += blockDim.x) {
+        uint32_t count = 0;
+        for (uint32_t w = 0; w < words; ++w) count += countBits(bits[e * words + w]);
+        counts[first + e] += count;
+      }
+      __syncthreads();
+    }
+  }
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::placeTokens() const {
+  const uint32_t node = threadIdx.x;
+  if (node >= team_->nodes) return;
+  int32_t place = 0;
+  for (uint32_t i = 0; i < own_.tokens; ++i) {
+    const int32_t* ids = call_.expert_ids + static_cast<uint64_t>(own_.begin + i) * topk_;
+    bool goes = false;
+    for (uint32_t k = 0; k < topk_; ++k) {
+      const uint32_t expert = static_cast<uint32_t>(ids[k]);
+      goes |= expert < team_.experts() && team_.nodeOf(expert / team_->experts_per_rank) == node;
+    }
+    sentPlaces(node)[i] = goes ? place++ : PROXYCCL_NO_ROW;
+  }
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRouting() const {
+  const uint32_t node = threadIdx.x;
+  if (node >= team_->nodes || node == team_->node) return;
+  team_.awaitPost(team_->out_channels, node);
+  for (uint32_t l = 0; l < team_->local_size; ++l)
+    team_.raise(l, team_.routed(team_.member(node, team_->local_rank), segment_), number_);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gathered* gathered) const {
+  __shared__ uint32_t bad_rank;
+  __shared__ bool is_aborted;
+  const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
+  const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
+  uint32_t *first = bases(), *before = first + n;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
+  if (threadIdx.x == 0) bad_rank = ~0u;
+  for (uint32_t i = threadIdx.x; i < ranks * segments; i += blockDim.x)
+    team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
+  __syncthreads();
+  for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
+    const uint32_t source = i / segments, segment = i % segments;
+    const char* routing = team_.slabOf(number_, source) + team_.routingAt(segment);
+    if (group.lane == 0 && reinterpret_cast<const ProxycclExpertSegment*>(routing)->bad_slot != ~0u)
+      atomicMin(&bad_rank, source);
+#pragma unroll 1
+    for (uint32_t e = group.lane; e < per_rank; e += kGroupLanes) {
+      const uint32_t slots = countsOf(routing)[own + e];
+      if (slots == 0) continue;
+      atomicAdd(&first[e * ranks + source], slots);
+      if (segment < segment_) atomicAdd(&before[e * ranks + source], slots);
+    }
+  }
+  if (threadIdx.x == 0) is_aborted = false;
+  __syncthreads();
+  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
+  *gathered = {exclusiveScan(first, before, n), bad_rank, ~0u};
+  for (uint32_t segment = 0; bad_rank != ~0u && segment < segments; ++segment) {
+    const uint32_t slot = segmentOf(bad_rank, segment).bad_slot;
+    gathered->bad_slot = slot < gathered->bad_slot ? slot : gathered->bad_slot;
+  }
+  return !is_aborted;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::prepareReceive(uint32_t rows) const {
+  if (kAnnounced && !call_.redispatch) return;  // awaitAnnouncements() did it
+  setSegments();
+  Range& range = ownRows();
+  if (threadIdx.x == 0) range = {0, rows};
+  syncThreadsSystem();  // as in awaitAnnouncements()
+  if (call_.scatter == nullptr || call_.redispatch) return;
+  const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->segments;
+  uint32_t own = 0;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < n * before; i += blockDim.x) {
+    const uint32_t segment = i / before;
+    own += countsOf(team_.slabOf(number_, segment / team_->segments) +
+                    team_.routingAt(segment % team_->segments))[i % before];
+  }
+  if (own != 0) atomicAdd(&range.first, own);
+  __syncthreads();
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::publishReceivedRows(const Gathered& gathered) const {
+  ProxycclReceivedRows* to = team_->received_rows;
+  storeRelaxedSystem(&to->rows, gathered.rows);
+  storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
+  storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
+  storeReleaseSystem(&to->ticket, call_.ticket);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeCounts(uint32_t rows) const {
+  __shared__ uint32_t most;
+  const uint32_t experts = team_.experts(), ranks = team_->world_size;
+  __syncthreads();  // the sources have been read
+  if (threadIdx.x == 0) most = 0;
+  __syncthreads();
+  // The memory of the sources' token counts, which have been read, now holds the rows of each rank.
+  uint32_t* rows_of = tokensOf();
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x) {
+    call_.layout.tokens[s] = static_cast<int32_t>(rows_of[s]);
+    rows_of[s] = 0;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < ranks * experts; i += blockDim.x) {
+    const char* slab = team_.slabOf(number_, i / experts);
+    uint32_t slots = 0;
+#pragma unroll 8
+    for (uint32_t b = 0; b < team_->segments; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
+    call_.layout.counts[i] = static_cast<int32_t>(slots);
+    if (slots != 0) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
+  }
+  __syncthreads();
+  for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) atomicMax(&most, rows_of[rank]);
+  __syncthreads();
+  if (threadIdx.x == 0) writeRowTotals(rows, most);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeRowTotals(uint32_t rows, uint32_t most) const {
+  const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
+  if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
+  if (most > loadRelaxedSystem(&team_->received_rows->most_rows))
+    storeRelaxedSystem(&team_->received_rows->most_rows, most);
+}
+
+}  // namespace proxyccl
+
+#endif

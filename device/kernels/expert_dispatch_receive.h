@@ -1,0 +1,215 @@
+// Dispatch, the receiver: copies each received row to the rows of its experts on this rank, and writes the numbers of
+// those rows to the descriptor.
+#ifndef PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
+#define PROXYCCL_EXPERT_DISPATCH_RECEIVE_H
+
+#include "expert_dispatch_block.h"
+
+namespace proxyccl {
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::receive(const Group& group, uint32_t* next_item,
+                                                   const Gathered& gathered) const {
+  if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
+  const uint32_t ranks = team_->world_size;
+  // With announcements, groups without a row to copy write the descriptor's tables. The counts come before all rows, as
+  // they take one group longest; the other tables come after the rows.
+  const bool describes = describesApart();
+  const uint32_t most = team_.mostItems(), copies = movesRows() || !describes ? most * ranks : 0;
+  const uint32_t described = describes ? team_->segment_tokens * ranks : 0;
+  uint64_t arrived = 0;
+  for (;;) {
+    uint32_t next = group.next(next_item);
+    if (describes && next-- == 0) {
+      writeAnnouncedCounts(group, gathered.rows);
+    } else if (next < copies) {
+      // This rank's own rows come first, as they need no wait. Rows of other ranks arrive one by one, so sources take
+      // turns. Announced rows of one source arrive all at once.
+      const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
+      receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
+    } else if (next - copies < described) {
+      describeToken(group, (next - copies) % ranks, (next - copies) / ranks);
+    } else {
+      return;
+    }
+  }
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRows(const Group& group) const {
+  const uint32_t groups = Group::count();
+  for (uint32_t node = 0; node < team_->nodes; ++node) {
+    if (node == team_->node) continue;
+    if (group.lane == 0) team_.awaitPost(team_->out_channels, node);
+    group.sync();
+    const uint32_t source = team_.member(node, team_->local_rank);
+    for (uint32_t i = group.lane; i < team_->local_size * groups; i += kGroupLanes)
+      team_.raise(i / groups, team_.sent(source, i % groups * team_->segments + segment_),
+                  flagValue(number_, kAllItems));
+  }
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitItem(const Group& group, uint32_t item, uint32_t source,
+                                                     uint64_t* arrived) const {
+  if (!kAnnounced) {
+    const uint32_t number = item * team_->segments + segment_, parts = team_.parts();
+    team_.await(group, team_.sent(source, number % parts), flagValue(number_, number / parts + 1), source);
+    return;
+  }
+  if (source < 64 && *arrived >> source & 1) return;
+  const uint64_t all = flagValue(number_, kAllItems);
+#if !PROXYCCL_ON_HOST
+  // Loading several flags takes no longer than loading one.
+  const char* flag = team_->workspace + team_.sent(group.lane, segment_);
+  const bool polls = group.lane < team_->world_size;
+  *arrived |= ballotWarp(polls && loadAcquireSystem(reinterpret_cast<const uint64_t*>(flag)) >= all);
+  group.sync();
+  if (source < 64 && *arrived >> source & 1) return;
+#endif
+  team_.await(group, team_.sent(source, segment_), all, source);
+  if (source < 64) *arrived |= 1ull << source;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::receiveItem(const Group& group, uint32_t item, uint32_t source,
+                                                       uint64_t* arrived) const {
+  const Segment& segment = team_.segmentOf(source);
+  if (item >= segment.items()) return;
+  GroupSpace& space = group.space();
+  const uint32_t i = segment.tokenOf(item);
+  const bool describe = segment.pieceOf(item) == 0 && !call_.redispatch && !describesApart();
+  const uint64_t token = segment.begin + i;
+  int32_t place = static_cast<int32_t>(i);
+  if (!isNear(source)) {
+    int32_t& layout_place = call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
+    place = call_.redispatch ? layout_place : placesOf(routingOf(source))[i];
+    if (describe && group.lane == 0) layout_place = place;
+  }
+  findTokenRows(group, source, i, describe);
+  group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+    const int32_t row = space.row[k];
+    entry->at = call_.output + row * (call_.row_bytes - call_.scale_bytes);
+    entry->number = row;
+    return row >= 0;
+  });
+  if (space.count != 0) {
+    if (movesRows()) {
+      const char* from = call_.input + token * call_.row_bytes;
+      if (source != team_->rank) {
+        awaitItem(group, item, source, arrived);
+        const char* slab = kAnnounced ? inbox(team_->local_rank, team_.localOf(source)) : team_.slabOf(number_, source);
+        from = slab + rowAt(place);
+      }
+      const Piece piece(call_.row_bytes, segment, item);
+      const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+      const uint64_t end = piece.end < scales ? piece.end : scales;
+      if (piece.begin < end)
+        copyToEach(space.at, space.count, piece.begin, from + piece.begin, end - piece.begin, group.lane);
+      if (piece.end > scales) copyScales(group, from, piece.begin > scales ? piece.begin : scales, piece.end);
+    }
+    if (describe) describeRows(group, source, i);
+  }
+  group.sync();
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::findTokenRows(const Group& group, uint32_t source, uint32_t i,
+                                                         bool describe) const {
+  GroupSpace& space = group.space();
+  const uint64_t token = team_.segmentOf(source).begin + i;
+  int32_t* rows = call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
+#pragma unroll 1
+  for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+    if (call_.redispatch) {
+      space.row[k] = rows[k];
+      continue;
+    }
+    const ProxycclExpertSlot slot = slotOf(source, i, k);
+    space.row[k] = rowOf(slot, source, token, k);
+    if (!describe) continue;
+    rows[k] = space.row[k];
+    if (!isNear(source) && team_.localOf(source) == team_->local_rank)
+      idsOf(team_.nodeOf(source), token)[k] =
+          static_cast<int32_t>(slot.expert == PROXYCCL_NO_EXPERT ? team_.experts() : slot.expert);
+  }
+  group.sync();
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE int32_t Dispatch<kAnnounced>::rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token,
+                                                    uint32_t k) const {
+  const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
+  if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
+  uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
+  if (call_.scatter != nullptr) {
+    uint64_t before = token;
+    for (uint32_t s = 0; s < source; ++s) before += tokensOf()[s];
+    row = static_cast<uint64_t>(static_cast<int64_t>(call_.scatter[before * topk_ + k]) - ownRows().first);
+    if (row >= ownRows().count) {
+      storeRelaxedSystem<uint32_t>(&team_->received_rows->bad_index, 1);
+      return PROXYCCL_PAST_END;
+    }
+  }
+  return row < call_.capacity ? static_cast<int32_t>(row) : PROXYCCL_PAST_END;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::copyScales(const Group& group, const char* from, uint64_t begin,
+                                                      uint64_t end) const {
+  const GroupSpace& space = group.space();
+  const float* scales = reinterpret_cast<const float*>(from + begin);
+  const uint64_t before = begin - (call_.row_bytes - call_.scale_bytes);
+#pragma unroll 1
+  for (uint64_t i = group.lane; i < (end - begin) / sizeof(float); i += kGroupLanes) {
+    const float scale = scales[i];
+#pragma unroll 1
+    for (uint32_t slot = 0; slot < space.count; ++slot) {
+      char* row = call_.output_scales + static_cast<uint64_t>(space.number[slot]) * call_.scale_bytes;
+      reinterpret_cast<float*>(row + before)[i] = scale;
+    }
+  }
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeToken(const Group& group, uint32_t source, uint32_t i) const {
+  if (i >= team_.segmentOf(source).tokens) return;
+  findTokenRows(group, source, i, true);
+  describeRows(group, source, i);
+  group.sync();
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeRows(const Group& group, uint32_t source, uint32_t i) const {
+  const GroupSpace& space = group.space();
+  int32_t first = PROXYCCL_NO_ROW;
+#pragma unroll 1
+  for (uint32_t k = topk_; k > 0; --k)
+    if (space.row[k - 1] >= 0) first = space.row[k - 1];
+#pragma unroll 1
+  for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+    const int32_t row = space.row[k];
+    if (row < 0) continue;
+    // With the caller's indices, first_rows was filled with PROXYCCL_NO_ROW, and each row must be taken once.
+    if (call_.scatter == nullptr) {
+      call_.layout.first_rows[row] = first;
+    } else if (atomicExch(&call_.layout.first_rows[row], first) != PROXYCCL_NO_ROW) {
+      storeRelaxedSystem<uint32_t>(&team_->received_rows->bad_index, 1);
+    }
+    call_.layout.row_slots[row] = static_cast<int32_t>(k);
+    if (call_.output_weights != nullptr)
+      storeRaw(call_.output_weights + static_cast<uint64_t>(row) * team_->weight_bytes, weightOf(source, i, k),
+               team_->weight_bytes);
+  }
+#pragma unroll 1
+  for (uint32_t pair = group.lane; pair < topk_ * topk_; pair += kGroupLanes) {
+    const int32_t row = space.row[pair / topk_], other = space.row[pair % topk_];
+    if (row >= 0)
+      call_.layout.token_rows[static_cast<uint64_t>(row) * topk_ + pair % topk_] =
+          row == first && other >= 0 ? other : PROXYCCL_NO_ROW;
+  }
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,45 @@
+/* What send_receive.h needs to know of the ranks, and of one call. Plain C.
+ *
+ * A *flow* leads from one rank to one other. It has `lanes` lanes, each with a ring of slots in the receiver's scratch
+ * memory and a link. The link's signals count pieces in the one direction and credits, for slots that were read, in the
+ * other. So a flow needs nobody but its two ranks, and flows never wait for one another.
+ */
+#ifndef PROXYCCL_FLOWS_H
+#define PROXYCCL_FLOWS_H
+
+#include "team.h"
+
+enum {
+  PROXYCCL_FLOW_SLOTS = 4,          /* of a lane: pieces that are sent before the first is read */
+  PROXYCCL_FLOW_HEADER_BYTES = 128, /* before a slot's data: the transfer's size, which the receiver checks */
+  PROXYCCL_MAX_TRANSFERS = 64       /* of one launch, whose blocks must all be resident */
+};
+
+/* One transfer of a launch: to a peer, from a peer, or from `src` to `dst` where the peer is the rank itself. */
+typedef struct ProxycclTransfer {
+  const char* src; /* null: receives */
+  char* dst;       /* null: sends */
+  uint64_t bytes;
+  uint64_t lane_bytes; /* of each lane; the last may have fewer */
+  uint32_t peer;
+  uint32_t lanes; /* blocks that work on it, the same on both sides */
+} ProxycclTransfer;
+
+/* A kernel parameter, passed by value. */
+typedef struct ProxycclFlows {
+  uint32_t rank;
+  uint32_t world_size;
+  uint32_t lanes;
+  uint32_t count; /* of transfers */
+  ProxycclControl* control;
+  /* [lanes][2][world_size]: of each pair of ranks first the flow from the lower to the higher. */
+  ProxycclLink* links;
+  uint64_t* pieces; /* [lanes][2][world_size], in device memory: pieces that went through this rank's end so far */
+  /* Scratch memory, the same on each rank: [lanes][world_size][PROXYCCL_FLOW_SLOTS] slots for what comes from a rank,
+   * and from staging_offset as many for what the proxy is to send to it; absent where all peers are mapped. */
+  char* scratch;
+  uint64_t slot_bytes, staging_offset;
+  ProxycclTransfer transfers[PROXYCCL_MAX_TRANSFERS];
+} ProxycclFlows;
+
+#endif

@@ -1,0 +1,44 @@
+// A block's links where all peers are mapped: to the blocks of its number on every rank. Thread p handles rank p.
+#ifndef PROXYCCL_LINKS_H
+#define PROXYCCL_LINKS_H
+
+#include "proxyccl/proxyccl.h"
+#include "team.h"
+
+namespace proxyccl {
+
+class Links {
+ public:
+  // Loads what the first post needs: it would wait for it otherwise.
+  PROXYCCL_DEVICE explicit Links(const ProxycclTeam& team) : control_(team.control) {
+    const uint32_t peer = threadIdx.x;
+    handles_ = peer < team.world_size && peer != team.rank;
+    if (!handles_) return;
+    const ProxycclLink& link = team.links[static_cast<uint64_t>(blockIdx.x) * team.world_size + peer];
+    static_cast<ProxycclSemaphore&>(semaphore_) = link.semaphore;
+    peer_ = link.peer;
+    prefetch(semaphore_.outbound);
+    prefetch(semaphore_.expected);
+  }
+
+  // By all threads: what any of them stored before is there for a peer that has awaited the post.
+  PROXYCCL_DEVICE void post() const {
+    syncThreadsSystem();
+    if (handles_) semaphore_.signal();
+  }
+  // By all threads: waits for every peer's next post.
+  PROXYCCL_DEVICE void await() const {
+    if (handles_) semaphore_.wait(control_, PROXYCCL_WAIT_SM_SIGNAL, peer_, PROXYCCL_NO_CHANNEL);
+    __syncthreads();
+  }
+
+ private:
+  ProxycclControl* control_;
+  Semaphore semaphore_{};
+  uint32_t peer_ = 0;
+  bool handles_;
+};
+
+}  // namespace proxyccl
+
+#endif

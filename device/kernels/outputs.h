@@ -1,0 +1,76 @@
+// Where the peers' output arrays lie, for a team whose members are all mapped. Each rank tells every peer the address
+// at which that peer reaches its output, or null to all; so all ranks see whether every output is reached, and do the
+// same.
+//
+// The blocks of one number tell each other in packets, which need no post. There are two packets a peer, taken by the
+// parity of a block's epoch: a rank tells again in the kernel after the next, which it starts when all blocks have
+// ended this one.
+#ifndef PROXYCCL_OUTPUTS_H
+#define PROXYCCL_OUTPUTS_H
+
+#include "proxyccl/proxyccl.h"
+#include "team.h"
+
+namespace proxyccl {
+
+class Outputs {
+ public:
+  PROXYCCL_DEVICE explicit Outputs(const ProxycclTeam& team)
+      : team_(team), peer_(threadIdx.x), flag_(peer_ < team.world_size ? team.epochs[blockIdx.x] + 1 : 0) {}
+
+  // Whether all peers reach the own output.
+  PROXYCCL_DEVICE bool ownIsReached() const { return team_.reached_at[team_.rank] != nullptr; }
+
+  // By all threads.
+  PROXYCCL_DEVICE void tell() const {
+    if (peer_ >= team_.world_size || peer_ == team_.rank) return;
+    const uint64_t address = reinterpret_cast<uint64_t>(team_.reached_at[peer_]);
+    packet(team_.remote[peer_], team_.rank)
+        ->write({static_cast<uint32_t>(address), static_cast<uint32_t>(address >> 32)}, flag_);
+  }
+
+  // By all threads: whether every output is reached. It waits for what every peer tells.
+  PROXYCCL_DEVICE bool learn() const {
+    if (peer_ < team_.world_size) outputs()[peer_] = peer_ == team_.rank ? team_.reached_at[peer_] : told();
+    endEpoch();
+    for (uint32_t rank = 0; rank < team_.world_size; ++rank)
+      if (outputs()[rank] == nullptr) return false;
+    return true;
+  }
+  // In place of learn(), where the own output is not reached, and so the answer is known.
+  PROXYCCL_DEVICE void ignore() const { endEpoch(); }
+
+  // After learn(): a rank's output.
+  PROXYCCL_DEVICE char* of(uint32_t rank) const { return outputs()[rank]; }
+
+ private:
+  static PROXYCCL_DEVICE char** outputs() {
+    __shared__ char* outputs[PROXYCCL_MAX_MAPPED_RANKS];
+    return outputs;
+  }
+
+  // By all threads, which have read the block's epoch.
+  PROXYCCL_DEVICE void endEpoch() const {
+    __syncthreads();
+    if (threadIdx.x == 0) team_.epochs[blockIdx.x] = flag_;
+  }
+
+  // The packet from a rank in some rank's scratch memory.
+  PROXYCCL_DEVICE LLPacket* packet(char* scratch, uint32_t from) const {
+    const uint64_t row = static_cast<uint64_t>(flag_ % 2) * team_.lanes + blockIdx.x;
+    return reinterpret_cast<LLPacket*>(scratch + team_.outputs_offset) + row * team_.world_size + from;
+  }
+  PROXYCCL_DEVICE char* told() const {
+    const LLPacket::Payload told =
+        readPacket(packet(team_.scratch, peer_), flag_, team_.control, peer_, PROXYCCL_NO_CHANNEL);
+    return reinterpret_cast<char*>(static_cast<uint64_t>(told.y) << 32 | told.x);
+  }
+
+  const ProxycclTeam& team_;
+  uint32_t peer_;  // that this thread handles
+  uint32_t flag_;
+};
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,129 @@
+// send_receive: transfers between pairs of ranks, of any sizes, in one launch. No rank waits for one that it exchanges
+// nothing with.
+//
+// Each block works on one lane of one transfer. The sender writes a piece into a slot of the receiver's scratch memory
+// and signals; the receiver copies it out and signals back, which is a credit. The sender waits for a credit before
+// each piece but the first PROXYCCL_FLOW_SLOTS of a flow's life. So a slot is written again only when it was read, and
+// where the proxy sends, its staging slot is reused only when the put from it is complete.
+#ifndef PROXYCCL_SEND_RECEIVE_H
+#define PROXYCCL_SEND_RECEIVE_H
+
+#include "exchange.h"
+#include "flows.h"
+#include "instance.h"
+
+namespace proxyccl {
+
+// This rank's end of one lane of a flow. Called by all threads of a block.
+class FlowEnd {
+ public:
+  PROXYCCL_DEVICE FlowEnd(const ProxycclFlows& flows, const ProxycclTransfer& transfer, uint32_t lane, bool sends)
+      : flows_(flows), transfer_(transfer) {
+    const bool upwards = sends == (flows.rank < transfer.peer);
+    const uint64_t end = (2ull * lane + (upwards ? 0 : 1)) * flows.world_size + transfer.peer;
+    link_ = &flows.links[end];
+    pieces_ = &flows.pieces[end];
+    piece_ = *pieces_;
+    // The receiver's slots are numbered by their sender, the staging slots by their receiver.
+    incoming_ = (static_cast<uint64_t>(lane) * flows.world_size + transfer.peer) * PROXYCCL_FLOW_SLOTS;
+    outgoing_ = (static_cast<uint64_t>(lane) * flows.world_size + flows.rank) * PROXYCCL_FLOW_SLOTS;
+    __syncthreads();  // all have read piece_ before finish() changes it
+  }
+
+  PROXYCCL_DEVICE void send(const char* src, uint64_t bytes) {
+    while (bytes > 0) {
+      const uint64_t size = minimum(bytes, capacity());
+      const uint64_t slot = piece_ % PROXYCCL_FLOW_SLOTS * flows_.slot_bytes;
+      const uint64_t remote = outgoing_ * flows_.slot_bytes + slot;
+      const uint64_t staged = flows_.staging_offset + incoming_ * flows_.slot_bytes + slot;
+      if (piece_ >= PROXYCCL_FLOW_SLOTS) await();
+      char* const target = link_->proxied ? flows_.scratch + staged : link_->remote + remote;
+      if (threadIdx.x == 0) *reinterpret_cast<uint64_t*>(target) = transfer_.bytes;
+      copyBytes(target + PROXYCCL_FLOW_HEADER_BYTES, src, size, threadIdx.x, blockDim.x);
+      syncThreadsSystem();
+      if (threadIdx.x == 0) {
+        if (link_->proxied)
+          postThroughProxy(&link_->proxy, remote, staged, PROXYCCL_FLOW_HEADER_BYTES + size);
+        else
+          Semaphore{link_->semaphore}.signal();
+      }
+      src += size;
+      bytes -= size;
+      ++piece_;
+    }
+    finish();
+  }
+
+  PROXYCCL_DEVICE void receive(char* dst, uint64_t bytes) {
+    while (bytes > 0) {
+      const uint64_t size = minimum(bytes, capacity());
+      const char* const slot = flows_.scratch + (incoming_ + piece_ % PROXYCCL_FLOW_SLOTS) * flows_.slot_bytes;
+      await();
+      if (threadIdx.x == 0) check(*reinterpret_cast<const uint64_t*>(slot));
+      copyBytes(dst, slot + PROXYCCL_FLOW_HEADER_BYTES, size, threadIdx.x, blockDim.x);
+      syncThreadsSystem();
+      if (threadIdx.x == 0) {
+        if (link_->proxied)
+          postThroughProxy(&link_->proxy, 0, 0, 0);
+        else
+          Semaphore{link_->semaphore}.signal();
+      }
+      dst += size;
+      bytes -= size;
+      ++piece_;
+    }
+    finish();
+  }
+
+ private:
+  PROXYCCL_DEVICE uint64_t capacity() const { return flows_.slot_bytes - PROXYCCL_FLOW_HEADER_BYTES; }
+
+  PROXYCCL_DEVICE void await() const {
+    if (threadIdx.x == 0) {
+      if (link_->proxied)
+        awaitThroughProxy(&link_->proxy);
+      else
+        Semaphore{link_->semaphore}.wait(flows_.control, PROXYCCL_WAIT_SM_SIGNAL, link_->peer, PROXYCCL_NO_CHANNEL);
+    }
+    __syncthreads();
+  }
+
+  // A size that differs is an error of the program. After an abort the slot holds an older transfer's.
+  PROXYCCL_DEVICE void check(uint64_t sent) const {
+    if (sent == transfer_.bytes || aborted(flows_.control)) return;
+    const WaitFor what = {PROXYCCL_WAIT_NONE, link_->peer, PROXYCCL_NO_CHANNEL, transfer_.bytes};
+    recordError(flows_.control, PROXYCCL_ERROR_TRANSFER_SIZE, what, sent);
+  }
+
+  PROXYCCL_DEVICE void finish() const {
+    if (threadIdx.x == 0) *pieces_ = piece_;
+  }
+
+  const ProxycclFlows& flows_;
+  const ProxycclTransfer& transfer_;
+  const ProxycclLink* link_;
+  uint64_t* pieces_;
+  uint64_t piece_;
+  uint64_t incoming_, outgoing_;
+};
+
+}  // namespace proxyccl
+
+PROXYCCL_TEAM_KERNEL send_receive(const ProxycclFlows flows) {
+  using namespace proxyccl;
+  uint32_t lane = blockIdx.x, number = 0;
+  for (; lane >= flows.transfers[number].lanes; ++number) lane -= flows.transfers[number].lanes;
+  const ProxycclTransfer& transfer = flows.transfers[number];
+  const uint64_t offset = minimum(lane * transfer.lane_bytes, transfer.bytes);
+  const uint64_t bytes = minimum(transfer.lane_bytes, transfer.bytes - offset);
+  if (transfer.peer == flows.rank)
+    copyBytes(transfer.dst + offset, transfer.src + offset, bytes, threadIdx.x, blockDim.x);
+  else if (transfer.src != nullptr)
+    FlowEnd(flows, transfer, lane, true).send(transfer.src + offset, bytes);
+  else
+    FlowEnd(flows, transfer, lane, false).receive(transfer.dst + offset, bytes);
+}
+
+PROXYCCL_EXPORT_KERNEL(send_receive)
+
+#endif

@@ -1,0 +1,162 @@
+"""Values that are made once for a key, shared by counted users, and kept for a while when nobody uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from proxyccl.device.errors import ClosedError
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(eq=False)
+class _Entry(Generic[Value]):
+    users: int = 0
+    value: Value | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while the value is made or discarded
+
+
+class LeaseCache(Generic[Key, Value]):
+    """Makes a value for the first user of a key, and discards it some time after the last.
+
+    Threads may share it. A thread that makes or discards a value holds up only those that want the same one: a driver
+    may take long.
+
+    Args:
+        discard: undoes what a `make` did.
+        keep: most values that are kept idle. The least recently used are discarded first.
+        weigh: the weight of a value; without it every value weighs nothing.
+        keep_weight: most weight that is kept idle.
+    """
+
+    def __init__(
+        self,
+        discard: Callable[[Value], object],
+        *,
+        keep: int = 0,
+        weigh: Callable[[Value], float] = lambda _: 0,
+        keep_weight: float = math.inf,
+    ) -> None:
+        self._discard = discard
+        self._keep = keep
+        self._weigh = weigh
+        self._keep_weight = keep_weight
+        self._entries: dict[Key, _Entry[Value]] = {}
+        self._idle: OrderedDict[Key, float] = OrderedDict()  # weights
+        self._closed = False
+        self._lock = threading.Lock()  # of the fields; never held while a value is made or discarded
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def acquire(self, key: Key, make: Callable[[], Value]) -> Value:
+        """The key's value, which `make` makes if there is none. Each call is paired with a `release`.
+
+        What `make` raises is passed on; nothing needs to be released then.
+
+        Raises:
+            ClosedError: the cache is closed.
+        """
+        with self._lock:
+            self._require_open()
+            entry = self._entries.setdefault(key, _Entry())
+            entry.users += 1
+            self._idle.pop(key, None)
+        with entry.lock:
+            try:
+                self._require_open()
+                if entry.value is None:
+                    entry.value = make()
+            except BaseException:
+                with self._lock:
+                    entry.users -= 1
+                    self._forget(key, entry)
+                raise
+            return entry.value
+
+    def release(self, key: Key, *, keep: bool = True) -> None:
+        """Ends one use. After the last one the value is kept idle; without `keep` it is discarded.
+
+        Does nothing if the cache is closed.
+
+        Raises:
+            KeyError: the key is not in use.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            entry = self._entries.get(key)
+            if entry is None or not entry.users:
+                raise KeyError(key)
+            entry.users -= 1
+            if entry.users:
+                return
+            if keep and entry.value is not None:
+                self._idle[key] = self._weigh(entry.value)
+        if not keep:
+            self._discard_unused(key, entry)
+        self._discard_idle(self._keep, self._keep_weight)
+
+    def discard_idle(self) -> bool:
+        """Discards every value that nobody uses. Returns whether there was any."""
+        return self._discard_idle(0, 0)
+
+    def close(self) -> None:
+        """Discards every value, those in use too."""
+        with self._lock:
+            self._closed = True
+            entries = list(self._entries.values())
+            self._entries.clear()
+            self._idle.clear()
+        with contextlib.ExitStack() as steps:  # one that fails does not keep the others
+            for entry in entries:
+                steps.callback(self._discard_last, entry)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the cache is closed")
+
+    def _forget(self, key: Key, entry: _Entry[Value]) -> None:
+        if not entry.users and self._entries.get(key) is entry:
+            del self._entries[key]
+
+    def _discard_idle(self, keep: int, keep_weight: float) -> bool:
+        """Discards idle values until so many of them, and so much weight, are left."""
+        discarded = False
+        while True:
+            with self._lock:
+                if len(self._idle) <= keep and sum(self._idle.values()) <= keep_weight:
+                    return discarded
+                key, _ = self._idle.popitem(last=False)
+                entry = self._entries[key]
+            discarded |= self._discard_unused(key, entry)
+
+    def _discard_unused(self, key: Key, entry: _Entry[Value]) -> bool:
+        with entry.lock:
+            with self._lock:
+                value = entry.value
+                if entry.users or value is None:  # another thread acquired or discarded it meanwhile
+                    return False
+                entry.value = None
+                self._idle.pop(key, None)
+            try:
+                self._discard(value)
+            finally:
+                with self._lock:
+                    self._forget(key, entry)
+            return True
+
+    def _discard_last(self, entry: _Entry[Value]) -> None:
+        with entry.lock:
+            value, entry.value = entry.value, None
+            if value is not None:
+                self._discard(value)

@@ -1,0 +1,73 @@
+/* Memory that another library allocates and frees through two C functions, and that communicators offer to peers.
+ *
+ * A library's caching allocator calls the two functions with its own lock held, maybe without Python's lock. Code that
+ * waited for Python's lock there could deadlock with a Python thread that waits for the allocator. So nothing here is
+ * Python, and each allocation, a segment, is only noted down. Python reads the notes when it next looks.
+ *
+ * A communicator that offers a segment to its peers holds it. What the library frees is given back to the driver at
+ * once if nobody holds it, and otherwise left to whoever ends the last hold.
+ */
+#ifndef PROXYCCL_MEMORY_POOL_H
+#define PROXYCCL_MEMORY_POOL_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PROXYCCL_EXPORTED __attribute__((visibility("default"))) /* by its name; all else is hidden */
+
+enum { PROXYCCL_POOL_DEVICES = 64 }; /* devices are numbered from 0 */
+
+/* The driver's calls for a device. It offers either `allocate` or `allocate_with_flags`. */
+typedef struct ProxycclPoolCalls {
+  /* cuMemAlloc, proxyccl_host_allocate */
+  int (*allocate)(uint64_t* ptr, size_t bytes);
+  /* hipExtMallocWithFlags */
+  int (*allocate_with_flags)(void** ptr, size_t bytes, unsigned flags);
+  unsigned flags;
+  /* cuMemFree, hipFree, proxyccl_host_free: waits for the device */
+  int (*free)(uintptr_t ptr);
+  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
+  int (*current)(uint64_t* context);
+  /* cuCtxSetCurrent, hipSetDevice; NULL where there is no context. */
+  int (*make_current)(uintptr_t context);
+  uint64_t context; /* the device's */
+  /* Exchanges the thread's capture mode (cuThreadExchangeStreamCaptureMode and HIP's); NULL where there is none. */
+  int (*exchange_capture_mode)(int* mode);
+  int relaxed; /* the capture mode in which allocating is allowed */
+} ProxycclPoolCalls;
+
+typedef struct ProxycclSegment {
+  uint64_t number; /* counts up from 1; of this segment alone */
+  uint64_t ptr;
+  uint64_t bytes;
+  uint32_t freed; /* the library has freed it, and somebody holds it */
+} ProxycclSegment;
+
+/* Has a device's segments come from these calls. Returns 0, or -1 if the number is no device's or the device has other
+ * calls. */
+int proxyccl_pool_configure(int device, const ProxycclPoolCalls* calls);
+
+/* For the library, by name; the signatures are those of torch.cuda.memory.CUDAPluggableAllocator. `stream` is not used:
+ * memory is good on all streams, and freeing waits for all. */
+PROXYCCL_EXPORTED void* proxyccl_pool_allocate(ssize_t bytes, int device, void* stream); /* NULL: there is no room */
+PROXYCCL_EXPORTED void proxyccl_pool_free(void* ptr, ssize_t bytes, int device, void* stream);
+
+/* How often a device's segments have changed. */
+uint64_t proxyccl_pool_changes(int device);
+/* Copies the segments, at most `room` of them. Returns how many there are. */
+size_t proxyccl_pool_segments(int device, ProxycclSegment* segments, size_t room);
+/* Keeps a segment's memory when the library frees it. Returns whether it was not freed before. */
+int proxyccl_pool_hold(int device, uint64_t number);
+/* Ends a hold. Returns the segment's address if the caller is now to free it, else 0. */
+uint64_t proxyccl_pool_release(int device, uint64_t number);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

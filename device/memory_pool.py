@@ -1,0 +1,110 @@
+"""Memory that another library allocates and frees through C functions, as segments that this process may share."""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from dataclasses import dataclass
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import BaseRuntime
+from proxyccl.device.errors import ArgumentError
+
+ALLOCATE, FREE = "proxyccl_pool_allocate", "proxyccl_pool_free"
+"""The names of the functions; memory_pool.h has their signatures."""
+
+
+def library() -> str:
+    """The path of the library that exports them."""
+    found = importlib.util.find_spec("proxyccl.device._native")
+    assert found is not None
+    assert found.origin is not None  # it was imported above
+    return found.origin
+
+
+@dataclass(frozen=True)
+class Segment:
+    """An allocation.
+
+    Attributes:
+        number: this segment's alone.
+        ptr: its address.
+        nbytes: its size.
+        freed: whether the library has freed it. It is still there for those who hold it.
+    """
+
+    number: int
+    ptr: int
+    nbytes: int
+    freed: bool
+
+
+class SegmentHold:
+    """Keeps a segment's memory until it is closed, or has no reference left."""
+
+    def __init__(self, runtime: BaseRuntime, number: int) -> None:
+        self._finalizer = weakref.finalize(self, _release, runtime, number)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Ends the hold. If the library has freed the segment, and this was the last hold, the memory is freed."""
+        self._finalizer()
+
+
+def _release(runtime: BaseRuntime, number: int) -> None:
+    ptr = lib.proxyccl_pool_release(runtime.device, number)
+    if ptr:
+        runtime.free_later(ptr)
+
+
+class MemoryPool:
+    """The segments of a runtime's device. The library's allocations fail until one was made.
+
+    Objects of the same device are the same pool.
+
+    Args:
+        runtime: where the segments' memory comes from.
+
+    Raises:
+        ArgumentError: the device's number is too large, or another runtime has a pool on the device of this number.
+    """
+
+    def __init__(self, runtime: BaseRuntime) -> None:
+        self._runtime, self._device = runtime, runtime.device
+        calls = runtime.allocation_calls()
+        native = ffi.new("ProxycclPoolCalls *")
+        lib.proxyccl_pool_calls_fill(
+            native,
+            calls.allocate,
+            calls.allocate_with_flags,
+            calls.free,
+            calls.current,
+            calls.make_current,
+            calls.exchange_capture_mode,
+        )
+        native.flags, native.context, native.relaxed = calls.flags, calls.context, calls.relaxed
+        if lib.proxyccl_pool_configure(self._device, native):
+            raise ArgumentError(
+                "runtime", f"device {self._device} can't have a memory pool of {runtime.name}: another runtime has it"
+            )
+
+    @property
+    def changes(self) -> int:
+        """How often segments came, were freed or went."""
+        return lib.proxyccl_pool_changes(self._device)
+
+    def segments(self) -> list[Segment]:
+        """The segments that are there."""
+        room = lib.proxyccl_pool_segments(self._device, ffi.NULL, 0)
+        while True:
+            found = ffi.new("ProxycclSegment[]", room)
+            count = lib.proxyccl_pool_segments(self._device, found, room)
+            if count <= room:
+                return [Segment(s.number, s.ptr, s.bytes, bool(s.freed)) for s in list(found)[:count]]
+            room = count
+
+    def hold(self, number: int) -> SegmentHold | None:
+        """Keeps a segment's memory even if the library frees it. None if it has freed it already."""
+        if not lib.proxyccl_pool_hold(self._device, number):
+            return None
+        return SegmentHold(self._runtime, number)

@@ -1,0 +1,108 @@
+"""Opens a runtime, or a vendor's driver or compiler, by name.
+
+A vendor's module is imported when it is asked for: its packages need not be installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+
+from proxyccl.device.driver import Compiler, Driver
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.runtime import Runtime
+
+_GPUS = ("cuda", "hip")
+RUNTIMES = ("host", *_GPUS)
+
+# A module that fails to import must not be imported by two threads at once: the second would see it half made.
+_opening = threading.RLock()
+
+
+def _require_gpu(name: str) -> None:
+    if name not in _GPUS:
+        raise ArgumentError("name", f"unknown GPU runtime {name!r}; expected one of {', '.join(_GPUS)}")
+
+
+def open_driver(name: str) -> Driver:
+    """The driver of a GPU runtime, "cuda" or "hip".
+
+    Raises:
+        ArgumentError: the name is unknown.
+        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+    """
+    _require_gpu(name)
+    with _opening:
+        return _driver(name)
+
+
+@functools.cache
+def _driver(name: str) -> Driver:
+    if name == "cuda":
+        from proxyccl.device.cuda import CudaDriver
+
+        return CudaDriver()
+    from proxyccl.device.hip import HipDriver
+
+    return HipDriver()
+
+
+def open_compiler(name: str) -> Compiler:
+    """The run-time compiler of a GPU runtime, "cuda" or "hip". It needs no device.
+
+    Raises:
+        ArgumentError: the name is unknown.
+        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+    """
+    _require_gpu(name)
+    with _opening:
+        if name == "cuda":
+            from proxyccl.device.cuda_compiler import CudaCompiler
+
+            return CudaCompiler()
+        from proxyccl.device.hip_compiler import HipCompiler
+
+        return HipCompiler()
+
+
+def find_runtime() -> str:
+    """The default runtime: that of the first GPU vendor with a device on this machine, else "host"."""
+    with _opening:
+        return _first_with_a_device()
+
+
+@functools.cache
+def _first_with_a_device() -> str:
+    for name in _GPUS:
+        try:
+            if _driver(name).device_count() > 0:
+                return name
+        except RuntimeUnavailableError:
+            continue
+    return "host"
+
+
+def open_runtime(name: str | None = None, device: int | None = None, *, local_rank: int = 0) -> Runtime:
+    """Opens a runtime by name: the argument's, that in ``PROXYCCL_RUNTIME``, or the default.
+
+    Args:
+        name: "host", "cuda" or "hip"; None for ``PROXYCCL_RUNTIME``, else `find_runtime()`.
+        device: device number; None for `local_rank` modulo the number of devices.
+        local_rank: number of this rank among those of this host.
+
+    Raises:
+        ArgumentError: the runtime or the device is unknown.
+        RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
+    """
+    chosen = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    if chosen not in RUNTIMES:
+        raise ArgumentError("runtime", f"unknown runtime {chosen!r}; expected one of {', '.join(RUNTIMES)}")
+    if chosen == "host":
+        from proxyccl.device.host import HostRuntime
+
+        return HostRuntime(device or 0)
+    from proxyccl.device.gpu import GpuRuntime
+
+    driver = open_driver(chosen)
+    return GpuRuntime(driver, device if device is not None else local_rank % max(1, driver.device_count()))

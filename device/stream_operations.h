@@ -1,0 +1,100 @@
+/* What a stream does in turn, issued by one call: operations on words of memory, which need no kernel, copies and
+ * launches. This is what ringing a proxy costs on the CPU. */
+#ifndef PROXYCCL_STREAM_OPERATIONS_H
+#define PROXYCCL_STREAM_OPERATIONS_H
+
+#include <stdint.h>
+
+#include "launch.h"
+
+/* The values are those of CU_STREAM_MEM_OP_WAIT_VALUE_64 and CU_STREAM_MEM_OP_WRITE_VALUE_64. */
+typedef enum {
+  PROXYCCL_STREAM_WAIT = 4, /* until the word is at least `value` */
+  PROXYCCL_STREAM_WRITE = 5 /* behind all earlier work of the stream, whose writes are visible first */
+} ProxycclStreamOperationKind;
+
+/* An operation on a word, laid out as a CUstreamBatchMemOpParams. */
+typedef struct ProxycclStreamOperation {
+  uint32_t kind; /* ProxycclStreamOperationKind */
+  uint32_t reserved0;
+  uint64_t address; /* the device's, of an aligned word of 8 bytes */
+  uint64_t value;   /* below 2^63: drivers compare differently beyond */
+  uint32_t flags;   /* 0 */
+  uint32_t reserved1;
+  uint64_t reserved2[2];
+} ProxycclStreamOperation;
+
+/* What is issued by one call of the driver: words, else a kernel, else a copy. */
+typedef struct ProxycclStreamStep {
+  uint32_t words;               /* how many operations on words; they lie behind those of earlier steps */
+  const ProxycclLaunch* launch; /* a kernel of the streams' context */
+  uint64_t dst, src, bytes;     /* a copy between the device's addresses */
+} ProxycclStreamStep;
+
+/* Steps in order. For words the driver offers either `batch`, or the two others. */
+typedef struct ProxycclStreamOperations {
+  /* cuStreamBatchMemOp, proxyccl_host_stream_operations */
+  int (*batch)(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
+  /* hipStreamWriteValue64 */
+  int (*write64)(void* stream, uint64_t* address, uint64_t value, unsigned flags);
+  /* hipStreamWaitValue64 */
+  int (*wait64)(void* stream, uint64_t* address, uint64_t value, unsigned flags, uint64_t mask);
+  /* cuMemcpyAsync, hipMemcpyDtoDAsync, proxyccl_host_copy */
+  int (*copy)(uint64_t dst, uint64_t src, size_t bytes, void* stream);
+  /* cuStreamIsCapturing, hipStreamIsCapturing; NULL where there are no graphs */
+  int (*is_capturing)(void* stream, int* status);
+  /* Stores the thread's current context (cuCtxGetCurrent, hipGetDevice); NULL where there is none. */
+  int (*current)(uint64_t* context);
+  uint64_t context; /* the one that the streams belong to */
+  ProxycclStreamOperation* words;
+  const ProxycclStreamStep* steps;
+  uint32_t count;    /* of steps */
+  uint32_t captured; /* 1: a graph has them, and may repeat them at any time */
+} ProxycclStreamOperations;
+
+/* Whether the streams' context is the calling thread's current one. */
+static inline int proxyccl_stream_is_current(const ProxycclStreamOperations* self) {
+  uint64_t context = 0;
+  return self->current == 0 || (self->current(&context) == 0 && context == self->context);
+}
+
+static inline int proxyccl_stream_issue_words(const ProxycclStreamOperations* self, ProxycclStreamOperation* words,
+                                              uint32_t count, void* stream) {
+  if (self->batch != 0) return self->batch(stream, count, words, 0);
+  for (uint32_t i = 0; i < count; ++i) {
+    uint64_t* address = (uint64_t*)(uintptr_t)words[i].address;
+    const int status = words[i].kind == PROXYCCL_STREAM_WRITE ? self->write64(stream, address, words[i].value, 0)
+                                                              : self->wait64(stream, address, words[i].value, 0, ~0ull);
+    if (status != 0) return status;
+  }
+  return 0;
+}
+
+/* Returns the driver's status, the first that is not 0. What is behind a step that the driver refused is issued all the
+ * same: a stream that has rung a plan must wait for it, and let it go on. */
+static inline int proxyccl_stream_issue_current(ProxycclStreamOperations* self, uintptr_t stream) {
+  ProxycclStreamOperation* words = self->words;
+  int first = 0, capturing = 0;
+  if (self->is_capturing != 0 && self->is_capturing((void*)stream, &capturing) == 0 && capturing != 0)
+    self->captured = 1;
+  for (uint32_t i = 0; i < self->count; ++i) {
+    const ProxycclStreamStep* step = &self->steps[i];
+    int status;
+    if (step->words != 0)
+      status = proxyccl_stream_issue_words(self, words, step->words, (void*)stream);
+    else if (step->launch != 0)
+      status = proxyccl_launch_current(step->launch, stream);
+    else
+      status = self->copy(step->dst, step->src, step->bytes, (void*)stream);
+    words += step->words;
+    if (first == 0) first = status;
+  }
+  return first;
+}
+
+/* Returns the driver's status, or PROXYCCL_OTHER_CONTEXT with nothing done. */
+static inline int proxyccl_stream_issue(ProxycclStreamOperations* self, uintptr_t stream) {
+  return proxyccl_stream_is_current(self) ? proxyccl_stream_issue_current(self, stream) : PROXYCCL_OTHER_CONTEXT;
+}
+
+#endif

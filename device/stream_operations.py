@@ -1,0 +1,127 @@
+"""What a stream does in turn, issued by one call into C: words that it writes or waits for, copies, and launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import BaseRuntime, StreamLike
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
+
+_WORD_BYTES = 8
+_VALUES = range(1 << 63)
+
+
+@dataclass(frozen=True)
+class WriteValue:
+    """Stores a value, behind all earlier work of the stream.
+
+    Attributes:
+        ptr: the device's address of a word of 8 bytes, aligned to 8.
+        value: from 0 to 2**63 - 1.
+    """
+
+    ptr: int
+    value: int
+
+
+@dataclass(frozen=True)
+class WaitValue:
+    """Holds up later work of the stream until a word is at least `value`. Nothing bounds the wait.
+
+    Attributes:
+        ptr: the device's address of a word of 8 bytes, aligned to 8.
+        value: from 0 to 2**63 - 1.
+    """
+
+    ptr: int
+    value: int
+
+
+@dataclass(frozen=True)
+class CopyBytes:
+    """Copies, behind all earlier work of the stream.
+
+    Attributes:
+        dst, src: the device's addresses. Where they are the same nothing is copied.
+        nbytes: may be 0.
+    """
+
+    dst: int
+    src: int
+    nbytes: int
+
+
+Operation = WriteValue | WaitValue | CopyBytes | Launch
+"""A `Launch` is of the streams' runtime."""
+
+
+class StreamOperations:
+    """What a stream does in turn. Calling it queues that; in a capture it becomes part of the graph.
+
+    An operation that the driver refuses is left out, and the others are queued all the same: a stream that has rung the
+    proxy must wait for it.
+
+    Args:
+        runtime: the runtime of the streams.
+        operations: at least one.
+
+    Attributes:
+        prepared: the ProxycclStreamOperations (stream_operations.h), for callers in C.
+
+    Raises:
+        ArgumentError: there is no operation, an address is not that of a word, or a value is out of range.
+    """
+
+    def __init__(self, runtime: BaseRuntime, operations: Sequence[Operation]) -> None:
+        if not operations:
+            raise ArgumentError("operations", "expected at least one")
+        self._runtime = runtime
+        kinds = {WriteValue: lib.PROXYCCL_STREAM_WRITE, WaitValue: lib.PROXYCCL_STREAM_WAIT}
+        words: list[WriteValue | WaitValue] = []
+        steps: list[dict[str, Any]] = []
+        for operation in operations:
+            if isinstance(operation, Launch):
+                steps.append({"launch": operation.prepared})
+            elif isinstance(operation, CopyBytes):
+                if operation.nbytes and operation.dst != operation.src:
+                    steps.append({"dst": operation.dst, "src": operation.src, "bytes": operation.nbytes})
+            else:
+                _require_word(operation)
+                words.append(operation)
+                if not steps or "words" not in steps[-1]:
+                    steps.append({"words": 0})
+                steps[-1]["words"] += 1
+        self._launches = [operation for operation in operations if isinstance(operation, Launch)]
+        fields = [{"kind": kinds[type(word)], "address": word.ptr, "value": word.value} for word in words]
+        self._words, self._steps = ffi.new("ProxycclStreamOperation[]", fields), ffi.new("ProxycclStreamStep[]", steps)
+        calls = runtime.stream_operation_calls()
+        self.prepared = ffi.new("ProxycclStreamOperations *")
+        lib.proxyccl_stream_operations_fill(
+            self.prepared, calls.batch, calls.write64, calls.wait64, calls.copy, calls.is_capturing, calls.current
+        )
+        self.prepared.context = calls.context
+        self.prepared.words, self.prepared.steps, self.prepared.count = self._words, self._steps, len(steps)
+
+    def __call__(self, stream: StreamLike = None) -> None:
+        """Queues the operations. Raises KernelError if the driver refuses one."""
+        handle = self._runtime.stream_handle(stream)
+        status = lib.proxyccl_stream_issue(self.prepared, handle)
+        if status == lib.PROXYCCL_OTHER_CONTEXT:
+            with self._runtime.current():
+                status = lib.proxyccl_stream_issue(self.prepared, handle)
+        self.check(status)
+
+    def check(self, status: int) -> None:
+        """Raises KernelError unless `status`, the driver's for these operations, is 0."""
+        self._runtime.check(status, "stream operations")
+
+
+def _require_word(operation: WriteValue | WaitValue) -> None:
+    if operation.ptr <= 0 or operation.ptr % _WORD_BYTES:
+        raise ArgumentError("ptr", f"expected the address of a word, aligned to 8, not {operation.ptr:#x}")
+    if operation.value not in _VALUES:
+        raise ArgumentError("value", f"expected an integer from 0 to 2**63 - 1, not {operation.value!r}")

@@ -1,0 +1,28 @@
+/* A loop that only posts RDMA writes on a queue pair: what verbs allow, for benchmarks to compare the transport with.
+ */
+#ifndef PROXYCCL_VERBS_LOOP_H
+#define PROXYCCL_VERBS_LOOP_H
+
+#include <stdint.h>
+
+enum { PROXYCCL_VERBS_BARE_CHAIN = 64 };
+
+typedef struct ProxycclVerbsBareWrites {
+  uintptr_t qp, cq; /* ibv_qp *, and the ibv_cq * of its send completions; nothing is outstanding on them */
+  uint64_t local;   /* address that each write reads */
+  uint64_t remote;  /* address that each write goes to */
+  uint32_t lkey, rkey;
+  uint32_t bytes;        /* of each write */
+  uint32_t depth;        /* most writes outstanding; the send queue takes them */
+  uint32_t chain;        /* writes posted with one call: from 1 to PROXYCCL_VERBS_BARE_CHAIN */
+  uint32_t signal_every; /* one write in so many is signalled, and the last one. At most depth + 1 - chain: otherwise
+                            the writes before the next signalled one leave no room for a chain. */
+  uint64_t count;        /* number of writes */
+  uint64_t timeout_ns;   /* for all of them */
+} ProxycclVerbsBareWrites;
+
+/* Nanoseconds from the first post to the last completion; or a status of the verbs transport, negative: -EINVAL for
+ * options that are out of range, -ETIMEDOUT, -ENOSYS in a build without verbs. */
+int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options);
+
+#endif

@@ -1,0 +1,112 @@
+"""The channel ids of a service: which are in use, and each one's ring, worker and connection or handler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from proxyccl.device.errors import ResourceError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import Connection
+from proxyccl.proxy.observe.segment import ObservedSegment
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.trigger import MAX_CHANNELS
+
+ffi, lib = _engine.ffi, _engine.lib
+
+
+class ChannelTable:
+    """A channel belongs to one worker and to one ring of that worker. The caller serialises all calls.
+
+    Args:
+        service: a ProxycclService.
+        shared: where the channels' counters and flush words lie.
+        observed: where observers read each channel's place.
+        rings: number of rings, which the workers have in turn.
+        workers: number of workers.
+    """
+
+    def __init__(
+        self, service: Any, shared: SharedWords, observed: ObservedSegment, *, rings: int, workers: int
+    ) -> None:
+        self._service = service
+        self._shared = shared
+        self._observed = observed
+        self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
+        self._ring_of: dict[int, int] = {}  # by channel
+        self._next = 0
+        self._free: list[list[int]] = [[] for _ in range(workers)]  # by worker
+        self._handlers = 0
+        self._given = 0  # ids that other services reserved
+
+    def __len__(self) -> int:
+        return len(self._ring_of)
+
+    def ring_of(self, channel: int) -> int:
+        """Number of the ring that a channel's triggers go through."""
+        return self._ring_of[channel]
+
+    def reserve(self, worker: int, channel: int | None = None) -> int:
+        """Reserves an id for a worker. The engine refuses triggers on it until it is set.
+
+        Args:
+            worker: number of the worker.
+            channel: an id that another service reserved; None to reserve one here.
+
+        Raises:
+            ResourceError: all ids are in use.
+        """
+        if channel is not None:
+            self._ring_of[channel] = self._ring_in_turn(worker, self._given)
+            self._given += 1
+            return channel
+        if self._free[worker]:
+            return self._free[worker].pop()
+        channel = self._next
+        if channel == MAX_CHANNELS:
+            raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
+        self._next += 1
+        self._ring_of[channel] = self._ring_in_turn(worker, channel // len(self._rings_of))
+        return channel
+
+    def _ring_in_turn(self, worker: int, turn: int) -> int:
+        rings = self._rings_of[worker]
+        return rings[turn % len(rings)]
+
+    def set_connection(self, channel: int, connection: Connection, remote_semaphore: int) -> None:
+        """Has a channel's triggers go to a connection, and its signals to a word of the peer."""
+        lib.proxyccl_service_set_channel(
+            self._service,
+            channel,
+            connection.pointer,
+            ffi.cast("uint64_t *", remote_semaphore),
+            self._shared.flushed_host(channel),
+        )
+        number = connection.number // len(self._rings_of)
+        self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
+
+    def reserve_for_handler(self, channel: int | None) -> tuple[int, int]:
+        """Reserves an id for a Python handler. Returns it, and its worker; workers take turns.
+
+        Args:
+            channel: an id that another service reserved; None to reserve one here.
+
+        Raises:
+            ResourceError: all ids are in use.
+        """
+        worker = self._handlers % len(self._rings_of)
+        self._handlers += 1
+        return self.reserve(worker, channel), worker
+
+    def set_handler(self, channel: int, worker: int) -> None:
+        """Has a channel's triggers go to its handler, which must be added before."""
+        lib.proxyccl_service_set_handler(self._service, channel, self._shared.flushed_host(channel))
+        self._observed.place_channel(channel, worker, self._ring_of[channel], None)
+
+    def free(self, channels: Iterable[int], worker: int) -> None:
+        """Frees ids of a worker. Their triggers must be drained, and nobody may signal their words."""
+        for channel in channels:
+            lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
+            self._observed.remove_channel(channel)
+            self._shared.clear_counters(channel)
+            self._free[worker].append(channel)

@@ -1,0 +1,270 @@
+"""The one codec for what crosses processes: bootstrap, daemon, links between hosts, memory for observers, report files.
+
+A `Message` says what its fields are, with their ranges. A `Codec` turns it into bytes of a bounded length and back, and
+trusts nothing that comes in: what is not a message of its type is a `ProtocolError` that names the sender, the field,
+what came and what was expected.
+
+The encoding is JSON rather than MessagePack. The same bytes are written to report files, to shared memory and to
+sockets, where people and other tools read them, and none of these paths moves data at a rate that would pay for a
+binary form. ``bytes`` travel in base64. Integers have 64 bits: from -2^63 to 2^64 - 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Generic, TypeVar, overload
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+from proxyccl.device.errors import ProtocolError
+
+__all__ = ["Codec", "Message", "ProtocolError", "Uint32", "Uint64"]
+
+Uint32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
+Uint64 = Annotated[int, Meta(ge=0)]
+"""`Codec` itself refuses what is larger than 64 bits: msgspec takes no bound above 2^63 - 1."""
+
+_SHOWN = 100  # characters of a wrong value in an error
+_LOCATED = re.compile(r"(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$(?P<path>.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_INTEGERS = range(-(2**63), 2**64)
+
+T = TypeVar("T")
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of everything that a `Codec` carries: immutable, built and compared like a frozen dataclass.
+
+    When decoded, an unknown field is refused, and so is a missing one that has no default. `__post_init__` may raise
+    ValueError about what types and ranges cannot say.
+    """
+
+
+class Codec(Generic[T]):
+    """Bytes for values of one type, and values for bytes.
+
+    Args:
+        kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
+        limit: length in bytes of the longest encoding, in both directions.
+        name: what errors call such a value; the type's name by default.
+
+    Raises:
+        TypeError: the type contains a dataclass or a Struct that would let unknown fields pass.
+    """
+
+    @overload
+    def __init__(self, kind: type[T], limit: int, name: str = "") -> None: ...
+
+    @overload  # a union is no `type[T]`: Codec[A | B](A | B, ...)
+    def __init__(self, kind: Any, limit: int, name: str = "") -> None: ...
+
+    def __init__(self, kind: Any, limit: int, name: str = "") -> None:
+        _require_strict(kind)
+        self._kind = kind
+        self._decoder = msgspec.json.Decoder(kind)
+        self.limit = limit
+        self.name = name or getattr(kind, "__name__", str(kind))
+
+    def encode(self, value: T, *, indent: int = 0) -> bytes:
+        """A value as bytes. Characters that UTF-8 does not have (of file names, say) become backslash escapes.
+
+        Args:
+            value: of this type; it is not checked.
+            indent: spaces for each level, on lines of their own; 0: all on one line.
+
+        Raises:
+            ProtocolError: it takes more than `limit` bytes.
+        """
+        try:
+            data = msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            data = msgspec.json.encode(_escape_surrogates(msgspec.to_builtins(value)))
+        if indent:
+            data = msgspec.json.format(data, indent=indent)
+        if len(data) > self.limit:
+            raise ProtocolError(f"{self.name} of {len(data)} bytes; expected at most {self.limit}")
+        return data
+
+    def decode(self, data: bytes | bytearray | memoryview, source: str) -> T:
+        """The value in bytes that came from `source`, such as "rank 3".
+
+        Raises:
+            ProtocolError: they are not the encoding of a value of this type, or longer than `limit`.
+        """
+        if len(data) > self.limit:
+            raise ProtocolError(f"{self.name} of {len(data)} bytes from {source}; expected at most {self.limit}")
+        try:
+            value: T = self._decoder.decode(data)
+            _require_64_bits(data)
+        except msgspec.ValidationError as error:
+            problem = _explain(str(error), self._kind, data)
+        except _WideIntegerError as error:
+            problem = f"{_prefix(error.path)}expected an integer of at most 64 bits, got {_show(error.value)}"
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            problem = _no_json(data, error)
+        else:
+            return value
+        raise ProtocolError(f"invalid {self.name} from {source}: {problem}")
+
+
+class _WideIntegerError(Exception):
+    def __init__(self, path: str, value: int) -> None:
+        super().__init__(path, value)
+        self.path = path
+        self.value = value
+
+
+def _require_64_bits(data: bytes | bytearray | memoryview) -> None:
+    if not _LONG_NUMBER.search(data):
+        return
+    for path, value in _leaves(msgspec.json.decode(data), "$"):
+        if isinstance(value, int) and value not in _INTEGERS:
+            raise _WideIntegerError(path, value)
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{i}]")
+    else:
+        yield path, value
+
+
+def _escape_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_escape_surrogates(key): _escape_surrogates(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_escape_surrogates(item) for item in value]
+    return value
+
+
+def _require_strict(kind: Any) -> None:
+    """Refuses types whose decoder ignores fields that it does not know."""
+    seen: set[int] = set()
+    pending = [inspect.type_info(kind)]
+    while pending:
+        found = pending.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, inspect.DataclassType | inspect.TypedDictType | inspect.NamedTupleType):
+            raise TypeError(f"{found.cls.__name__} is no Message: what it does not know would be ignored")
+        if isinstance(found, inspect.StructType):
+            if not found.forbid_unknown_fields:
+                raise TypeError(f"{found.cls.__name__} is no Message: what it does not know would be ignored")
+            pending += [field.type for field in found.fields]
+        for name in ("item_type", "key_type", "value_type"):
+            if hasattr(found, name):
+                pending.append(getattr(found, name))
+        pending += getattr(found, "types", ()) or getattr(found, "item_types", ())
+
+
+def _no_json(data: bytes | bytearray | memoryview, error: Exception) -> str:
+    return f"expected JSON, got {_show(bytes(data[: _SHOWN + 1]))} ({error})"
+
+
+def _explain(text: str, kind: Any, data: bytes | bytearray | memoryview) -> str:
+    """What msgspec says of a wrong value, with the field's name, the value, and the choices where there are some."""
+    try:
+        whole = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # behind the field that is wrong
+        return _no_json(data, error)
+    match = _LOCATED.fullmatch(text)
+    assert match is not None  # any text matches
+    what, path = match["what"], match["path"] or ""
+    steps = [name or index for name, index in _STEP.findall(path)]
+    value, expected = _follow(steps, whole, inspect.type_info(kind))
+    return _prefix(path) + _describe(what, value, expected, steps[-1:], is_key=match["key"] is not None)
+
+
+def _describe(what: str, value: Any, expected: inspect.Type, last: list[str], *, is_key: bool) -> str:
+    if what.startswith("Object missing required field"):
+        return f"field {_quoted(what)} is missing"
+    if what.startswith("Object contains unknown field"):
+        return f"unknown field {_quoted(what)}; expected {', '.join(_field_names(value, expected))}"
+    if what.startswith(("Invalid value", "Invalid enum value")):
+        choices = _tags(last, expected) or _literals(expected)
+        return f"unknown value {_show(value)}; expected {_one_of(choices)}"
+    if what.startswith("Expected"):
+        wanted = re.sub(r", got `.*`$", "", what).replace("`", "").removeprefix("Expected ")
+        return f"expected {wanted}{' as a key' if is_key else ''}, got {_show(value)}"
+    return f"{what}, got {_show(value)}"
+
+
+def _follow(steps: list[str], value: Any, expected: inspect.Type) -> tuple[Any, inspect.Type]:
+    """The value at a path, and the type that is expected there.
+
+    Behind an entry of a dict, which msgspec does not name, this is the dict; and at the tag of a union, the union.
+    """
+    for step in steps:
+        options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
+        if isinstance(value, dict):
+            if step not in value:
+                break
+            structs = [option for option in options if isinstance(option, inspect.StructType)]
+            if any(struct.tag_field == step for struct in structs):
+                return value[step], expected
+            chosen = _variant(value, structs)
+            if chosen is not None:
+                expected = next((field.type for field in chosen.fields if field.encode_name == step), expected)
+            value = value[step]
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            for option in options:
+                expected = getattr(option, "item_type", expected)
+            value = value[int(step)]
+        else:
+            break
+    return value, expected
+
+
+def _variant(value: dict[str, Any], structs: list[inspect.StructType]) -> inspect.StructType | None:
+    """The struct that an object is to be, by its tag where there are several."""
+    if len(structs) == 1:
+        return structs[0]
+    return next((struct for struct in structs if value.get(struct.tag_field or "") == struct.tag), None)
+
+
+def _field_names(value: Any, expected: inspect.Type) -> list[str]:
+    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
+    chosen = _variant(value, [option for option in options if isinstance(option, inspect.StructType)])
+    return [field.encode_name for field in chosen.fields] if chosen is not None else []
+
+
+def _tags(last: list[str], expected: inspect.Type) -> list[str | int]:
+    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
+    structs = [option for option in options if isinstance(option, inspect.StructType)]
+    return [struct.tag for struct in structs if [struct.tag_field] == last and struct.tag is not None]
+
+
+def _literals(expected: inspect.Type) -> list[Any]:
+    options = expected.types if isinstance(expected, inspect.UnionType) else (expected,)
+    return [value for option in options if isinstance(option, inspect.LiteralType) for value in option.values]
+
+
+def _one_of(choices: Sequence[object]) -> str:
+    return f"{'one of ' if len(choices) > 1 else ''}{', '.join(map(str, choices))}"
+
+
+def _prefix(path: str) -> str:
+    name = path.removeprefix("$").removeprefix(".")
+    return f"{name}: " if name else ""
+
+
+def _quoted(text: str) -> str:
+    return repr(text.split("`", 1)[1].rstrip("`")[:_SHOWN])
+
+
+def _show(value: Any) -> str:
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # of an integer with thousands of digits, or lists in lists
+        text = f"a value of type {type(value).__name__} too long to print"
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"

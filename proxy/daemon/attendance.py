@@ -1,0 +1,65 @@
+"""Who uses a job's own daemon, and so when it has done its work."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+
+START_SECONDS = 30.0
+"""For which a daemon waits for its first client: the rank that started it may have been killed."""
+LINGER_SECONDS = 1.0
+"""For which it waits for the next client while a process of an earlier one lives."""
+
+
+class Attendance:
+    """The processes that were clients and live, by their descriptors, and since when nobody is connected."""
+
+    def __init__(self) -> None:
+        self._pids: dict[int, int] = {}  # by descriptor
+        self._anybody_came = False
+        self._empty_since: float | None = time.monotonic()
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Of the processes. One becomes readable when its process ends."""
+        return list(self._pids)
+
+    def came(self, pid: int) -> int | None:
+        """Notes that a process has connected. Returns its descriptor if it is new and lives."""
+        self._anybody_came = True
+        if pid in self._pids.values():
+            return None
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:  # it has ended already, or lives in another namespace of process ids
+            return None
+        self._pids[descriptor] = pid
+        return descriptor
+
+    def ended(self, descriptor: int) -> int:
+        """Forgets a process that has ended. Returns its process id."""
+        os.close(descriptor)
+        return self._pids.pop(descriptor)
+
+    def milliseconds_left(self, clients: int) -> int | None:
+        """For how long to wait for another client; None while there are some.
+
+        Args:
+            clients: how many are connected.
+        """
+        if clients:
+            self._empty_since = None
+            return None
+        now = time.monotonic()
+        if self._empty_since is None:
+            self._empty_since = now
+        patience = LINGER_SECONDS if self._pids else 0.0
+        if not self._anybody_came:
+            patience = START_SECONDS
+        return max(0, math.ceil(1000 * (self._empty_since + patience - now)))
+
+    def close(self) -> None:
+        """Closes the descriptors."""
+        for descriptor in self.descriptors:
+            self.ended(descriptor)

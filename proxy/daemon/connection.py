@@ -1,0 +1,331 @@
+"""A rank's conversation with the node daemon: requests and their answers, events, and the daemon's loss."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from msgspec import structs
+
+from proxyccl.device._native import lib as native
+from proxyccl.device.errors import (
+    ClosedError,
+    ProtocolError,
+    ProxyCCLError,
+    ProxyLostError,
+    RuntimeUnavailableError,
+)
+from proxyccl.proxy.daemon.frames import limit_waits, peer_credentials, receive, send
+from proxyccl.proxy.daemon.listeners import shown
+from proxyccl.proxy.daemon.protocol import (
+    HELLO_ANSWERS,
+    HELLOS,
+    LAYOUT,
+    REPLIES,
+    REQUESTS,
+    VERSION,
+    AnyReply,
+    AnyRequest,
+    Close,
+    Closed,
+    Ending,
+    Failed,
+    Hello,
+    HelloAnswer,
+    Missing,
+    RdmaMissing,
+    Refused,
+    Reply,
+    WriteReport,
+    socket_path,
+)
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.transports.table import TRANSPORTS
+
+_MARGIN = 10.0  # seconds that an answer may take beside what was asked for
+_HELLO_SECONDS = 10.0
+_DAEMON = "the node daemon"
+
+A = TypeVar("A", bound=Reply)
+
+
+class DaemonAddress(Protocol):
+    """Where a daemon is found. `str` names it for people."""
+
+    def connect(self, timeout: float) -> tuple[socket.socket, int]:
+        """A connection to a daemon that accepts this process, and the daemon's process.
+
+        Args:
+            timeout: seconds for each step.
+
+        Raises:
+            RuntimeUnavailableError: there is no such daemon; the message says what to do.
+        """
+        ...
+
+    def last_words(self) -> str:
+        """What the daemon wrote last; empty where this process can't tell. Called when it is lost."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of it."""
+        ...
+
+
+class NodeDaemon:
+    """The node daemon that listens at a path. See `DaemonAddress`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __str__(self) -> str:
+        return str(self._path)
+
+    def connect(self, timeout: float) -> tuple[socket.socket, int]:
+        """See `DaemonAddress.connect`."""
+        try:
+            connection, _ = introduce(os.fspath(self._path), timeout)
+        except (OSError, ProtocolError) as error:
+            raise RuntimeUnavailableError(
+                f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
+            ) from None
+        return connection, peer_credentials(connection)[0]
+
+    def last_words(self) -> str:
+        """Empty: it has a log of its own."""
+        return ""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]:
+    """Connects to a daemon and says hello. Returns the connection, and the answer.
+
+    Raises:
+        RuntimeUnavailableError: the daemon does not accept this process.
+        OSError, ProtocolError: there is none, or it does not answer.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        limit_waits(connection, timeout, timeout)
+        connection.connect(address)
+        _, user = peer_credentials(connection)
+        if user not in (0, os.geteuid()):
+            raise _refused(address, f"it belongs to user {user}")
+        answer = _say_hello(connection)
+        if answer.error:
+            raise _refused(address, answer.message)
+        if answer.version != VERSION:
+            raise _refused(address, f"it speaks version {answer.version} of the protocol, this process {VERSION}")
+        limit_waits(connection, timeout, 0)
+    except (OSError, ProxyCCLError):
+        connection.close()
+        raise
+    return connection, answer
+
+
+def _refused(address: str, reason: str) -> RuntimeUnavailableError:
+    return RuntimeUnavailableError(f"the node daemon at {shown(address)} does not accept this process: {reason}")
+
+
+def _say_hello(connection: socket.socket) -> HelloAnswer:
+    """The daemon's answer. Raises ConnectionResetError if it hung up."""
+    send(connection, HELLOS, Hello(VERSION, LAYOUT))
+    message = receive(connection, HELLO_ANSWERS, _DAEMON)
+    if message is None:
+        raise ConnectionResetError("it hung up")
+    return message[0]
+
+
+def daemon_process(path: Path) -> int:
+    """The process of the daemon that listens at a path.
+
+    Raises:
+        RuntimeUnavailableError: none answers.
+    """
+    connection, process = NodeDaemon(path).connect(_HELLO_SECONDS)
+    connection.close()
+    return process
+
+
+def missing_in_daemon(timeout: float) -> tuple[str, dict[str, str]]:
+    """Why this process has no proxy in a daemon, and by RDMA transport why it has no RDMA there; empty where it has."""
+    rdma_transports = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
+    try:
+        connection, _ = NodeDaemon(socket_path()).connect(timeout)
+    except RuntimeUnavailableError as error:
+        return str(error), dict.fromkeys(rdma_transports, "there is no node daemon")
+    with connection:
+        try:
+            limit_waits(connection, timeout, timeout)
+            send(connection, REQUESTS, RdmaMissing())
+            message = receive(connection, REPLIES, _DAEMON)
+        except (OSError, ProtocolError) as error:
+            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} does not answer rdma_missing: {error}")
+    match message:
+        case None:
+            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} hung up")
+        case Missing(missing=missing), _:
+            return "", {name: missing.get(name, f"{_DAEMON} has no such transport") for name in rdma_transports}
+        case reply, _:
+            return "", dict.fromkeys(rdma_transports, f"{_DAEMON} answered rdma_missing with {reply}")
+
+
+class DaemonConnection:
+    """Requests to a daemon, from any thread, one at a time. A thread reads what the daemon sends.
+
+    Args:
+        timeout: seconds that the daemon may take for an answer, up to 10, beside what the request itself takes.
+        name: of the thread.
+        on_failure: called, in that thread, when a worker fails and when the daemon is lost.
+        address: of the daemon; None for the node daemon at the default socket. `hang_up` closes it.
+
+    Attributes:
+        address: of the daemon.
+        daemon: the daemon's process.
+        daemon_started: when that began (`proxyccl.proxy.processes.start_of`).
+
+    Raises:
+        RuntimeUnavailableError: there is no daemon, or it does not accept this process.
+    """
+
+    def __init__(
+        self,
+        timeout: float,
+        name: str,
+        on_failure: Callable[[ProxyFailure], None],
+        address: DaemonAddress | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._on_failure = on_failure
+        self._lock = threading.RLock()
+        self._answers: queue.SimpleQueue[AnyReply | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._lost = ""
+        self._closed = False
+        self.address = address or NodeDaemon(socket_path())
+        self._socket, self.daemon = self.address.connect(timeout)
+        self.daemon_started = start_of(self.daemon)
+        self._reader = threading.Thread(target=self._read, name=f"{name}-daemon", daemon=True)
+        self._reader.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is still a daemon to ask."""
+        return not self._closed and not self._lost
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether this end has hung up."""
+        return self._closed
+
+    def ask(
+        self, request: AnyRequest, answer_type: type[A], *, takes: float = 0.0, descriptors: Sequence[int] = ()
+    ) -> A:
+        """Sends a request and waits for its answer.
+
+        Args:
+            request: without a number.
+            answer_type: of the answer.
+            takes: seconds that the daemon may take to do it.
+            descriptors: that go with it.
+
+        Raises:
+            ClosedError: this end has hung up.
+            ProxyLostError: the daemon is lost, or breaks the protocol.
+            ProxyCCLError: what the daemon raised.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the proxy service is closed")
+            answer = self._exchange(request, takes, descriptors) if not self._lost else None
+        if isinstance(answer, Refused):
+            raise answer.exception()
+        if not isinstance(answer, answer_type):
+            if answer is not None:
+                self._lose(f"process {self.daemon} answered {request.name} with {answer!r:.100}")
+            raise ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request.name)
+        return answer
+
+    def _exchange(self, request: AnyRequest, takes: float, descriptors: Sequence[int]) -> AnyReply | None:
+        """The answer to a request; None where the daemon is lost."""
+        number = next(self._numbers)
+        try:
+            send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
+            return self._answer_to(number, takes + min(self._timeout, _MARGIN))
+        except BrokenPipeError:
+            self._reader.join(_MARGIN)  # it finds out why
+        except (OSError, queue.Empty) as error:
+            self._lose(f"process {self.daemon} does not answer a request to {request.name}: {error or 'too late'}")
+        return None
+
+    def _answer_to(self, number: int, timeout: float) -> AnyReply | None:
+        """None where the daemon is lost. The answer to a request that was interrupted (Ctrl-C) may come before."""
+        deadline = time.monotonic() + timeout
+        while True:
+            answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            if answer is None or answer.request in (None, number):
+                return answer
+
+    def request_report(self, cause: str) -> None:
+        """Asks the daemon for a report too, without waiting for it: the daemon may be what hangs."""
+        with contextlib.suppress(OSError):  # it is lost, which this rank reports
+            send(self._socket, REQUESTS, WriteReport(cause), flags=socket.MSG_DONTWAIT)
+
+    def _read(self) -> None:
+        try:
+            while (message := receive(self._socket, REPLIES, _DAEMON)) is not None:
+                reply, _ = message
+                match reply:
+                    case Failed():
+                        self._on_failure(reply.failure())
+                    case Ending():
+                        self._lose(f"process {self.daemon} is ending")
+                    case _:
+                        self._answers.put(reply)
+            reason = f"process {self.daemon} ended"
+            words = self.address.last_words()
+            reason += f": {words}" if words else ""
+        except (OSError, ProtocolError) as error:
+            reason = str(error)
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost or self._closed:
+            return
+        self._lost = reason
+        self._answers.put(None)
+        self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
+
+    def close_service(self, timeout: float) -> bool:
+        """Has the daemon drain the rings and free all that it was given, and hangs up.
+
+        False if a worker did not end in time. Where the daemon is lost nothing of it runs, or nothing can be done.
+        """
+        with self._lock:
+            try:
+                return self.ask(Close(timeout), Closed, takes=2 * timeout).ended
+            except ProxyLostError:
+                return True
+            finally:
+                self.hang_up()
+
+    def hang_up(self) -> None:
+        """Closes the socket and ends the reading thread."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        if self._reader is not threading.current_thread():
+            self._reader.join(self._timeout)
+        self._socket.close()
+        self.address.close()

@@ -1,0 +1,174 @@
+"""A job's own daemon, as its ranks find it: by a name, at which the first to need it starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
+from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.daemon.connection import introduce
+from proxyccl.proxy.daemon.frames import limit_waits
+from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
+
+_HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+"""Variables by which a launcher shows each rank its own device only."""
+_PART_OF_DEVICE = "MIG"
+"""What the name of a part of a GPU begins with. CUDA shows a process one part only, and without its name the first."""
+_PROGRAM = Path(__file__).with_name("job_main.py")
+_START_SECONDS = 30.0
+"""What a start may take at least, however short the time-out: that is for peers, and a busy machine starts slowly."""
+_POLL_SECONDS = 0.002
+_MOST_WORDS = 2000
+_WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
+
+
+class JobOptions(Message, frozen=True):
+    """How the daemon runs its clients' proxies.
+
+    Attributes:
+        threads: number of threads that run the workers of all clients.
+        cores: that these threads may run on; None for `affinity`.
+        affinity: cores that the process may run on.
+        idle: the fields of an `IdlePolicy`, in order.
+    """
+
+    threads: int
+    cores: list[int] | None
+    affinity: list[int]
+    idle: tuple[float, float, float]
+
+
+JOB_OPTIONS = Codec(JobOptions, 1 << 20)
+
+
+def new_name() -> str:
+    """A name that nobody else can guess or has."""
+    return f"proxyccl-{secrets.token_hex(16)}"
+
+
+class JobDaemon:
+    """See `proxyccl.proxy.daemon.connection.DaemonAddress` for the methods.
+
+    Args:
+        name: the daemon's; the same on all ranks that share it.
+        options: with which this process starts it, where no other has.
+    """
+
+    def __init__(self, name: str, options: JobOptions) -> None:
+        self._name = name
+        self._options = options
+        self._errors: int | None = None
+
+    def __str__(self) -> str:
+        return f"@{self._name}"
+
+    def connect(self, timeout: float) -> tuple[socket.socket, int]:
+        """See `DaemonAddress.connect`. Starts the daemon if there is none."""
+        patience = max(timeout, _START_SECONDS)
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                connection, answer = introduce(abstract(self._name), patience)
+            except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # none, or it is ending
+                if time.monotonic() > deadline:
+                    raise _no_daemon(f"none answered within {patience:g} s: {error}") from None
+                if not self._start(patience):
+                    time.sleep(_POLL_SECONDS)
+            except (OSError, ProtocolError) as error:
+                raise _no_daemon(str(error)) from None
+            else:
+                limit_waits(connection, timeout, 0)
+                # The system would name the process that began to listen, which is the rank that started the daemon.
+                with contextlib.suppress(OSError):  # it may have ended; then it is lost without words
+                    self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
+                return connection, answer.pid
+
+    def _start(self, timeout: float) -> bool:
+        """Starts the daemon. False if another rank is about to."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            try:
+                listener.bind(abstract(self._name))
+                listener.listen(BACKLOG)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return False
+                raise _no_daemon(f"cannot listen at {self}: {error}") from None
+            _launch(listener, self._options, timeout)
+        return True
+
+    def last_words(self) -> str:
+        """The last line that it wrote to stderr."""
+        if self._errors is None:
+            return ""
+        lines = _text_of(self._errors).splitlines()
+        return lines[-1] if lines else ""
+
+    def close(self) -> None:
+        """See `DaemonAddress.close`."""
+        if self._errors is not None:
+            os.close(self._errors)
+            self._errors = None
+
+
+def _no_daemon(reason: str) -> RuntimeUnavailableError:
+    return RuntimeUnavailableError(f"the job's own node daemon: {reason}; {_WAY_OUT}")
+
+
+def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> None:
+    """Starts a process that serves at a socket, and waits until it does.
+
+    Raises:
+        RuntimeUnavailableError: it does not start; the message says why.
+    """
+    if not sys.executable:
+        raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
+    command = [sys.executable, "-P", str(_PROGRAM), str(listener.fileno())]
+    errors = os.memfd_create("proxyccl-stderr", os.MFD_CLOEXEC)
+    try:
+        process = subprocess.Popen(
+            [*command, JOB_OPTIONS.encode(options).decode()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for the ranks, which may still need their proxies then
+            env=_environment(),
+        )
+        try:
+            code = process.wait(timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise _no_daemon(f"it did not start within {timeout:g} s") from None
+            raise
+        if code:
+            words = _text_of(errors).strip() or "it wrote nothing"
+            raise _no_daemon(f"it ended while it started, with status {code}: {words}")
+    except OSError as error:
+        raise _no_daemon(f"cannot start {sys.executable}: {error}") from None
+    finally:
+        os.close(errors)
+
+
+def _environment() -> dict[str, str]:
+    """This process's, but with all devices, and with the modules that this process finds."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in _HIDING or value.startswith(_PART_OF_DEVICE)
+    }
+    return {**kept, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
+
+
+def _text_of(file: int) -> str:
+    """The end of a memory file."""
+    size = os.fstat(file).st_size
+    return os.pread(file, _MOST_WORDS, max(0, size - _MOST_WORDS)).decode(errors="replace")

@@ -1,0 +1,44 @@
+"""The program of a job's own daemon, which a rank runs as a file: python job_main.py SOCKET OPTIONS.
+
+SOCKET is the descriptor of the listening socket, OPTIONS a `JobOptions`. The process that the rank starts ends with
+status 0 when the daemon serves; the daemon is its child, so no rank has to wait for the daemon's end.
+"""
+
+import importlib.util
+import os
+import sys
+import types
+
+
+def main(listener: int, options: str) -> None:
+    """Runs the daemon in a child. Ends the process with status 1 if the child ends before it serves."""
+    serves, tell = os.pipe()
+    if os.fork():  # before anything is imported that has threads
+        os.close(tell)
+        os._exit(0 if os.read(serves, 1) else 1)
+    os.close(serves)
+    _leave_out_public_names()
+    from proxyccl.device.errors import ProxyCCLError
+    from proxyccl.proxy.daemon.command import run_for_job
+
+    def on_ready() -> None:
+        os.write(tell, b"x")
+        os.close(tell)
+
+    try:
+        run_for_job(listener, options, on_ready)
+    except ProxyCCLError as error:
+        sys.exit(str(error))  # on stderr, which the rank reads
+
+
+def _leave_out_public_names() -> None:
+    """Puts an empty package in the place of `proxyccl`, which would import everything behind the public names."""
+    spec = importlib.util.find_spec("proxyccl")
+    assert spec is not None
+    package = types.ModuleType("proxyccl")
+    package.__path__ = list(spec.submodule_search_locations or ())
+    sys.modules["proxyccl"] = package
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

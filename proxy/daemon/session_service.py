@@ -1,0 +1,145 @@
+"""The proxy service that the daemon runs for one client, over the client's own rings, and what the client was given."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+from proxyccl.device.errors import ProtocolError
+from proxyccl.device.runtime import Runtime
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.daemon.protocol import (
+    AddMemory,
+    AddPinnedMemory,
+    AddPlan,
+    AddRdmaMemory,
+    AnyReply,
+    ConnectCopy,
+    ConnectRdma,
+    Drain,
+    Drained,
+    FreeChannels,
+    Open,
+    RemoveMemory,
+    RemovePlan,
+    ReserveChannel,
+    ReserveElsewhere,
+    ServiceRequest,
+    SetChannel,
+)
+from proxyccl.proxy.daemon.session_channels import SessionChannels
+from proxyccl.proxy.daemon.session_memories import SessionMemories
+from proxyccl.proxy.daemon.session_plans import SessionPlans
+from proxyccl.proxy.daemon.session_rdma import SessionRdma
+from proxyccl.proxy.fifo import Ring
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.ring import ring_bytes
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.thread import ProxyThread
+from proxyccl.proxy.trigger import MAX_CHANNELS
+from proxyccl.proxy.workers import MAX_RINGS
+
+_SEMAPHORES_BYTES = 8 * MAX_CHANNELS
+
+
+def require_descriptors(request: Open, count: int) -> None:
+    """Raises ProtocolError unless so many descriptors are those of a segment and enough rings."""
+    if not request.threads < count <= MAX_RINGS + 1:
+        raise ProtocolError(
+            f"open came with {count} descriptors; expected a segment and {request.threads} to {MAX_RINGS} rings"
+        )
+
+
+class SessionService:
+    """A client's service with its memories, channels, plans and RDMA.
+
+    Args:
+        request: what the client asked for.
+        descriptors: of the control segment and the rings; the caller closes them.
+        runtime: whose copies the service issues.
+        threads: which run its workers.
+        on_failure: called in a worker's thread when the worker ends on an error.
+        has_left: whether the client has hung up.
+
+    Attributes:
+        proxy: the service.
+
+    Raises:
+        ArgumentError: a descriptor names no such memory.
+    """
+
+    def __init__(
+        self,
+        request: Open,
+        descriptors: Sequence[int],
+        runtime: Runtime,
+        threads: Sequence[ProxyThread],
+        on_failure: Callable[[ProxyFailure], None],
+        has_left: Callable[[], bool],
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            nbytes = request.shared_offset + SharedWords.BYTES
+            if request.semaphores_offset is not None:
+                nbytes = max(nbytes, request.semaphores_offset + _SEMAPHORES_BYTES)
+            segment = runtime.adopt_pinned(os.dup(descriptors[0]), nbytes)
+            undo.callback(segment.close)
+            rings: list[Ring] = []
+            for descriptor in descriptors[1:]:
+                # Only the engine reads a ring here: the device that writes to it is reached by the client.
+                memory = SharedMemory.adopt(os.dup(descriptor), ring_bytes(request.fifo_size))
+                rings.append(Ring(memory, request.fifo_size))
+                undo.callback(rings[-1].close)
+            self.proxy = ProxyService(
+                runtime,
+                segment.host_ptr,
+                segment,
+                shared_offset=request.shared_offset,
+                semaphores_offset=request.semaphores_offset,
+                shared_threads=threads,
+                rings=rings,
+                on_failure=on_failure,
+                description=request.description,
+            )
+            undo.pop_all()
+        self._segment = segment
+        self._has_left = has_left
+        self._memories = SessionMemories(self.proxy, runtime)
+        self._channels = SessionChannels(self.proxy, runtime, self._memories)
+        self._plans = SessionPlans(self.proxy)
+        self._rdma = SessionRdma(self.proxy, self._memories, has_left)
+
+    def handle(self, request: ServiceRequest) -> AnyReply:
+        """Does what a request asks for.
+
+        Raises:
+            ProtocolError: it names what the client was not given.
+            ProxyCCLError: it cannot be done.
+        """
+        match request:
+            case AddMemory() | AddPinnedMemory() | AddRdmaMemory() | RemoveMemory():
+                return self._memories.handle(request)
+            case ConnectCopy() | ReserveChannel() | ReserveElsewhere() | SetChannel() | FreeChannels():
+                return self._channels.handle(request)
+            case AddPlan() | RemovePlan():
+                return self._plans.handle(request)
+            case ConnectRdma(peer=peer):
+                return self._channels.add(self._rdma.open_connection(peer))
+            case Drain(timeout=timeout):
+                return Drained(self.drain(timeout))
+            case _:
+                return self._rdma.handle(request)
+
+    def drain(self, timeout: float) -> bool:
+        """Waits until what the rings hold is done; not for a client that has left."""
+        return self.proxy.drain(timeout, self._has_left)
+
+    def free(self) -> None:
+        """Unmaps and closes everything that the service used. Its workers must have ended."""
+        with contextlib.ExitStack() as steps:  # from the last to the first; each is taken even if another raises
+            steps.callback(self._segment.close)
+            steps.callback(self._memories.close)
+            steps.callback(self._channels.close)
+            steps.callback(self._rdma.close)
+            steps.callback(self._memories.unmap_retired)

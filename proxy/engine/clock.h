@@ -1,0 +1,14 @@
+/* The clock of the engine and of all that it shows: CLOCK_MONOTONIC. */
+#ifndef PROXYCCL_CLOCK_H
+#define PROXYCCL_CLOCK_H
+
+#include <stdint.h>
+#include <time.h>
+
+static inline uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+#endif

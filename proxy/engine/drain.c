@@ -1,0 +1,225 @@
+/* What a worker does with a ring: it takes triggers out, checks them and has their connections act on them. */
+#include "clock.h"
+#include "worker.h"
+
+/* Which check a refused transfer fails. */
+static const char *trigger_error(const ProxycclMemory *dst, const ProxycclMemory *src, uint64_t src_offset,
+                                 uint64_t bytes) {
+  if (src->bytes == 0) return "the source memory id is not registered";
+  if (dst->bytes == 0) return "the destination memory id is not registered";
+  if (src_offset + bytes > src->bytes) return "the transfer leaves the source memory";
+  return "the transfer leaves the destination memory";
+}
+
+/* A route stays in registers only where nobody is given its address. */
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
+/* What the triggers of a run have in common. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
+ * word 1 are looked up when they change. The tables' entries are read again for each trigger. */
+typedef struct {
+  uint64_t names; /* word 1 above the destination's offset, without the parity */
+  uint32_t op;
+  Channel *channel;
+  const ProxycclMemory *dst, *src;
+  ProxycclCounters *counters;
+  uint64_t triggers, bytes; /* not yet in `counters`: a sum in a register costs less than one in memory */
+  uint32_t first;           /* triggers that the visit had taken when the run began */
+} Route;
+
+static ALWAYS_INLINE void publish_counts(Route *route) {
+  if (route->triggers == 0) return;
+  counter_add(&route->counters->triggers, route->triggers);
+  if (route->op & PROXYCCL_OP_DATA) { /* every trigger of the run is a put, or none */
+    counter_add(&route->counters->puts, route->triggers);
+    counter_add(&route->counters->bytes, route->bytes);
+  }
+  route->triggers = route->bytes = 0;
+}
+
+/* Ends a run. `taken` is the number of triggers that the visit has taken. */
+static ALWAYS_INLINE void end_run(Route *route, uint32_t taken) {
+  publish_counts(route);
+  if (taken != route->first) route->channel->connection->progress.issued += taken - route->first;
+  route->first = taken;
+}
+
+static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
+
+/* 1 if the transport would copy from or to memory that only RDMA reaches. */
+static int copies_rdma_only(const ProxycclTransport *transport, const Route *route) {
+  return (route->src->rdma_only && transport->copies & PROXYCCL_COPIES_SOURCE) ||
+         (route->dst->rdma_only && transport->copies & PROXYCCL_COPIES_DESTINATION);
+}
+
+/* CONTINUE, or why the thread returns to Python. */
+static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
+                                             ProxycclExitInfo *info) {
+  const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+  route->op = trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
+  route->channel = &service->channels[id];
+  route->counters = &service->counters[id];
+  route->src = &service->memories[trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+  route->dst = &service->memories[trigger_field(trigger.word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
+  if (route->channel->is_handler) return PROXYCCL_EXIT_HANDLER;
+  if (route->channel->connection == NULL)
+    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
+  if (route->op == PROXYCCL_OP_CUSTOM)
+    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
+  if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(route->channel->connection->transport, route))
+    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
+                           "only RDMA reaches a memory that the trigger names, but its channel copies");
+  route->names = names_of(trigger);
+  return CONTINUE;
+}
+
+/* Times a flush that has to wait: its completion takes longer than reading the clock. */
+static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t awaited, ProxycclCounters *counters) {
+  TimedFlush *timed = &worker->timed[channel->connection->number];
+  if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
+}
+
+/* Acts on one trigger. CONTINUE, or why the thread returns to Python. A trigger is checked before anything moves. */
+static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
+                                          ProxycclTrigger trigger, ProxycclExitInfo *info) {
+  Channel *channel = route->channel;
+  ProxycclConnection *connection = channel->connection;
+  int status;
+
+  if (route->op & PROXYCCL_OP_DATA) {
+    const uint64_t bytes = trigger_field(trigger.word0, PROXYCCL_SIZE_SHIFT, PROXYCCL_SIZE_BITS);
+    const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+    const ProxycclMemory *dst = route->dst, *src = route->src;
+    /* The fields have 32 bits, so no sum overflows. */
+    if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes)
+      return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, src, src_offset, bytes));
+    if (bytes > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, bytes)) != 0)
+      return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
+    route->bytes += bytes;
+  }
+  ++route->triggers;
+  /* Before the signal or the flush word: whoever sees those finds the trigger in the counters. */
+  if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
+  if (route->op & PROXYCCL_OP_SIGNAL) {
+    counter_add(&route->counters->signals, 1);
+    const uint64_t previous = channel->outbound++;
+    status = connection->transport->signal(connection, channel->remote_semaphore, previous + 1, previous);
+    if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
+  }
+  if (route->op & PROXYCCL_OP_FLUSH) {
+    counter_add(&route->counters->flushes, 1);
+    status = connection->transport->flush(connection, channel->flushed, ticket + 1);
+    if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "flush");
+    if (word_peek(channel->flushed) <= ticket) time_flush(worker, channel, ticket + 1, route->counters);
+  }
+  return CONTINUE;
+}
+
+static uint32_t room_of(const ProxycclConnection *connection) {
+  return connection->transport->ready == NULL ? POLL_INTERVAL : connection->transport->ready(connection);
+}
+
+/* Acts on up to `limit` triggers of a ring, and adds their number to *progress. If a trigger's connection has no room,
+ * the trigger and all behind it stay in the ring, and *held is set.
+ *
+ * The compiler keeps the ring's copy in registers; through the pointer it would store and load the cursor for each
+ * trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so that a trigger
+ * that is not traced costs no branch. */
+static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
+                                        uint32_t *progress, int *held, int traced) {
+  ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
+  const uint32_t most = limit;
+  Ring ring = *shared;
+  Route route = {.names = ~0ull};
+  ProxycclTrigger trigger;
+  ProxycclExit result = CONTINUE;
+  uint32_t taken = 0;
+  while (taken < limit && ring_peek(&ring, &trigger)) {
+    if (names_of(trigger) != route.names) {
+      end_run(&route, taken);
+      result = find_route(worker->service, trigger, &route, info);
+      if (result == CONTINUE) {
+        const uint32_t room = room_of(route.channel->connection);
+        if (room == 0) {
+          *held = 1;
+          break;
+        }
+        limit = room < most - taken ? taken + room : most;
+      }
+    }
+    if (traced) trace_trigger(record++, trigger);
+    if (result == CONTINUE) result = execute(worker, &route, ring.next, trigger, info);
+    if (result != CONTINUE) {
+      if (result == PROXYCCL_EXIT_ERROR) counter_add(&route.counters->errors, 1);
+      info->trigger = trigger;
+      info->ticket = ring.next;
+      info->connection = route.channel->connection;
+      info->channel = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+      worker->handling = result == PROXYCCL_EXIT_HANDLER;
+      break;
+    }
+    ++ring.next;
+    if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
+  }
+  end_run(&route, taken); /* before the tail, which ends sync() */
+  ring_release(&ring);
+  *shared = ring;
+  *progress += taken;
+  if (traced) worker->trace.next += taken + (result != CONTINUE);
+  return result;
+}
+
+/* Visits a ring in parts, each with as many triggers as share a reading of the clock. Not inlined: with both loops in
+ * one function, the traced one finds no registers free. */
+static __attribute__((noinline)) ProxycclExit visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
+                                                           ProxycclExitInfo *info, uint32_t *progress, int *held) {
+  const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
+  Trace *trace = &worker->trace;
+  const uint64_t begin = trace->next;
+  ProxycclTrigger trigger;
+  ProxycclExit result;
+  if (!ring_peek(ring, &trigger)) return CONTINUE;
+  trace_seen(trace, worker->stats, number, ring->next, now);
+  for (;;) {
+    const uint32_t left = POLL_INTERVAL - (*progress - before), share = trace->share == 0 ? 1 : trace->share;
+    const uint32_t room = trace_room(trace), most = share < left ? share : left, limit = room < most ? room : most;
+    const uint64_t first = ring->next;
+    result = visit(worker, ring, limit, info, progress, held, 1);
+    const uint32_t taken = (uint32_t)(ring->next - first);
+    if (taken == 0 && result == CONTINUE) break;
+    const uint64_t end = now_ns();
+    trace_mark(trace, worker->stats, PROXYCCL_MARK_ISSUED, 0, end);
+    if (taken > 0) trace->share = trace_share(taken, end - now, POLL_INTERVAL);
+    now = end;
+    if (result != CONTINUE || taken < limit || taken == left) break;
+  }
+  if (trace->next == begin + 1) trace->next = begin; /* the trigger is held, and will be seen again */
+  trace_publish(trace, worker->stats);
+  return result;
+}
+
+ProxycclExit proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info, uint32_t *progress,
+                                        int *held) {
+  const uint64_t now = trace_wanted(worker->stats);
+  if (now != 0) return visit_traced(worker, ring, now, info, progress, held);
+  return visit(worker, ring, POLL_INTERVAL, info, progress, held, 0);
+}
+
+void proxyccl_worker_handled(ProxycclWorker *worker) {
+  Ring *ring = &worker->rings[worker->current];
+  ProxycclTrigger trigger;
+  if (!worker->handling || !ring_peek(ring, &trigger)) return;
+  const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
+  Channel *channel = &worker->service->channels[id];
+  counter_add(&worker->service->counters[id].triggers, 1);
+  /* Handlers run one after the other, so all earlier triggers of this channel are complete. */
+  if (trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS) & PROXYCCL_OP_FLUSH)
+    word_store(channel->flushed, ring->next + 1);
+  ++ring->next;
+  ring_release(ring);
+  worker->handling = 0;
+  const uint64_t traced_ns = trace_wanted(worker->stats);
+  if (traced_ns == 0) return;
+  trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_HANDLED, id, traced_ns);
+  trace_publish(&worker->trace, worker->stats);
+}

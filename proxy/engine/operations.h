@@ -1,0 +1,117 @@
+/* Queues for a transport that can't issue everything at once: operations that wait for room, and flushes that wait for
+ * completions. Both keep the connection's order.
+ */
+#ifndef PROXYCCL_OPERATIONS_H
+#define PROXYCCL_OPERATIONS_H
+
+#include <stddef.h>
+
+#include "order.h"
+#include "transport.h"
+
+enum {
+  OPERATIONS = 256, /* most operations in a queue; a power of two */
+  PER_TRIGGER = 3,  /* operations of a trigger: a put, a signal and a flush */
+  FLUSHES = 256     /* most flushes in a queue; a power of two */
+};
+
+typedef enum { PUT, SIGNAL, FLUSH } OperationKind;
+
+typedef struct {
+  OperationKind kind;
+  uint64_t source, destination; /* addresses of the part of a put that is not issued yet; a signal's word */
+  uint64_t bytes;               /* of that part; 0 for a signal */
+  uint64_t source_key, destination_key;
+  uint64_t *flushed;
+  uint64_t value; /* of a signal or a flush */
+} Operation;
+
+typedef struct {
+  uint64_t first, last; /* numbers; the operations between them wait */
+  Operation entries[OPERATIONS];
+} OperationQueue;
+
+/* Triggers for which there is room: a transport's `ready`. */
+static inline uint32_t operations_ready(const OperationQueue *queue) {
+  return (uint32_t)(OPERATIONS - (queue->last - queue->first)) / PER_TRIGGER;
+}
+
+/* The operation to issue next, or NULL. */
+static inline Operation *operations_next(OperationQueue *queue) {
+  return queue->first == queue->last ? NULL : &queue->entries[queue->first % OPERATIONS];
+}
+
+static inline void operations_pop(OperationQueue *queue) { ++queue->first; }
+
+/* The engine has checked that there is room. Fields are stored in place: copying a struct right after its fields are
+ * stored stalls the copy's wider loads. */
+static inline Operation *operations_push(OperationQueue *queue, OperationKind kind) {
+  Operation *operation = &queue->entries[queue->last++ % OPERATIONS];
+  operation->kind = kind;
+  return operation;
+}
+
+static inline void operations_push_put(OperationQueue *queue, const ProxycclMemory *dst, uint64_t dst_offset,
+                                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  Operation *operation = operations_push(queue, PUT);
+  operation->source = (uintptr_t)src->base + src_offset;
+  operation->destination = (uintptr_t)dst->base + dst_offset;
+  operation->bytes = bytes;
+  operation->source_key = src->key;
+  operation->destination_key = dst->key;
+}
+
+static inline void operations_push_signal(OperationQueue *queue, uint64_t *remote, uint64_t key, uint64_t value) {
+  Operation *operation = operations_push(queue, SIGNAL);
+  operation->destination = (uintptr_t)remote;
+  operation->destination_key = key;
+  operation->bytes = 0;
+  operation->value = value;
+}
+
+static inline void operations_push_flush(OperationQueue *queue, uint64_t *flushed, uint64_t value) {
+  Operation *operation = operations_push(queue, FLUSH);
+  operation->flushed = flushed;
+  operation->value = value;
+}
+
+/* Advances a put behind bytes that were issued. */
+static inline void operation_advance(Operation *put, uint64_t bytes) {
+  put->source += bytes;
+  put->destination += bytes;
+  put->bytes -= bytes;
+}
+
+typedef struct {
+  uint64_t *flushed;
+  uint64_t value;
+  uint64_t behind; /* number of the last request before the flush */
+} Flush;
+
+typedef struct {
+  uint64_t first, last; /* numbers; the flushes between them wait */
+  Flush entries[FLUSHES];
+} FlushQueue;
+
+/* Stores a flush word, at once if all `issued` requests are complete, otherwise in flushes_complete. 0 if the queue is
+ * full. */
+static inline int flushes_push(FlushQueue *queue, const Operation *flush, uint64_t issued, uint64_t completed) {
+  if (issued == completed) {
+    word_store(flush->flushed, flush->value);
+    return 1;
+  }
+  if (queue->last - queue->first == FLUSHES) return 0;
+  queue->entries[queue->last++ % FLUSHES] = (Flush){flush->flushed, flush->value, issued};
+  return 1;
+}
+
+/* Stores the words of all flushes behind requests that are complete. */
+static inline void flushes_complete(FlushQueue *queue, uint64_t completed) {
+  for (; queue->first != queue->last; ++queue->first) {
+    const Flush *flush = &queue->entries[queue->first % FLUSHES];
+    if (flush->behind > completed) return;
+    word_store(flush->flushed, flush->value);
+  }
+}
+
+#endif

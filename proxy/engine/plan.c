@@ -1,0 +1,493 @@
+/* What workers do with plans: each takes the steps of its own connections as far as they can go now. See plan.h. */
+#include "plan.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#include "clock.h"
+#include "worker.h"
+
+enum {
+  POLLS_PER_CLOCK = 16,    /* polls of a plan without progress between two readings of the clock */
+  OFFSET_BITS = 32,        /* of a post */
+  MOST_RECEIVES = 1 << 30, /* no stage has more */
+  SEQUENCE_SHIFT = OFFSET_BITS + PROXYCCL_MEMORY_BITS,
+  SHOWN_AFTER_NS = 1000000 /* without progress, observers are shown what a plan waits for: a short plan never is */
+};
+
+typedef enum { POST, MEET, SEND, RECEIVE } StepKind;
+typedef enum { WAITING, ISSUED, COMPLETE } StepState;
+
+typedef struct Step {
+  StepKind kind;
+  StepState state;
+  uint32_t channel;
+  uint64_t value; /* the post of a meeting that is complete; else what the step's word holds when it is complete */
+  union {
+    ProxycclPlanPost post;
+    struct {
+      ProxycclPlanSend send;
+      const struct Step *meeting; /* NULL: it waits for none */
+      const struct Step *before;  /* the send before it on its channel, or NULL */
+    };
+    ProxycclPlanReceive receive;
+  };
+} Step;
+
+struct Plan {
+  uint32_t number;
+  uint32_t count;
+  Step steps[]; /* posts, then meetings, sends, and receives: in the order in which they are looked at */
+};
+
+/* -- the table of plans --- */
+
+static int is_memory(uint32_t first, uint64_t offset) {
+  return first < PROXYCCL_MAX_MEMORIES && offset >> OFFSET_BITS < PROXYCCL_MAX_MEMORIES - first;
+}
+
+static int is_accepted(const ProxycclPlanSteps *given) {
+  int accepted = 1;
+  for (uint32_t i = 0; i < given->post_count; ++i) {
+    const ProxycclPlanPost *post = &given->posts[i];
+    accepted &= post->channel < PROXYCCL_MAX_CHANNELS && is_memory(post->memory, post->offset);
+  }
+  for (uint32_t i = 0; i < given->send_count; ++i) {
+    const ProxycclPlanSend *send = &given->sends[i];
+    const int posted = send->post_channel != PROXYCCL_NO_ID;
+    accepted &= send->channel < PROXYCCL_MAX_CHANNELS && is_memory(send->src_memory, 0);
+    accepted &= !posted || send->post_channel < PROXYCCL_MAX_CHANNELS;
+    accepted &= send->dst_memory == PROXYCCL_NO_ID ? posted : is_memory(send->dst_memory, 0);
+  }
+  for (uint32_t i = 0; i < given->receive_count; ++i) {
+    const ProxycclPlanReceive *receive = &given->receives[i];
+    accepted &= receive->channel < PROXYCCL_MAX_CHANNELS;
+    accepted &= receive->stage == PROXYCCL_NO_ID || receive->stage < PROXYCCL_PLAN_STAGES;
+  }
+  return accepted;
+}
+
+static Step *add_step(Plan *plan, StepKind kind, uint32_t channel) {
+  Step *step = &plan->steps[plan->count++];
+  step->kind = kind;
+  step->channel = channel;
+  return step;
+}
+
+/* The meeting with the peer that posts on a channel; it is made for the first send that needs it. */
+static const Step *meeting_on(Plan *plan, uint32_t channel) {
+  for (uint32_t i = 0; i < plan->count; ++i)
+    if (plan->steps[i].kind == MEET && plan->steps[i].channel == channel) return &plan->steps[i];
+  return add_step(plan, MEET, channel);
+}
+
+/* The last send on a channel so far, or NULL. */
+static const Step *last_send_on(const Plan *plan, uint32_t channel) {
+  for (uint32_t i = plan->count; i-- > 0;)
+    if (plan->steps[i].kind == SEND && plan->steps[i].channel == channel) return &plan->steps[i];
+  return NULL;
+}
+
+static void add_steps(Plan *plan, const ProxycclPlanSteps *given) {
+  for (uint32_t i = 0; i < given->post_count; ++i)
+    add_step(plan, POST, given->posts[i].channel)->post = given->posts[i];
+  for (uint32_t i = 0; i < given->send_count; ++i)
+    if (given->sends[i].post_channel != PROXYCCL_NO_ID) meeting_on(plan, given->sends[i].post_channel);
+  for (uint32_t i = 0; i < given->send_count; ++i) {
+    const ProxycclPlanSend *send = &given->sends[i];
+    const Step *before = last_send_on(plan, send->channel);
+    Step *step = add_step(plan, SEND, send->channel);
+    step->send = *send;
+    step->before = before;
+    if (send->post_channel != PROXYCCL_NO_ID) step->meeting = meeting_on(plan, send->post_channel);
+  }
+  for (uint32_t i = 0; i < given->receive_count; ++i)
+    add_step(plan, RECEIVE, given->receives[i].channel)->receive = given->receives[i];
+}
+
+void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores) {
+  service->words = words;
+  service->semaphores = semaphores;
+}
+
+int proxyccl_service_add_plan(ProxycclService *service, uint32_t number, const ProxycclPlanSteps *given) {
+  if (service->words == NULL || number == 0 || number >= PROXYCCL_MAX_PLANS || !is_accepted(given)) return EINVAL;
+  if (service->plans[number] != NULL) return EEXIST;
+  const size_t most = (size_t)given->post_count + 2 * (size_t)given->send_count + given->receive_count;
+  Plan *plan = calloc(1, sizeof *plan + most * sizeof(Step));
+  if (plan == NULL) return ENOMEM;
+  plan->number = number;
+  add_steps(plan, given);
+  plan_publish(&service->plans[number], plan);
+  return 0;
+}
+
+int proxyccl_service_remove_plan(ProxycclService *service, uint32_t number) {
+  if (number >= PROXYCCL_MAX_PLANS) return EINVAL;
+  if (parts_left(&service->parts) != 0 && service->current == number) return EBUSY;
+  free(service->plans[number]);
+  service->plans[number] = NULL;
+  return 0;
+}
+
+/* -- words --- */
+
+void proxyccl_plan_words_end_waits(ProxycclPlanWords *words) {
+  if (words == NULL) return;
+  for (uint32_t stage = 0; stage < PROXYCCL_PLAN_STAGES; ++stage) word_store(&words->stages[stage], MOST_RECEIVES);
+  word_store(&words->done, 1);
+}
+
+/* -- one step --- */
+
+/* A post is a number that counts the posts of one pair of ranks, the id of the window that the memory begins in, and
+ * the offset in that window. So one store tells all, and a word that nobody posted to holds number 0. */
+static uint64_t next_post(uint64_t last, const ProxycclPlanPost *post) {
+  const uint64_t sequence = (last >> SEQUENCE_SHIFT) + 1, window = post->memory + (post->offset >> OFFSET_BITS);
+  return sequence << SEQUENCE_SHIFT | window << OFFSET_BITS | (post->offset & 0xffffffffu);
+}
+
+static int is_behind(uint64_t post, uint64_t last) {
+  return post >> SEQUENCE_SHIFT == (((last >> SEQUENCE_SHIFT) + 1) << SEQUENCE_SHIFT) >> SEQUENCE_SHIFT;
+}
+
+/* Whether a connection's remote words are mapped here: then the CPU stores and reads them itself. */
+static int is_mapped(const ProxycclConnection *connection) {
+  return (connection->transport->copies & PROXYCCL_COPIES_DESTINATION) != 0;
+}
+
+static int has_room(const ProxycclConnection *connection) {
+  return connection->transport->ready == NULL || connection->transport->ready(connection) > 0;
+}
+
+static ProxycclExit fail(ProxycclConnection *connection, uint32_t code, int status, const char *reason,
+                         ProxycclExitInfo *info) {
+  info->channel = PROXYCCL_MAX_CHANNELS;
+  info->connection = connection;
+  return exit_with_error(info, code, status, reason);
+}
+
+/* Why a transfer is refused, or NULL. */
+static const char *refusal(const ProxycclTransport *transport, const ProxycclMemory *dst, uint64_t dst_offset,
+                           const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  if (bytes == 0) return NULL;
+  if (src_offset > src->bytes || bytes > src->bytes - src_offset) return "a send leaves its source memory";
+  if (dst_offset > dst->bytes || bytes > dst->bytes - dst_offset) return "a send leaves the receiver's memory";
+  if ((src->rdma_only && transport->copies & PROXYCCL_COPIES_SOURCE) ||
+      (dst->rdma_only && transport->copies & PROXYCCL_COPIES_DESTINATION))
+    return "only RDMA reaches a memory that a send names, but its channel copies";
+  return NULL;
+}
+
+/* Not behind the copies of the connection's stream: nothing that is under way concerns the peer's plan. */
+static ProxycclExit issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
+  ProxycclConnection *connection = channel->connection;
+  const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
+  int status = 0;
+  if (is_mapped(connection))
+    word_store(channel->remote_semaphore, value);
+  else
+    status = connection->transport->signal(connection, channel->remote_semaphore, value, previous);
+  step->state = COMPLETE;
+  return status == 0 ? CONTINUE : fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "post", info);
+}
+
+typedef struct {
+  uint32_t memory;
+  uint64_t offset;
+} Place;
+
+/* Where a send goes, once its meeting is complete. */
+static Place destination(const Step *step) {
+  const ProxycclPlanSend *send = &step->send;
+  if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
+  const uint64_t post = step->meeting->value;
+  return (Place){post >> OFFSET_BITS & (PROXYCCL_MAX_MEMORIES - 1), send->dst_offset + (post & 0xffffffffu)};
+}
+
+static ProxycclExit issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
+  const ProxycclPlanSend *send = &step->send;
+  ProxycclConnection *connection = channel->connection;
+  const ProxycclTransport *transport = connection->transport;
+  ProxycclCounters *counters = &service->counters[step->channel];
+  const Place place = destination(step);
+  const ProxycclMemory *src = &service->memories[send->src_memory], *dst = &service->memories[place.memory];
+  int status = 0;
+  const char *reason = refusal(transport, dst, place.offset, src, send->src_offset, send->bytes);
+  if (reason != NULL) return fail(connection, PROXYCCL_ERROR_BAD_PLAN, 0, reason, info);
+  if (send->bytes > 0) status = transport->put(connection, dst, place.offset, src, send->src_offset, send->bytes);
+  if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "put", info);
+  step->value = ++channel->outbound;
+  status = transport->signal(connection, channel->remote_semaphore, step->value, step->value - 1);
+  if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "signal", info);
+  if (!is_mapped(connection)) status = transport->flush(connection, channel->flushed, step->value);
+  if (status != 0) return fail(connection, PROXYCCL_ERROR_TRANSPORT, status, "flush", info);
+  ++connection->progress.issued;
+  counter_add(&counters->puts, send->bytes > 0);
+  counter_add(&counters->bytes, send->bytes);
+  counter_add(&counters->signals, 1);
+  step->state = ISSUED;
+  return CONTINUE;
+}
+
+/* Whether a send is complete. The receiver's word tells it too where it is mapped, which spares a flush. */
+static int is_sent(const Step *step, const Channel *channel) {
+  const uint64_t *word = is_mapped(channel->connection) ? channel->remote_semaphore : channel->flushed;
+  return word_load(word) >= step->value;
+}
+
+/* Whether a send may be issued. A send overtakes none on its channel: the receiver counts them. */
+static int may_send(const ProxycclService *service, const Step *step) {
+  return (step->meeting == NULL || step->meeting->state == COMPLETE) &&
+         (step->before == NULL || step->before->state != WAITING) &&
+         (step->send.gate == 0 || word_load(&service->words->gate) >= step->send.gate);
+}
+
+static void complete_receive(ProxycclService *service, Step *step) {
+  step->state = COMPLETE;
+  if (step->receive.stage != PROXYCCL_NO_ID) stage_add(&service->words->stages[step->receive.stage]);
+}
+
+/* Takes a step as far as it can go now. Adds to *progress what it did. */
+static ProxycclExit take_step(ProxycclService *service, Step *step, uint32_t *progress, ProxycclExitInfo *info) {
+  Channel *channel = &service->channels[step->channel];
+  const uint64_t *inbound = &service->semaphores[step->channel];
+  const StepState before = step->state;
+  ProxycclExit result = CONTINUE;
+  if (channel->connection == NULL)
+    return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a channel id of the plan is not in use", info);
+  switch (step->kind) {
+    case POST:
+      if (has_room(channel->connection)) result = issue_post(step, channel, info);
+      break;
+    case MEET:
+      step->value = word_load(inbound);
+      if (!is_behind(step->value, channel->taken)) break;
+      channel->taken = step->value;
+      step->state = COMPLETE;
+      break;
+    case SEND:
+      if (step->state == WAITING && may_send(service, step) && has_room(channel->connection))
+        result = issue_send(service, step, channel, info);
+      if (step->state == ISSUED && is_sent(step, channel)) step->state = COMPLETE;
+      break;
+    case RECEIVE:
+      if (word_load(inbound) >= step->value) complete_receive(service, step);
+      break;
+  }
+  *progress += step->state != before;
+  return result;
+}
+
+/* -- a worker's part of a plan --- */
+
+/* Whether a step is this worker's: no other touches its state. Steps of channels that are not in use are worker 0's,
+ * which refuses them. */
+static int is_own(const ProxycclWorker *worker, const Step *step) {
+  const ProxycclConnection *connection = worker->service->channels[step->channel].connection;
+  return (connection == NULL ? 0 : connection->worker) == worker->number;
+}
+
+/* -- what a part waits for --- */
+
+/* A part waits for its incomplete steps of the earliest phase: what comes later may come behind those. */
+enum {
+  PHASE_POSTS,
+  PHASE_MEETINGS,
+  PHASE_SENDS,
+  PHASE_STAGES, /* receives, each stage a phase */
+  PHASE_GATE = PHASE_STAGES + PROXYCCL_PLAN_STAGES,
+  PHASE_RECEIVES /* of no stage: what peers send behind gates of their own, if any */
+};
+
+static uint32_t phase_of(const ProxycclService *service, const Step *step) {
+  if (step->kind == POST) return PHASE_POSTS;
+  if (step->kind == MEET) return PHASE_MEETINGS;
+  if (step->kind == SEND) return step->state == ISSUED || may_send(service, step) ? PHASE_SENDS : PHASE_GATE;
+  return step->receive.stage == PROXYCCL_NO_ID ? PHASE_RECEIVES : PHASE_STAGES + step->receive.stage;
+}
+
+/* The ProxycclWaitKind of a step. */
+static uint32_t wait_of(const ProxycclService *service, const Step *step) {
+  if (step->kind == MEET) return PROXYCCL_WAIT_PLAN_POST;
+  if (step->kind == RECEIVE) return PROXYCCL_WAIT_PLAN_DATA;
+  return phase_of(service, step) == PHASE_GATE ? PROXYCCL_WAIT_PLAN_GATE : PROXYCCL_WAIT_PLAN_SEND;
+}
+
+/* The first of the steps that the part that runs waits for. NULL: their channels are not in use any more. */
+static const Step *awaited_step(const ProxycclWorker *worker) {
+  const Plan *plan = worker->run.plan;
+  const Step *found = NULL;
+  for (uint32_t i = 0; i < plan->count; ++i) {
+    const Step *step = &plan->steps[i];
+    if (!is_own(worker, step) || step->state == COMPLETE) continue;
+    if (found == NULL || phase_of(worker->service, step) < phase_of(worker->service, found)) found = step;
+  }
+  return found;
+}
+
+void proxyccl_worker_show_plan_waits(ProxycclWorker *worker) {
+  const ProxycclService *service = worker->service;
+  const Plan *plan = worker->run.plan;
+  if (plan == NULL) return;
+  const Step *awaited = awaited_step(worker);
+  if (awaited == NULL) return;
+  const uint32_t phase = phase_of(service, awaited);
+  for (uint32_t i = 0; i < plan->count; ++i) {
+    const Step *step = &plan->steps[i];
+    const ProxycclConnection *connection = service->channels[step->channel].connection;
+    if (connection == NULL || !is_own(worker, step) || step->state == COMPLETE || phase_of(service, step) != phase)
+      continue;
+    counter_set(&worker->stats->connections[connection->number].plan_wait,
+                (uint64_t)wait_of(service, step) << PROXYCCL_PLAN_WAIT_SHIFT | plan->number);
+  }
+  worker->run.shown = 1;
+}
+
+static void hide_plan_waits(ProxycclWorker *worker) {
+  const uint32_t connections = list_count(&worker->connection_count);
+  for (uint32_t i = 0; i < connections; ++i) counter_set(&worker->stats->connections[i].plan_wait, 0);
+  worker->run.shown = 0;
+}
+
+/* -- the trace --- */
+
+/* The trigger that would do what a send does. It can't tell of 4 GiB or more. */
+static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
+  const ProxycclPlanSend *send = &step->send;
+  const Place place = destination(step);
+  const uint64_t size = send->bytes > UINT32_MAX ? UINT32_MAX : send->bytes;
+  const uint64_t ids = PROXYCCL_MAX_MEMORIES - 1; /* an empty send may have any offset */
+  const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
+  const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;
+  const int mapped = is_mapped(service->channels[step->channel].connection);
+  const uint64_t operation = (size > 0 ? PROXYCCL_OP_DATA : 0) | PROXYCCL_OP_SIGNAL | (mapped ? 0 : PROXYCCL_OP_FLUSH);
+  return (ProxycclTrigger){
+      .word0 = size << PROXYCCL_SIZE_SHIFT | (send->src_offset & 0xffffffffu) << PROXYCCL_SRC_OFFSET_SHIFT,
+      .word1 = (place.offset & 0xffffffffu) << PROXYCCL_DST_OFFSET_SHIFT | src_memory << PROXYCCL_SRC_MEMORY_SHIFT |
+               dst_memory << PROXYCCL_DST_MEMORY_SHIFT | operation << PROXYCCL_OP_SHIFT |
+               (uint64_t)step->channel << PROXYCCL_CHANNEL_SHIFT};
+}
+
+/* Records a send that was just issued. Returns the time. Published at once: a turn may issue any number. */
+static uint64_t trace_send(ProxycclWorker *worker, const Step *step, uint64_t seen_ns) {
+  Trace *trace = &worker->trace;
+  trace_begin();
+  trace_mark(trace, worker->stats, PROXYCCL_MARK_PLAN, worker->run.plan->number, seen_ns);
+  trace_trigger(trace_next(trace, worker->stats), trigger_of(worker->service, step));
+  ++trace->next;
+  const uint64_t issued_ns = now_ns();
+  trace_mark(trace, worker->stats, PROXYCCL_MARK_ISSUED, 0, issued_ns);
+  trace_publish(trace, worker->stats);
+  return issued_ns;
+}
+
+/* -- the run of a part --- */
+
+static void begin_part(ProxycclWorker *worker, Plan *plan) {
+  worker->run = (PlanRun){.plan = plan};
+  for (uint32_t i = 0; i < plan->count; ++i) {
+    Step *step = &plan->steps[i];
+    if (!is_own(worker, step)) continue;
+    step->state = WAITING;
+    if (step->kind == RECEIVE) step->value = worker->service->channels[step->channel].taken += step->receive.sends;
+    ++worker->run.left;
+  }
+}
+
+/* The plan that begins for this worker now, or NULL. Worker 0 takes it from the bell and tells the others. */
+static ProxycclExit find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitInfo *info) {
+  ProxycclService *service = worker->service;
+  *plan = NULL;
+  if (worker->number != 0) {
+    const uint32_t started = plans_started(&service->started);
+    if (started == worker->joined) return CONTINUE;
+    worker->joined = started;
+    *plan = plan_load(&service->plans[service->current]);
+    return CONTINUE;
+  }
+  if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
+  const uint64_t number = word_load(&service->words->bell);
+  if (number == 0) return CONTINUE;
+  word_store(&service->words->bell, 0);
+  *plan = number < PROXYCCL_MAX_PLANS ? plan_load(&service->plans[number]) : NULL;
+  if (*plan == NULL) {
+    info->plan = (uint32_t)number;
+    return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a stream rang a plan that is not there", info);
+  }
+  service->current = (uint32_t)number;
+  service->parts = service->worker_count;
+  plan_start(&service->started);
+  return CONTINUE;
+}
+
+static ProxycclExit time_out(ProxycclWorker *worker, ProxycclExitInfo *info) {
+  static const char *const reasons[] = {[PROXYCCL_WAIT_PLAN_POST] = "no post came",
+                                        [PROXYCCL_WAIT_PLAN_DATA] = "no data came",
+                                        [PROXYCCL_WAIT_PLAN_SEND] = "a send is not complete",
+                                        [PROXYCCL_WAIT_PLAN_GATE] = "the stream did not open the gate"};
+  const ProxycclService *service = worker->service;
+  const Step *step = awaited_step(worker);
+  info->plan = worker->run.plan->number;
+  if (step == NULL) return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a channel id of the plan is not in use", info);
+  ProxycclConnection *connection = service->channels[step->channel].connection;
+  info->wait = wait_of(service, step);
+  return fail(info->wait == PROXYCCL_WAIT_PLAN_GATE ? NULL : connection, PROXYCCL_ERROR_TIMEOUT, 0, reasons[info->wait],
+              info);
+}
+
+/* What a turn without progress comes to. The clock is read now and then. */
+static ProxycclExit idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
+  PlanRun *run = &worker->run;
+  if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
+  const uint64_t now = now_ns();
+  if (run->idle_since == 0) run->idle_since = now;
+  const uint64_t idle_ns = now - run->idle_since;
+  if (!run->shown && idle_ns > SHOWN_AFTER_NS) proxyccl_worker_show_plan_waits(worker);
+  return idle_ns > worker->service->control->timeout_ns ? time_out(worker, info) : CONTINUE;
+}
+
+static void note_progress(ProxycclWorker *worker) {
+  worker->run.idle_since = worker->run.idle_polls = 0;
+  if (worker->run.shown) hide_plan_waits(worker);
+}
+
+static void end_part(ProxycclWorker *worker) {
+  worker->run.plan = NULL;
+  if (part_end(&worker->service->parts) == 0) word_store(&worker->service->words->done, 1);
+}
+
+ProxycclExit proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                      int *running) {
+  ProxycclExit result;
+  uint32_t steps = 0;
+  if (worker->run.plan == NULL) {
+    Plan *plan;
+    result = find_plan(worker, &plan, info);
+    if (result != CONTINUE || plan == NULL) return result;
+    begin_part(worker, plan);
+    ++*progress;
+  }
+  const PlanRun *run = &worker->run;
+  uint64_t traced_ns = trace_wanted(worker->stats); /* 0: nobody traces; else when the next send was seen */
+  for (uint32_t i = 0; i < run->plan->count; ++i) {
+    Step *step = &run->plan->steps[i];
+    if (!is_own(worker, step) || step->state == COMPLETE) continue;
+    const int issuable = step->kind == SEND && step->state == WAITING;
+    result = take_step(worker->service, step, &steps, info);
+    if (traced_ns != 0 && issuable && step->state != WAITING) traced_ns = trace_send(worker, step, traced_ns);
+    if (result != CONTINUE) {
+      info->plan = run->plan->number;
+      return result;
+    }
+    worker->run.left -= step->state == COMPLETE;
+  }
+  *progress += steps;
+  if (steps != 0) note_progress(worker);
+  if (run->left == 0) {
+    end_part(worker);
+    return CONTINUE;
+  }
+  *running = 1;
+  return steps != 0 ? CONTINUE : idle(worker, info);
+}

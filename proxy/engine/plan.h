@@ -1,0 +1,63 @@
+/* Plans: what a rank's proxy does for one call that a stream rings in. See DESIGN, "Plans".
+ *
+ * A plan posts to the peers that are to write here, sends to peers what they posted for, and receives. All of it begins
+ * when a stream has written the plan's number to the bell. When all of it is complete, the word `done` is set to 1. In
+ * between a stream may wait for a stage of the receives, work on what they brought, and open the gate for sends. The
+ * steps name channels and memories by id, which may be set before or after the plan.
+ */
+#ifndef PROXYCCL_PLAN_H
+#define PROXYCCL_PLAN_H
+
+#include <stdint.h>
+
+/* An id that a step does not have. */
+#define PROXYCCL_NO_ID 0xffffffffu
+
+enum {
+  PROXYCCL_MAX_PLANS = 65536, /* numbers from 1 to one less than this */
+  PROXYCCL_PLAN_STAGES = 16
+};
+
+/* Through which streams and workers meet, in pinned memory: each writer has lines of its own. A stream resets what it
+ * and the workers have written when the plan is complete. */
+typedef struct ProxycclPlanWords {
+  _Alignas(128) uint64_t bell;                         /* a stream writes the number of a plan, worker 0 resets it */
+  _Alignas(128) uint64_t done;                         /* 1: the plan is complete */
+  _Alignas(128) uint64_t gate;                         /* a stream counts up how far gated sends may go */
+  _Alignas(128) uint64_t stages[PROXYCCL_PLAN_STAGES]; /* receives of each stage that are complete */
+} ProxycclPlanWords;
+
+/* Lets a peer write. It writes nothing before, and only in plans in which this rank posts to it. */
+typedef struct ProxycclPlanPost {
+  uint32_t channel; /* used for posts alone; its remote word holds them */
+  uint32_t memory;  /* first id of the memory to write to, in the peer's service */
+  uint64_t offset;  /* in that memory, in bytes */
+} ProxycclPlanPost;
+
+/* Copies, and signals behind that. */
+typedef struct ProxycclPlanSend {
+  uint32_t channel;      /* used for plans alone; its remote word counts what was sent */
+  uint32_t post_channel; /* the channel on which the receiver's posts come in; PROXYCCL_NO_ID: it needs none */
+  uint32_t src_memory;
+  uint32_t dst_memory; /* PROXYCCL_NO_ID: where the receiver posted */
+  uint64_t src_offset;
+  uint64_t dst_offset; /* from there, or in `dst_memory` */
+  uint64_t bytes;      /* may be 0 */
+  uint64_t gate;       /* it waits until the word `gate` is at least this; 0: it need not */
+} ProxycclPlanSend;
+
+/* Waits until a peer's sends have come. */
+typedef struct ProxycclPlanReceive {
+  uint32_t channel; /* used for plans alone; its own word counts what has come */
+  uint32_t sends;   /* behind those of earlier receives on the channel */
+  uint32_t stage;   /* which of the words `stages` counts it; PROXYCCL_NO_ID: none */
+} ProxycclPlanReceive;
+
+typedef struct ProxycclPlanSteps {
+  const ProxycclPlanPost *posts;
+  const ProxycclPlanSend *sends;
+  const ProxycclPlanReceive *receives;
+  uint32_t post_count, send_count, receive_count;
+} ProxycclPlanSteps;
+
+#endif

@@ -1,0 +1,58 @@
+/* What a worker does with its connections: it polls each, and shows observers how far it has come. */
+#include <string.h>
+
+#include "clock.h"
+#include "worker.h"
+
+static void end_timed_flush(TimedFlush *timed) {
+  if (word_load(timed->flushed) < timed->awaited) return;
+  counter_add(&timed->counters->flush_ns, now_ns() - timed->issued_ns);
+  counter_add(&timed->counters->timed_flushes, 1);
+  timed->flushed = NULL;
+}
+
+/* Shows observers how far a connection has come; in a mark too if one traces. */
+static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
+  const ProxycclProgress *progress = &connection->progress;
+  ProxycclConnectionStats *stats = &worker->stats->connections[connection->number];
+  if (stats->issued != progress->issued) counter_set(&stats->issued, progress->issued);
+  if (stats->completed == progress->completed) return;
+  counter_set(&stats->completed, progress->completed);
+  if (*traced_ns == 0 && (*traced_ns = trace_wanted(worker->stats)) == 0) return;
+  const uint64_t outstanding = progress->issued - progress->completed;
+  trace_mark(&worker->trace, worker->stats, PROXYCCL_MARK_COMPLETED,
+             (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
+}
+
+ProxycclExit proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                  int *outstanding) {
+  const uint32_t connections = list_count(&worker->connection_count);
+  uint64_t traced_ns = 0; /* time of the marks of this poll; 0: none yet */
+  *outstanding = 0;
+  if (++worker->polled >= connections) worker->polled = 0;
+  for (uint32_t i = 0; i < connections; ++i) {
+    ProxycclConnection *connection = worker->connections[i];
+    /* A plan learns by words that its sends are complete. Each poll that calls a driver would keep it from them. */
+    if (worker->run.plan != NULL && i != worker->polled) {
+      *outstanding |= !connection->transport->idle(connection);
+      continue;
+    }
+    const int status = connection->transport->poll(connection, progress);
+    if (status != 0) {
+      memset(info, 0, sizeof *info);
+      info->channel = PROXYCCL_MAX_CHANNELS;
+      info->connection = connection;
+      counter_add(&worker->stats->connections[i].errors, 1);
+      return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "completion");
+    }
+    if (!connection->transport->idle(connection))
+      *outstanding = 1;
+    else
+      connection->progress.completed = connection->progress.issued;
+    show_progress(worker, connection, &traced_ns);
+    if (worker->timed[i].flushed != NULL) end_timed_flush(&worker->timed[i]);
+  }
+  if (traced_ns != 0) trace_publish(&worker->trace, worker->stats);
+  counter_add(&worker->stats->looks, 1);
+  return CONTINUE;
+}

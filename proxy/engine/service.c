@@ -1,0 +1,39 @@
+/* A service's tables. See engine.h. */
+#include <errno.h>
+#include <stdlib.h>
+
+#include "worker.h"
+
+ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters) {
+  ProxycclService *service = calloc(1, sizeof *service);
+  if (service == NULL) return NULL;
+  service->control = control;
+  service->counters = counters;
+  return service;
+}
+
+void proxyccl_service_destroy(ProxycclService *service) {
+  if (service == NULL) return;
+  for (uint32_t number = 0; number < PROXYCCL_MAX_PLANS; ++number) free(service->plans[number]);
+  free(service);
+}
+
+int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
+                                uint32_t rdma_only, char *host) {
+  if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;
+  service->memories[id] = (ProxycclMemory){base, bytes, key, rdma_only, host};
+  return 0;
+}
+
+int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
+                                 uint64_t *remote_semaphore, uint64_t *flushed) {
+  if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
+  service->channels[id] = (Channel){connection, 0, remote_semaphore, flushed, 0, 0};
+  return 0;
+}
+
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed) {
+  if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
+  service->channels[id] = (Channel){NULL, 1, NULL, flushed, 0, 0};
+  return 0;
+}

@@ -1,0 +1,174 @@
+/* A thread that runs workers in turn, and its idling. See engine.h. */
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "clock.h"
+#include "worker.h"
+
+enum {
+  POLLS_PER_CLOCK = 16,        /* rounds without work between two readings of the clock: one costs as much as several */
+  SLEEP_PART = 32,             /* an idle thread sleeps for a 32nd of the time that it has been idle */
+  OUTSTANDING_SLEEP_NS = 50000 /* longest sleep while work is outstanding: somebody may wait for its completion */
+};
+
+#define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
+
+struct ProxycclThread {
+  ProxycclIdlePolicy idle;
+  ProxycclWorker *added;       /* a stack: any thread pushes, this one takes it whole */
+  ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
+  uintptr_t context;           /* the context that a worker made current last */
+};
+
+/* Pairing 23, release: the thread sees the worker as it was handed over. */
+static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
+  worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
+}
+
+/* Pairing 23, acquire. Takes all workers that were added. The first load spares the exchange when there are none. */
+static ProxycclWorker *pop_added(ProxycclThread *thread) {
+  if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return NULL;
+  return __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);
+}
+
+ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle) {
+  ProxycclThread *thread = calloc(1, sizeof *thread);
+  if (thread == NULL) return NULL;
+  thread->idle = *idle;
+  thread->at = &thread->first;
+  thread->context = NO_CONTEXT;
+  return thread;
+}
+
+void proxyccl_thread_destroy(ProxycclThread *thread) { free(thread); }
+
+void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) { push_added(thread, worker); }
+
+/* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
+ * and a thread that is idle for long takes hardly any CPU time. Returns the time slept. */
+static uint64_t back_off(const ProxycclIdlePolicy *policy, uint64_t idle_ns, int outstanding) {
+  if (idle_ns < policy->spin_ns) {
+    return 0;
+  } else if (idle_ns < policy->spin_ns + policy->yield_ns) {
+    sched_yield();
+    return 0;
+  } else {
+    const uint64_t begin_ns = now_ns();
+    uint64_t sleep_ns = idle_ns / SLEEP_PART;
+    if (sleep_ns > policy->max_sleep_ns) sleep_ns = policy->max_sleep_ns;
+    if (outstanding && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
+    const struct timespec pause = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
+    nanosleep(&pause, NULL);
+    return now_ns() - begin_ns;
+  }
+}
+
+/* Adds time in which all workers of a thread were idle. */
+static void count_idle(ProxycclThread *thread, uint64_t idle_ns, uint64_t slept_ns) {
+  for (ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
+    counter_add(&worker->stats->idle_ns, idle_ns);
+    if (slept_ns == 0) continue;
+    counter_add(&worker->stats->sleeps, 1);
+    counter_add(&worker->stats->slept_ns, slept_ns);
+  }
+}
+
+static void take_added(ProxycclThread *thread) {
+  ProxycclWorker *added = pop_added(thread);
+  if (added == NULL) return;
+  while (added != NULL) {
+    ProxycclWorker *worker = added;
+    added = worker->next;
+    worker->next = thread->first;
+    thread->first = worker;
+  }
+  thread->at = &thread->first;
+}
+
+/* Makes a worker's context current if the last worker's was another. */
+static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
+  if (worker->make_current == NULL || worker->context == thread->context) return 0;
+  const int status = worker->make_current(worker->context);
+  thread->context = status == 0 ? worker->context : NO_CONTEXT;
+  return status;
+}
+
+/* A worker's turn: steps of a plan, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. CONTINUE,
+ * or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
+ * *any_outstanding if work is. */
+static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
+                              int *busy, int *any_outstanding) {
+  const uint32_t rings = list_count(&worker->ring_count);
+  const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
+  const int stop = flags_load(&worker->stop);
+  uint32_t done = 0;
+  int held = 0, outstanding, running = 0;
+  /* Before any trigger is taken: those behind an abort may name memory that is gone, or carry garbage of a kernel that
+   * was stopped. */
+  if (abort_is_up(worker->service->control)) {
+    proxyccl_worker_show_plan_waits(worker);
+    /* Whoever checks after its stream knows of the failure by now. */
+    proxyccl_plan_words_end_waits(worker->service->words);
+    return PROXYCCL_EXIT_ABORTED;
+  }
+  if (stop & STOP_AT_ONCE) return PROXYCCL_EXIT_ABORTED;
+  request_answer(&worker->pause, pause);
+  if (pause & 1) return CONTINUE;
+  const int status = enter_context(thread, worker);
+  if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
+  const ProxycclExit of_plan = proxyccl_worker_run_plan(worker, info, &done, &running);
+  if (of_plan != CONTINUE) return of_plan;
+  for (uint32_t visited = 0; visited < rings; ++visited) {
+    const ProxycclExit result = proxyccl_worker_visit_ring(worker, &worker->rings[worker->current], info, &done, &held);
+    if (result != CONTINUE) return result;
+    worker->current = (worker->current + 1) % rings;
+  }
+
+  const int took = done != 0;
+  const ProxycclExit result = proxyccl_worker_poll(worker, info, &done, &outstanding);
+  if (result != CONTINUE) return result;
+  *progress |= done != 0;
+  *busy |= took;
+  *any_outstanding |= outstanding | running;
+  if (!took && !outstanding && !held && !running) {
+    request_answer(&worker->drain, drain);
+    if (stop) return PROXYCCL_EXIT_STOPPED;
+  }
+  return CONTINUE;
+}
+
+ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
+  uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
+  uint32_t polls = 0;
+  memset(info, 0, sizeof *info);
+  info->channel = PROXYCCL_MAX_CHANNELS;
+  for (;;) {
+    int progress = 0, busy = 0, outstanding = 0;
+    take_added(thread);
+    if (thread->first == NULL) return PROXYCCL_EXIT_NO_WORKERS;
+    do {
+      ProxycclWorker *worker = *thread->at;
+      const ProxycclExit result = take_turn(thread, worker, info, &progress, &busy, &outstanding);
+      if (result != CONTINUE) {
+        info->worker = worker;
+        if (result != PROXYCCL_EXIT_HANDLER) *thread->at = worker->next;
+        if (*thread->at == NULL) thread->at = &thread->first;
+        return result;
+      }
+      thread->at = worker->next != NULL ? &worker->next : &thread->first;
+    } while (thread->at != &thread->first);
+    if (progress) {
+      idle_since = 0;
+      if (busy) continue;
+    }
+    if (idle_since == 0) idle_since = counted = now_ns();
+    if (++polls % POLLS_PER_CLOCK == 0) {
+      const uint64_t now = now_ns(), slept = back_off(&thread->idle, now - idle_since, outstanding);
+      count_idle(thread, now + slept - counted, slept);
+      counted = now + slept;
+    }
+  }
+}

@@ -1,0 +1,22 @@
+/* All transports by name. The engine knows them by their functions alone (transport.h). */
+#ifndef PROXYCCL_TRANSPORTS_H
+#define PROXYCCL_TRANSPORTS_H
+
+#include "transport.h"
+
+/* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any. */
+#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged)
+
+#define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
+PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)
+
+/* The name of an option that is out of range, or NULL. `options` is the struct that the transport's header defines. */
+const char *proxyccl_transport_refused(const char *name, const void *options);
+
+/* What `options` names outlives the connection. NULL with errno: EINVAL for a transport or options that are refused,
+ * ENOMEM, or ENOSYS in a build without the transport. */
+ProxycclConnection *proxyccl_connection_create(const char *name, const void *options,
+                                               const ProxycclRuntimeTable *runtime);
+void proxyccl_connection_destroy(ProxycclConnection *connection);
+
+#endif

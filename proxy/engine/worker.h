@@ -1,0 +1,107 @@
+/* What the engine's files share with each other: a service's tables, and a worker. */
+#ifndef PROXYCCL_WORKER_H
+#define PROXYCCL_WORKER_H
+
+#include "engine.h"
+#include "order.h"
+#include "plan.h"
+#include "ring.h"
+#include "trace.h"
+
+typedef struct {
+  ProxycclConnection *connection; /* NULL: not in use, or a handler's */
+  int is_handler;
+  uint64_t *remote_semaphore;
+  uint64_t *flushed;
+  uint64_t outbound; /* what the peer's word holds: signals sent, or a plan's post; the engine is its only writer */
+  uint64_t taken;    /* what plans have taken of the own word: signals, or the last post */
+} Channel;
+
+typedef struct Plan Plan; /* plan.c */
+
+struct ProxycclService {
+  ProxycclControl *control;
+  ProxycclCounters *counters;
+  ProxycclPlanWords *words;   /* NULL: no stream rings */
+  const uint64_t *semaphores; /* the own words of the channels, which peers' proxies signal */
+  uint32_t worker_count;
+  uint32_t current; /* number of the plan that was started last */
+  uint32_t started; /* plans that were started; pairing 30 */
+  uint32_t parts;   /* workers that have not ended their part of it; pairing 31 */
+  Plan *plans[PROXYCCL_MAX_PLANS];
+  ProxycclMemory memories[PROXYCCL_MAX_MEMORIES];
+  Channel channels[PROXYCCL_MAX_CHANNELS];
+};
+
+/* A flush that is being timed; one for each connection. */
+typedef struct {
+  const uint64_t *flushed; /* NULL: none is */
+  uint64_t awaited;        /* value of the flush word at completion */
+  uint64_t issued_ns;
+  ProxycclCounters *counters;
+} TimedFlush;
+
+/* A worker's part of the plan that runs. */
+typedef struct {
+  Plan *plan;          /* NULL: none runs */
+  uint32_t left;       /* steps that are not complete */
+  uint32_t idle_polls; /* since the last progress */
+  uint64_t idle_since; /* time; 0 before the clock was read */
+  int shown;           /* observers are shown what it waits for */
+} PlanRun;
+
+enum { STOP_WHEN_DONE = 1, STOP_AT_ONCE = 2 };
+
+struct ProxycclWorker {
+  ProxycclService *service;
+  ProxycclWorkerStats *stats;
+  Trace trace;
+  ProxycclWorker *next;                   /* in its thread's list */
+  int (*make_current)(uintptr_t context); /* NULL: the thread always has this worker's context */
+  uintptr_t context;
+  Ring rings[PROXYCCL_MAX_RINGS];
+  ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
+  TimedFlush timed[PROXYCCL_MAX_CONNECTIONS];
+  uint32_t ring_count, connection_count; /* pairing 20 */
+  uint32_t current;                      /* ring to visit next, also after a return to Python */
+  uint32_t number;                       /* in its service; worker 0 looks at the bell */
+  uint32_t joined;                       /* plans that it has begun or found begun; worker 0 counts none */
+  uint32_t polled;                       /* the connection to poll next while a plan runs */
+  PlanRun run;
+  int handling;  /* a Python handler has the current ring's next trigger */
+  int stop;      /* STOP_… flags, pairing 21 */
+  Request drain; /* to report that nothing is left to do */
+  Request pause; /* odd numbers pause, even numbers resume */
+};
+
+enum {
+  POLL_INTERVAL = 256 /* most triggers of a ring between two polls of the connections, which call the driver */
+};
+
+/* No exit: the thread goes on. */
+#define CONTINUE ((ProxycclExit) - 1)
+
+static inline ProxycclExit exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
+  info->code = code;
+  info->status = status;
+  info->reason = reason;
+  return PROXYCCL_EXIT_ERROR;
+}
+
+/* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
+ * room, the trigger and all behind it stay in the ring, and *held is set. CONTINUE, or why the thread returns. */
+ProxycclExit proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info, uint32_t *progress,
+                                        int *held);
+
+/* Takes a plan as far as it can go now, after it has looked at the bell if none runs. Adds to *progress what it did,
+ * and sets *running if a plan goes on. CONTINUE, or why the thread returns. */
+ProxycclExit proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *running);
+
+/* Shows observers what the plan that runs, if any, waits for: for each connection whether it is a part of that. */
+void proxyccl_worker_show_plan_waits(ProxycclWorker *worker);
+
+/* Polls every connection, or one in turn while a plan runs, and shows observers how far each has come. Adds completions
+ * to *progress; *outstanding says whether work is outstanding. CONTINUE, or why the thread returns. */
+ProxycclExit proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *outstanding);
+
+#endif

@@ -1,0 +1,86 @@
+"""The memory ids of a service: which are in use, and what the engine and kernels know about each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.device.errors import ResourceError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.trigger import MAX_MEMORIES, WINDOW_BYTES
+
+ffi, lib = _engine.ffi, _engine.lib
+
+
+def windows_of(nbytes: int) -> int:
+    """How many memory ids so many bytes take: one for each window of 4 GiB."""
+    return max(1, -(-nbytes // WINDOW_BYTES))
+
+
+class MemoryTable:
+    """Memory longer than a window of 4 GiB takes consecutive ids. The caller serialises all calls.
+
+    Args:
+        service: a ProxycclService.
+        shared: where kernels read the memories' limits.
+    """
+
+    def __init__(self, service: Any, shared: SharedWords) -> None:
+        self._service = service
+        self._limits = shared.memory_limits
+        self._used = [False] * MAX_MEMORIES
+
+    def add(
+        self,
+        address: int,
+        nbytes: int,
+        key: int,
+        *,
+        rdma_only: bool = False,
+        host: int | None = None,
+        first: int | None = None,
+    ) -> int:
+        """Registers memory under free ids. Returns the first.
+
+        Args:
+            address: its address, as transports reach it.
+            nbytes: its size.
+            key: its key for transports that use RDMA; 0 for none.
+            rdma_only: whether only RDMA reaches it, so that no copy may use `address`.
+            host: its address for the CPU; None if the CPU may not touch it.
+            first: the first id, which another service chose; None to choose one here.
+
+        Raises:
+            ResourceError: not enough consecutive ids are free.
+        """
+        windows = windows_of(nbytes)
+        if first is None:
+            first = self._find(windows)
+        for i in range(windows):
+            offset = i * WINDOW_BYTES
+            here = ffi.NULL if host is None else ffi.cast("char *", host + offset)
+            self._set(first + i, address + offset, nbytes - offset, key, rdma_only=rdma_only, host=here)
+            self._used[first + i] = True
+        return first
+
+    def remove(self, first: int, nbytes: int) -> None:
+        """Frees the ids of a memory of that size. No trigger may name them any more."""
+        for i in range(windows_of(nbytes)):
+            self._set(first + i, 0, 0, 0, rdma_only=False, host=ffi.NULL)
+            self._used[first + i] = False
+
+    def _set(self, memory: int, address: int, nbytes: int, key: int, *, rdma_only: bool, host: Any) -> None:
+        self._limits[memory] = nbytes
+        base = ffi.cast("char *", address)
+        lib.proxyccl_service_set_memory(self._service, memory, base, nbytes, key, rdma_only, host)
+
+    def _find(self, windows: int) -> int:
+        run = 0
+        for i, used in enumerate(self._used):
+            run = 0 if used else run + 1
+            if run == windows:
+                return i - windows + 1
+        raise ResourceError(
+            f"no {windows} consecutive memory ids are free of {MAX_MEMORIES}: "
+            f"{sum(self._used)} are in use; close memories that are not needed any more"
+        )

@@ -1,0 +1,106 @@
+"""Plans: what a rank's proxy does for one call that a stream rings in (engine/plan.h). See DESIGN, "Plans"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from proxyccl.proxy._engine import lib
+from proxyccl.proxy.codec import Message, Uint32, Uint64
+
+STAGES: int = lib.PROXYCCL_PLAN_STAGES
+"""Words that count the receives of a plan."""
+
+
+class PlanPost(Message, frozen=True):
+    """Lets a peer write to memory of this rank. The peer's plan sends in answer.
+
+    Attributes:
+        channel: a channel to the peer that is used for posts alone.
+        memory: the first id of the memory in the peer's proxy.
+        offset: where the peer's data begin in that memory, in bytes.
+    """
+
+    channel: Uint32
+    memory: Uint32
+    offset: Uint64
+
+
+class PlanSend(Message, frozen=True):
+    """Copies to a peer, and signals behind that.
+
+    Attributes:
+        channel: a channel to the peer that is used for sends alone.
+        src_memory: the first id of the source.
+        src_offset: in it, in bytes.
+        nbytes: may be 0: then it only signals.
+        post_channel: the channel that the peer posts on; None for a send that waits for no post.
+        dst_memory: the first id of the destination; None for where the peer posted.
+        dst_offset: from there on, in bytes.
+        gate: the send waits until the stream has counted the gate up to this; 0 for one that waits for no gate.
+    """
+
+    channel: Uint32
+    src_memory: Uint32
+    src_offset: Uint64
+    nbytes: Uint64
+    post_channel: Uint32 | None = None
+    dst_memory: Uint32 | None = None
+    dst_offset: Uint64 = 0
+    gate: Uint64 = 0
+
+
+class PlanReceive(Message, frozen=True):
+    """Waits until a peer's sends have come.
+
+    Attributes:
+        channel: the channel to the peer that is used for sends alone.
+        sends: how many of the peer's sends it waits for, behind those of earlier receives on the channel.
+        stage: which of the words that streams wait for counts it when it is complete; None for none.
+    """
+
+    channel: Uint32
+    sends: Uint32 = 1
+    stage: Uint32 | None = None
+
+
+class ProxyPlan(Message, frozen=True):
+    """The steps of one rank. They are taken as soon as they can be, in any order, but for sends on one channel."""
+
+    posts: tuple[PlanPost, ...] = ()
+    sends: tuple[PlanSend, ...] = ()
+    receives: tuple[PlanReceive, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanPointers:
+    """The device's addresses of the words through which streams and the proxy meet.
+
+    A stream writes a plan's number to `bell`, and waits until `done` is at least 1. When a plan has stages, the stream
+    may wait in between until a stage has counted its receives, and write to `gate` how far gated sends may go. In the
+    end it writes 0 to all that it waited for, and to the gate.
+
+    Attributes:
+        bell: a plan's number.
+        done: 1 when the plan is complete, and after a failure.
+        gate: what gated sends wait for.
+        stages: the receives of each stage that are complete.
+    """
+
+    bell: int
+    done: int
+    gate: int
+    stages: tuple[int, ...]
+
+
+class PlanWait(Message, frozen=True):
+    """What a plan that makes no progress waits for.
+
+    Attributes:
+        kind: ProxycclWaitKind (control.h).
+        peer: the rank that it waits for, or whose sends do not end; None if that is not known.
+        plan: its number.
+    """
+
+    kind: int
+    peer: int | None
+    plan: int

@@ -1,0 +1,97 @@
+"""The plans of a service, by number."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.plan import ProxyPlan
+from proxyccl.proxy.shared_words import SharedWords
+
+ffi, lib = _engine.ffi, _engine.lib
+
+MAX_PLANS: int = lib.PROXYCCL_MAX_PLANS
+
+
+class PlanTable:
+    """The caller serialises all calls.
+
+    Args:
+        service: a ProxycclService whose workers do not run yet.
+        shared: where the words lie that streams and workers share.
+        semaphores: the CPU's address of the own words that peers signal, by channel id; None for a service without
+            plans.
+    """
+
+    def __init__(self, service: Any, shared: SharedWords, semaphores: int | None) -> None:
+        self._service = service
+        self._numbers: set[int] = set()
+        self._next = 1
+        self._rings = semaphores is not None
+        if semaphores is not None:
+            lib.proxyccl_service_set_plan_words(service, shared.plan_words, ffi.cast("uint64_t *", semaphores))
+
+    def add(self, plan: ProxyPlan) -> int:
+        """Sets a plan. Returns its number.
+
+        Raises:
+            ArgumentError: an id is out of range, or a send names no destination; or the service has no plans.
+            ResourceError: no numbers are left.
+        """
+        if not self._rings:
+            raise ArgumentError("plan", "this proxy service was made without the words that peers signal")
+        number = self._free_number()
+        steps, kept = _native_steps(plan)
+        status = lib.proxyccl_service_add_plan(self._service, number, steps)
+        del kept
+        if status == errno.EINVAL:
+            raise ArgumentError("plan", f"an id is out of range, or a send has no destination: {plan}")
+        if status:
+            raise ResourceError("out of memory for a plan")
+        self._numbers.add(number)
+        return number
+
+    def _free_number(self) -> int:
+        if len(self._numbers) == MAX_PLANS - 1:
+            raise ResourceError(f"all {MAX_PLANS - 1} plans are in use; remove those that are not needed any more")
+        while self._next in self._numbers:
+            self._next = self._next % (MAX_PLANS - 1) + 1
+        return self._next
+
+    def remove(self, number: int) -> None:
+        """Frees a plan. No stream may ring it any more.
+
+        Raises:
+            ResourceError: it runs.
+        """
+        if lib.proxyccl_service_remove_plan(self._service, number):
+            raise ResourceError(f"plan {number} runs; wait for its stream first")
+        self._numbers.discard(number)
+
+
+def _id(value: int | None) -> int:
+    return lib.PROXYCCL_NO_ID if value is None else value
+
+
+def _native_steps(plan: ProxyPlan) -> tuple[Any, list[Any]]:
+    """A ProxycclPlanSteps, and what must be kept alive with it."""
+    posts = ffi.new("ProxycclPlanPost[]", len(plan.posts))
+    sends = ffi.new("ProxycclPlanSend[]", len(plan.sends))
+    receives = ffi.new("ProxycclPlanReceive[]", len(plan.receives))
+    for i, post in enumerate(plan.posts):
+        posts[i].channel, posts[i].memory, posts[i].offset = post.channel, post.memory, post.offset
+    for i, send in enumerate(plan.sends):
+        native = sends[i]
+        native.channel, native.post_channel = send.channel, _id(send.post_channel)
+        native.src_memory, native.dst_memory = send.src_memory, _id(send.dst_memory)
+        native.src_offset, native.dst_offset, native.bytes = send.src_offset, send.dst_offset, send.nbytes
+        native.gate = send.gate
+    for i, receive in enumerate(plan.receives):
+        receives[i].channel, receives[i].sends, receives[i].stage = receive.channel, receive.sends, _id(receive.stage)
+    steps = ffi.new("ProxycclPlanSteps *")
+    steps.posts, steps.post_count = posts, len(posts)
+    steps.sends, steps.send_count = sends, len(sends)
+    steps.receives, steps.receive_count = receives, len(receives)
+    return steps, [posts, sends, receives]

@@ -1,0 +1,123 @@
+"""A ring in mapped memory: where its slots and its tail lie, and what they hold.
+
+Reading it disturbs neither the producers nor the proxy. The proxy does not clear the slots that it has taken, so a ring
+also holds the last triggers that it acted on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy._engine import ffi
+from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
+
+LINE_BYTES = 128
+"""Distance of words with different writers: two cache lines, as some processors fetch lines in pairs."""
+_SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
+
+
+def require_ring_size(size: int) -> None:
+    """Raises ArgumentError unless a ring can have that many slots."""
+    if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
+        raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
+
+
+def ring_bytes(size: int) -> int:
+    """Bytes of pinned memory for a ring with so many slots."""
+    return size * _SLOT_BYTES + LINE_BYTES
+
+
+@dataclass(frozen=True)
+class RingContents:
+    """A ring at one moment.
+
+    Attributes:
+        size: number of slots.
+        taken: triggers that the proxy has taken so far, which is the ticket of the next one.
+        full: number of slots with triggers that it has not taken.
+        waiting: the first of those triggers, with their tickets, in order.
+        recent: the last triggers that it took, with their tickets, in order.
+    """
+
+    size: int
+    taken: int
+    full: int
+    waiting: list[tuple[int, Trigger]]
+    recent: list[tuple[int, Trigger]]
+
+
+class RingMemory:
+    """The slots of a ring, and behind them its tail. The memory must stay mapped while it is read.
+
+    Args:
+        address: the CPU's address of `ring_bytes(size)`.
+        size: number of slots, a power of two from 2 to 2**20.
+
+    Attributes:
+        size: number of slots.
+        size_log2: its binary logarithm.
+        slots_host: the CPU's address of the slots.
+        tail_host: the CPU's address of the tail.
+        slots: the slots as a ProxycclTrigger pointer.
+        tail: the tail as a uint64_t pointer.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        require_ring_size(size)
+        self.size = size
+        self.size_log2 = size.bit_length() - 1
+        self.slots_host = address
+        self.tail_host = address + self.tail_offset
+        self.slots: Any = ffi.cast("ProxycclTrigger *", self.slots_host)
+        self.tail: Any = ffi.cast("uint64_t *", self.tail_host)
+
+    @property
+    def tail_offset(self) -> int:
+        """The tail's offset from the first slot, in bytes."""
+        return self.size * _SLOT_BYTES
+
+    @property
+    def taken(self) -> int:
+        """Triggers that the proxy has taken so far."""
+        return int(self.tail[0])
+
+    def count_full(self) -> tuple[int, int]:
+        """`taken`, and the number of slots with triggers that the proxy has not taken.
+
+        Those slots follow each other, so a binary search finds their end.
+        """
+        taken, low, step = self.taken, 0, 1
+        while low + step <= self.size and self._holds(taken + low + step - 1):
+            low += step
+            step *= 2
+        while step > 1:
+            step //= 2
+            if low + step <= self.size and self._holds(taken + low + step - 1):
+                low += step
+        return taken, low
+
+    def _holds(self, ticket: int) -> bool:
+        """Whether a ticket's slot holds its trigger."""
+        parity = self.slots[ticket % self.size].word1 >> PARITY_SHIFT
+        return bool(parity == full_parity(ticket, self.size_log2))
+
+    def snapshot(self, count: int = 16) -> RingContents:
+        """What it holds now, with at most `count` triggers of each kind."""
+        slots = np.frombuffer(ctypes.string_at(self.slots_host, self.tail_offset), np.uint64).reshape(-1, 2)
+        taken = self.taken  # after the slots: a trigger that is taken meanwhile must not count as waiting
+
+        def held(first: int, end: int) -> list[int]:
+            tickets = np.arange(first, end, dtype=np.uint64)
+            parities = slots[tickets % np.uint64(self.size), 1] >> np.uint64(PARITY_SHIFT)
+            return [int(ticket) for ticket in tickets[parities == full_parity(tickets, self.size_log2)]]
+
+        def decoded(tickets: list[int]) -> list[tuple[int, Trigger]]:
+            return [(ticket, Trigger.decode(*map(int, slots[ticket % self.size]))) for ticket in tickets]
+
+        waiting, recent = held(taken, taken + self.size), held(max(0, taken - count), taken)
+        return RingContents(self.size, taken, len(waiting), decoded(waiting[:count]), decoded(recent))

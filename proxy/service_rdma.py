@@ -1,0 +1,119 @@
+"""One rank's use of RDMA, for a service in this process: devices, endpoints, and memory that peers reach."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import Connection, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.transports.table import rdma_functions
+from proxyccl.proxy.transports.transport import RdmaEndpoint
+from proxyccl.proxy.verbs.setup import RdmaSetup
+
+_MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
+
+
+class Connect(Protocol):
+    """Makes a service's connections."""
+
+    def __call__(self, transport: str, options: Any, *, peer: int | None) -> Connection:
+        """See `ProxyService.connect`."""
+        ...
+
+
+@dataclass
+class _PeerEndpoint:
+    transport: str
+    endpoint: RdmaEndpoint
+    theirs: RdmaEndpointInfo | None = None
+    used: bool = False  # a connection is open over it
+
+
+class ServiceRdma:
+    """See `proxyccl.proxy.interface.RdmaContext` for the methods.
+
+    Args:
+        connect: makes the service's connections.
+        setup: the rank that devices are opened for.
+
+    Raises:
+        ArgumentError: the words to signal leave the control segment.
+    """
+
+    def __init__(self, connect: Connect, setup: RdmaSetup) -> None:
+        signals, segment = setup.signals, setup.segment
+        if not 0 <= signals.start <= signals.stop <= segment.nbytes:
+            raise ArgumentError("signals", f"must lie within the {segment.nbytes} bytes of the control segment")
+        self._connect = connect
+        self._setup = setup
+        self._devices: dict[Callable[[RdmaSetup], Any], Any] = {}  # by the function that opened them
+        self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
+
+    def _device(self, transport: str) -> Any:
+        open_device = rdma_functions(transport).open
+        if open_device not in self._devices:
+            self._devices[open_device] = open_device(self._setup)
+        return self._devices[open_device]
+
+    def unsupported_reason(self, transport: str) -> str:
+        """Why a transport's device can't register the runtime's device memory; empty if it can, or need not."""
+        return rdma_functions(transport).unsupported_reason(self._device(transport))
+
+    def make_endpoint(self, peer: int, transport: str) -> RdmaEndpointInfo:
+        """Makes this rank's endpoint of a connection to a peer."""
+        functions = rdma_functions(transport)
+        if peer in self._endpoints:
+            raise ArgumentError("peer", f"rank {peer} has an endpoint here already")
+        if len(self._endpoints) == _MOST_ENDPOINTS:
+            raise ResourceError(f"a rank has at most {_MOST_ENDPOINTS} RDMA connections")
+        endpoint = functions.make_endpoint(self._device(transport))
+        self._endpoints[peer] = _PeerEndpoint(transport, endpoint)
+        return endpoint.info
+
+    def connect_endpoint(
+        self, peer: int, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Connects this rank's endpoint to the peer's. It stops waiting once `given_up` returns True."""
+        own = self._endpoint(peer)
+        own.endpoint.connect(theirs, timeout, given_up)
+        own.theirs = theirs
+
+    def open_connection(self, peer: int) -> Connection:
+        """The service's connection over a connected endpoint."""
+        own = self._endpoint(peer)
+        if own.theirs is None or own.used:
+            raise ArgumentError(
+                "peer", f"the endpoint for rank {peer} is {'in use already' if own.used else 'not connected'}"
+            )
+        options = own.endpoint.connection_options(own.theirs)
+        own.used = True
+        return self._connect(own.transport, options, peer=peer)
+
+    def _endpoint(self, peer: int) -> _PeerEndpoint:
+        if peer not in self._endpoints:
+            raise ArgumentError("peer", f"rank {peer} has no endpoint here; make it first")
+        return self._endpoints[peer]
+
+    def expose(self, ptr: int, nbytes: int, transport: str, handle: bytes) -> RdmaMemory:
+        """Lets peers reach own memory."""
+        return rdma_functions(transport).expose(self._device(transport), ptr, nbytes, handle)
+
+    def withdraw(self, memory: RdmaMemory) -> None:
+        """Ends `expose`."""
+        functions = rdma_functions(memory.transport)
+        if functions.open in self._devices:  # otherwise it is closed, which withdrew everything
+            functions.withdraw(self._devices[functions.open], memory)
+
+    def close(self) -> None:
+        """Frees endpoints, registrations and devices."""
+        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the others
+            for device in self._devices.values():
+                steps.callback(device.close)
+            for own in self._endpoints.values():
+                steps.callback(own.endpoint.close)
+            self._endpoints.clear()
+            self._devices.clear()

@@ -1,0 +1,98 @@
+"""What a service keeps in shared memory: words of its channels, limits of its memories, and the words of its plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ClosedError
+from proxyccl.device.runtime import PinnedMemory
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import ChannelCounters
+from proxyccl.proxy.plan import STAGES, PlanPointers
+from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
+
+ffi = _engine.ffi
+
+_COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
+_FLUSHED_BYTES = 8 * MAX_CHANNELS
+_MEMORY_LIMITS_BYTES = 8 * MAX_MEMORIES
+_PLAN_BYTES: int = ffi.sizeof("ProxycclPlanWords")
+
+
+class SharedWords:
+    """One word or one struct for each channel or memory id, by id.
+
+    Args:
+        memory: pinned memory with `BYTES` from `offset` on, zeroed.
+        offset: offset in it, in bytes.
+
+    Attributes:
+        table: the ProxycclCounters of the channels.
+        memory_limits: for each memory id, the bytes from its first to the memory's end; 0 if it is not in use.
+        plan_words: the ProxycclPlanWords.
+    """
+
+    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _MEMORY_LIMITS_BYTES + _PLAN_BYTES
+
+    def __init__(self, memory: PinnedMemory, offset: int) -> None:
+        self.memory = memory
+        self._offset = offset
+        self._flushed_offset = offset + _COUNTERS_BYTES
+        self._memory_limits_offset = self._flushed_offset + _FLUSHED_BYTES
+        self.table: Any = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
+        self._plan_offset = self._memory_limits_offset + _MEMORY_LIMITS_BYTES
+        self.memory_limits: Any = ffi.cast("uint64_t *", memory.host_ptr + self._memory_limits_offset)
+        self.plan_words: Any = ffi.cast("ProxycclPlanWords *", memory.host_ptr + self._plan_offset)
+
+    @property
+    def counters_handle(self) -> bytes:
+        """The handle by which other processes open the counters."""
+        return self.memory.export(self.memory.host_ptr + self._offset, _COUNTERS_BYTES)
+
+    def flushed_pointer(self, channel: int) -> int:
+        """The device's address of a channel's flush word."""
+        return self.memory.ptr + self._flushed_offset + 8 * channel
+
+    def flushed_host(self, channel: int) -> Any:
+        """The CPU's pointer to the same word."""
+        return ffi.cast("uint64_t *", self.memory.host_ptr + self._flushed_offset + 8 * channel)
+
+    def flushed(self, channel: int) -> int:
+        """One more than the ticket of the last flush that is complete on a channel."""
+        return int(self.flushed_host(channel)[0])
+
+    @property
+    def plan_pointers(self) -> PlanPointers:
+        """The device's addresses of `plan_words`."""
+        first = self.memory.ptr + self._plan_offset
+        bell, done, gate, stages = (
+            first + ffi.offsetof("ProxycclPlanWords", word) for word in ("bell", "done", "gate", "stages")
+        )
+        return PlanPointers(bell, done, gate, tuple(stages + 8 * stage for stage in range(STAGES)))
+
+    def end_waits(self) -> None:
+        """Ends the waits of streams for a plan, and for its stages."""
+        _engine.lib.proxyccl_plan_words_end_waits(self.plan_words)
+
+    @property
+    def memory_limits_pointer(self) -> int:
+        """The device's address of `memory_limits`."""
+        return self.memory.ptr + self._memory_limits_offset
+
+    def counters(self, channel: int) -> ChannelCounters:
+        """A channel's counters, read without disturbing the proxy.
+
+        Raises:
+            ArgumentError: there is no such id.
+            ClosedError: the memory is unmapped.
+        """
+        if not 0 <= channel < MAX_CHANNELS:
+            raise ArgumentError("channel", f"must be from 0 to {MAX_CHANNELS - 1}, not {channel}")
+        if self.memory.closed:
+            raise ClosedError("the proxy service is closed")
+        c = self.table[channel]
+        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
+
+    def clear_counters(self, channel: int) -> None:
+        """Zeroes a channel's counters for the next channel of that id. No worker may use it."""
+        self.table[channel] = ffi.new("ProxycclCounters *")[0]

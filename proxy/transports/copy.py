@@ -1,0 +1,40 @@
+"""The transport `copy`: copies by the runtime's copy engine, within a host (engine/copy_transport.h)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from proxyccl.device.runtime import Event, Runtime, Stream
+from proxyccl.proxy import _engine
+from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime, create
+from proxyccl.proxy.transports.transport import Transport
+
+ffi = _engine.ffi
+
+
+def make_copy_options(runtime: Runtime, undo: contextlib.ExitStack) -> tuple[Any, Stream, Event]:
+    """A ProxycclCopyOptions, and the stream and the event in it, which `undo` closes."""
+    stream = runtime.create_stream(for_proxy=True)
+    undo.callback(stream.close)
+    event = runtime.create_event()
+    undo.callback(event.close)
+    native_options = ffi.new("ProxycclCopyOptions *")
+    native_options.stream = ffi.cast("void *", stream.handle)
+    native_options.event = ffi.cast("void *", event.handle)
+    return native_options, stream, event
+
+
+def _connect(engine: EngineRuntime, options: None) -> EngineConnection:
+    with contextlib.ExitStack() as undo:
+        native_options, stream, event = make_copy_options(engine.runtime, undo)
+        pointer = create(engine, TRANSPORT.name, native_options)
+        undo.pop_all()
+    return EngineConnection(pointer, (stream, event))
+
+
+def _status_text(status: int) -> str:
+    return ""
+
+
+TRANSPORT = Transport(name="copy", connect=_connect, status_text=_status_text, statuses=range(0))

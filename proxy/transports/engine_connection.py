@@ -1,0 +1,96 @@
+"""Makes connections of the engine from the options that a transport's C header defines. It knows no transport."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ResourceError, RuntimeUnavailableError
+from proxyccl.device.runtime import Event, Runtime, Stream
+from proxyccl.proxy import _engine
+
+ffi, lib = _engine.ffi, _engine.lib
+
+
+class EngineRuntime:
+    """A runtime, and the addresses of its functions that the engine calls.
+
+    Attributes:
+        runtime: the runtime.
+        functions: the addresses.
+        table: the same addresses as a ProxycclRuntimeTable.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self.functions = functions = runtime.engine_functions()
+        self.table = ffi.new("ProxycclRuntimeTable *")
+        lib.proxyccl_runtime_table_fill(
+            self.table, functions.copy, functions.write64, functions.event_record, functions.event_query
+        )
+
+
+@dataclass(frozen=True)
+class EngineConnection:
+    """A connection of the engine that no worker serves yet.
+
+    Attributes:
+        pointer: a ProxycclConnection.
+        owned: resources to close after it, in this order.
+    """
+
+    pointer: Any
+    owned: tuple[Stream | Event, ...] = ()
+
+
+def fill(native_options: Any, options: Any, names: tuple[str, ...]) -> None:
+    """Copies fields of a dataclass into a struct.
+
+    Raises:
+        ArgumentError: a value does not fit its field; the error names the field.
+    """
+    for name in names:
+        value = getattr(options, name)
+        try:
+            setattr(native_options, name, value)
+        except (OverflowError, TypeError) as error:
+            raise ArgumentError(name, f"must be a number that fits its field, not {value!r}") from error
+
+
+def require_accepted(transport: str, native_options: Any, *options: Any) -> None:
+    """Raises ArgumentError for options that a transport refuses.
+
+    Args:
+        transport: its name.
+        native_options: its options struct.
+        options: the dataclasses that it was filled from; the error shows the field's value there.
+    """
+    refused = lib.proxyccl_transport_refused(transport.encode(), native_options)
+    if refused:
+        name = ffi.string(refused).decode()
+        value = next(getattr(each, name) for each in options if hasattr(each, name))
+        raise ArgumentError(name, f"{value!r} is out of range for the transport {transport}")
+
+
+def create(engine: EngineRuntime, transport: str, native_options: Any, *, needs: str = "") -> Any:
+    """Makes a ProxycclConnection. What the options name must outlive it.
+
+    Args:
+        engine: the runtime whose copies it issues.
+        transport: the transport's name.
+        native_options: its options struct, which passed `require_accepted`.
+        needs: what a build needs for the transport, and how to install that.
+
+    Raises:
+        ResourceError: out of memory.
+        RuntimeUnavailableError: the engine was built without the transport.
+    """
+    pointer = lib.proxyccl_connection_create(transport.encode(), native_options, engine.table)
+    if pointer:
+        return pointer
+    if ffi.errno == errno.ENOSYS:
+        raise RuntimeUnavailableError(
+            f"this build of ProxyCCL lacks the transport {transport}; build it where {needs} are installed"
+        )
+    raise ResourceError("out of memory for a connection")

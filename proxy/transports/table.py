@@ -1,0 +1,55 @@
+"""All transports, by name."""
+
+from __future__ import annotations
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.transports import copy, staged, verbs
+from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+
+TRANSPORTS: dict[str, Transport] = {
+    record.name: record
+    for record in (
+        copy.TRANSPORT,
+        verbs.TRANSPORT,
+        staged.TRANSPORT,
+    )
+}
+"""Of several that reach a peer, the first is preferred."""
+
+
+def find_transport(name: str) -> Transport:
+    """The transport of a name. Raises ArgumentError if there is none."""
+    if name not in TRANSPORTS:
+        raise ArgumentError("transport", f"{name!r} is unknown; expected one of {', '.join(TRANSPORTS)}")
+    return TRANSPORTS[name]
+
+
+def find_copying_transport(name: str) -> Transport:
+    """The transport of a name, which copies within a host. Raises ArgumentError if it uses RDMA, or does not exist."""
+    found = find_transport(name)
+    if found.uses_rdma:
+        copying = (each.name for each in TRANSPORTS.values() if not each.uses_rdma)
+        raise ArgumentError("transport", f"{name!r} uses RDMA; expected one of {', '.join(copying)}")
+    return found
+
+
+def rdma_functions(name: str) -> RdmaFunctions:
+    """What a transport does by RDMA, by its name. Raises ArgumentError if it uses none, or does not exist."""
+    found = TRANSPORTS.get(name)
+    if found is None or found.rdma is None:
+        by_rdma = (each.name for each in TRANSPORTS.values() if each.uses_rdma)
+        raise ArgumentError("transport", f"{name!r} does not use RDMA; expected one of {', '.join(by_rdma)}")
+    return found.rdma
+
+
+def missing_transports() -> dict[str, str]:
+    """What this machine lacks for each transport that uses RDMA, in words; empty if nothing."""
+    by_rdma = {name: each.rdma.missing for name, each in TRANSPORTS.items() if each.rdma is not None}
+    answers = {missing: missing() for missing in by_rdma.values()}  # transports of one device share it
+    return {name: answers[missing] for name, missing in by_rdma.items()}
+
+
+def text_of_status(status: int) -> str:
+    """A failed transfer's status in words, if only one transport can return it; otherwise empty."""
+    found = next((each for each in TRANSPORTS.values() if status in each.statuses), None)
+    return found.status_text(status) if found is not None else ""

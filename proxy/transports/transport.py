@@ -1,0 +1,91 @@
+"""A transport, as Python sees it: one record of functions. The engine's side is transport.h.
+
+A transport is one file here, one in the engine, and a line in the table of each. Other modules read its record; they
+never compare its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
+from proxyccl.proxy.verbs.setup import RdmaSetup
+
+
+class RdmaEndpoint(Protocol):
+    """This rank's endpoint of a connection to one peer."""
+
+    @property
+    def info(self) -> RdmaEndpointInfo:
+        """What the rank tells the peer about it."""
+        ...
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """See `RdmaContext.connect_endpoint`. It stops waiting once `given_up` returns True."""
+        ...
+
+    def connection_options(self, theirs: RdmaEndpointInfo) -> Any:
+        """The options for `Transport.connect`. The endpoint must be connected, and outlive that connection."""
+        ...
+
+    def close(self) -> None:
+        """Frees it. No connection may use it any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class RdmaFunctions:
+    """What a transport does by RDMA. Its functions take the device that `open` returned, which has a method `close`.
+
+    Attributes:
+        missing: returns what this machine lacks for the transport, in words; empty if nothing.
+        open: opens the device. Transports with the same `open` share one device of a rank. Raises as the first call of
+            `RdmaContext` does.
+        unsupported_reason: returns why the device can't register the memory of the rank's GPU; empty if it can, or need
+            not. Raises ResourceError.
+        make_endpoint: makes an endpoint on the device.
+        expose: lets peers reach own memory; takes the device, address, size in bytes and handle. Raises as
+            `RdmaContext.expose`.
+        withdraw: ends `expose`.
+        registers_source: whether a put's source must be exposed too.
+        refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
+        withdraws_at_once: whether `withdraw` only refuses later puts of peers, so that it may be called while workers
+            still use the memory.
+    """
+
+    missing: Callable[[], str]
+    open: Callable[[RdmaSetup], Any]
+    unsupported_reason: Callable[[Any], str]
+    make_endpoint: Callable[[Any], RdmaEndpoint]
+    expose: Callable[[Any, int, int, bytes], RdmaMemory]
+    withdraw: Callable[[Any, RdmaMemory], None]
+    registers_source: bool
+    refusal: str
+    withdraws_at_once: bool = False
+
+
+@dataclass(frozen=True)
+class Transport:
+    """What moves the data of a connection.
+
+    Attributes:
+        name: its name, for users and for the engine.
+        connect: makes a connection of the engine from the transport's own options.
+        status_text: returns a status of such a connection in words; empty for a driver's own status.
+        statuses: the statuses that no other transport returns.
+        rdma: what it does by RDMA; None for a transport that copies within a host.
+    """
+
+    name: str
+    connect: Callable[[EngineRuntime, Any], EngineConnection]
+    status_text: Callable[[int], str]
+    statuses: range
+    rdma: RdmaFunctions | None = None
+
+    @property
+    def uses_rdma(self) -> bool:
+        """Whether it reaches peers by RDMA, through endpoints and exposed memory."""
+        return self.rdma is not None

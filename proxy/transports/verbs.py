@@ -1,0 +1,143 @@
+"""The transport `verbs`: RDMA writes on one queue pair for each peer (engine/verbs_transport.h)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.transports.engine_connection import (
+    EngineConnection,
+    EngineRuntime,
+    create,
+    fill,
+    require_accepted,
+)
+from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.verbs.context import VerbsContext
+from proxyccl.proxy.verbs.devices import missing
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from proxyccl.proxy.verbs.staging import register_device_memory, unsupported_reason
+
+ffi, lib = _engine.ffi, _engine.lib
+
+_COMPLETIONS = (
+    ("IBV_WC_SUCCESS", "no error"),
+    ("IBV_WC_LOC_LEN_ERR", "the request is longer than its queue pair allows"),
+    ("IBV_WC_LOC_QP_OP_ERR", "the queue pair can't carry out the request"),
+    ("IBV_WC_LOC_EEC_OP_ERR", "the end-to-end context can't carry out the request"),
+    ("IBV_WC_LOC_PROT_ERR", "the local memory is not registered for the request"),
+    ("IBV_WC_WR_FLUSH_ERR", "the queue pair was in its error state already"),
+    ("IBV_WC_MW_BIND_ERR", "the memory window can't be bound"),
+    ("IBV_WC_BAD_RESP_ERR", "the peer's response is not one to the request"),
+    ("IBV_WC_LOC_ACCESS_ERR", "the local memory does not allow the access"),
+    ("IBV_WC_REM_INV_REQ_ERR", "the peer's device finds the request invalid"),
+    ("IBV_WC_REM_ACCESS_ERR", "the peer's memory is not registered for the access"),
+    ("IBV_WC_REM_OP_ERR", "the peer's device can't carry out the request"),
+    ("IBV_WC_RETRY_EXC_ERR", "the peer's device does not answer: it is down, or no route leads to it"),
+    ("IBV_WC_RNR_RETRY_EXC_ERR", "the peer's device stays not ready to receive"),
+    ("IBV_WC_LOC_RDD_VIOL_ERR", "the reliable datagram domains differ"),
+    ("IBV_WC_REM_INV_RD_REQ_ERR", "the peer's device finds the reliable datagram invalid"),
+    ("IBV_WC_REM_ABORT_ERR", "the peer's device aborted the request"),
+    ("IBV_WC_INV_EECN_ERR", "the number of the end-to-end context is invalid"),
+    ("IBV_WC_INV_EEC_STATE_ERR", "the state of the end-to-end context is invalid"),
+    ("IBV_WC_FATAL_ERR", "the device failed"),
+    ("IBV_WC_RESP_TIMEOUT_ERR", "the peer's response did not come in time"),
+    ("IBV_WC_GENERAL_ERR", "the device reports an error of another kind"),
+    ("IBV_WC_TM_ERR", "tag matching failed"),
+    ("IBV_WC_TM_RNDV_INCOMPLETE", "the message is to be fetched by software"),
+)
+"""By ibv_wc_status of infiniband/verbs.h: its name, and what it means."""
+
+
+def fill_verbs_options(native_options: Any, options: VerbsOptions) -> None:
+    """Fills a ProxycclVerbsOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
+    native_options.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
+    fill(
+        native_options,
+        options,
+        ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "scratch", "scratch_lkey"),
+    )
+
+
+NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
+"""What a build of the engine needs for this transport."""
+
+
+def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
+    native_options = ffi.new("ProxycclVerbsOptions *")
+    fill_verbs_options(native_options, options)
+    require_accepted(TRANSPORT.name, native_options, options)
+    return EngineConnection(create(engine, TRANSPORT.name, native_options, needs=NEEDS))
+
+
+def _status_text(status: int) -> str:
+    """An errno in words, or an ibv_wc_status behind PROXYCCL_VERBS_COMPLETION."""
+    completion = status - lib.PROXYCCL_VERBS_COMPLETION
+    if completion < 0:
+        return os.strerror(status)
+    if completion >= len(_COMPLETIONS):
+        return f"work completion status {completion}"
+    name, meaning = _COMPLETIONS[completion]
+    return f"{name}, {meaning}"
+
+
+class _Endpoint:
+    """See `RdmaEndpoint`."""
+
+    def __init__(self, device: VerbsContext) -> None:
+        segment = device.segment
+        registration = device.registrations.register(segment.host_ptr, segment.nbytes)
+        self._endpoint = device.device.endpoint()
+        self.info = RdmaEndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        if theirs.area:
+            raise ArgumentError("peer", "its end of the connection is staged; expected one that is not, as this end")
+        self._endpoint.connect(theirs.endpoint, timeout, given_up)
+
+    def connection_options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
+        return self._endpoint.engine_options(theirs.rkey)
+
+    def close(self) -> None:
+        self._endpoint.close()
+
+
+def missing_for_verbs() -> str:
+    """What this machine lacks for RDMA by verbs, in words; empty if nothing."""
+    return missing() or ""
+
+
+def _unsupported_reason(device: VerbsContext) -> str:
+    return unsupported_reason(device.registrations, device.runtime)
+
+
+def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
+    made = register_device_memory(device.registrations, device.runtime, ptr, nbytes, handle or None)
+    return RdmaMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)
+
+
+def _withdraw(device: VerbsContext, memory: RdmaMemory) -> None:
+    device.registrations.release(memory.owner)
+
+
+TRANSPORT = Transport(
+    name="verbs",
+    connect=_connect,
+    status_text=_status_text,
+    statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
+    rdma=RdmaFunctions(
+        missing=missing_for_verbs,
+        open=VerbsContext,
+        unsupported_reason=_unsupported_reason,
+        make_endpoint=_Endpoint,
+        expose=_expose,
+        withdraw=_withdraw,
+        registers_source=True,
+        refusal="rank {rank}'s memory can't be reached by RDMA: {reason}; "
+        'transport="staged" takes data through pinned memory of the host',
+    ),
+)

@@ -1,0 +1,223 @@
+"""The workers of one service: each drains its rings in a thread, which it may share with other workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy import _engine
+from proxyccl.proxy.observe.segment import ObservedSegment
+from proxyccl.proxy.ring import RingMemory
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread
+from proxyccl.proxy.transports.engine_connection import EngineRuntime
+
+lib = _engine.lib
+
+MAX_RINGS: int = lib.PROXYCCL_MAX_RINGS
+_POLL_SECONDS = 0.0002
+_UNUSED_THREAD_SECONDS = 10.0
+
+
+def require_rings(fifos: int, threads: int) -> None:
+    """Raises ArgumentError unless each thread gets a ring, and no more than the engine allows."""
+    if not isinstance(threads, int) or threads < 1:
+        raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
+    if not isinstance(fifos, int) or not threads <= fifos <= MAX_RINGS:
+        raise ArgumentError("fifos", f"must be an integer from proxy_threads ({threads}) to {MAX_RINGS}, not {fifos!r}")
+
+
+@dataclass(frozen=True)
+class OwnThreads:
+    """The threads to make for a service's workers, one each.
+
+    Attributes:
+        count: number of threads.
+        idle: what they do when there is nothing to do.
+        cores: numbers of the cores that they may run on; None for any.
+        name: what their names begin with.
+    """
+
+    count: int
+    idle: IdlePolicy
+    cores: Collection[int] | None
+    name: str
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker of the engine.
+
+    Attributes:
+        pointer: a ProxycclWorker.
+        stats: its ProxycclWorkerStats, which observers read.
+        thread: the thread that runs it.
+        ended: set when it has ended.
+    """
+
+    pointer: Any
+    stats: Any
+    thread: ProxyThread
+    ended: threading.Event = field(default_factory=threading.Event)
+
+
+OnEvent = Callable[[Worker, int, Any], None]
+"""Called in a worker's thread with a ProxycclExit and a ProxycclExitInfo, which is valid until it returns."""
+
+
+def _begin(runtime: Runtime, unbound_threads: int) -> None:
+    """Called first in each own thread.
+
+    Args:
+        runtime: the service's runtime.
+        unbound_threads: number of the service's threads if no cores were chosen for them, otherwise 0.
+    """
+    runtime.activate(for_proxy=True)
+    # Some launchers bind each rank to one core, where the program spins while it waits for its GPU. A worker on the
+    # same core would run once in a time slice, and each trigger would cost milliseconds.
+    if len(os.sched_getaffinity(0)) <= unbound_threads:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+
+
+class Workers:
+    """A service's workers and their threads.
+
+    Args:
+        engine: the runtime whose copies they issue.
+        service: a ProxycclService.
+        observed: where they show observers what they do; with room for each.
+        threads: the threads to make; or one existing thread for each worker.
+
+    Raises:
+        ArgumentError: there are no such cores.
+    """
+
+    def __init__(
+        self,
+        engine: EngineRuntime,
+        service: Any,
+        observed: ObservedSegment,
+        threads: OwnThreads | Sequence[ProxyThread],
+    ) -> None:
+        self._workers: list[Worker] = []
+        self._own_threads: list[ProxyThread] = []
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.discard)
+            if isinstance(threads, OwnThreads):
+                self._make_threads(engine.runtime, threads)
+                self._make_workers(service, observed, self._own_threads)
+            else:
+                self._make_workers(service, observed, threads)
+                context = engine.runtime.launch_target().context
+                for worker in self._workers:
+                    lib.proxyccl_worker_enter_context(worker.pointer, engine.functions.make_current, context)
+            undo.pop_all()
+
+    def _make_threads(self, runtime: Runtime, threads: OwnThreads) -> None:
+        begin = functools.partial(_begin, runtime, threads.count if threads.cores is None else 0)
+        for i in range(threads.count):
+            self._own_threads.append(ProxyThread(f"{threads.name}-proxy-{i}", threads.idle, threads.cores, begin))
+
+    def _make_workers(self, service: Any, observed: ObservedSegment, threads: Sequence[ProxyThread]) -> None:
+        for i, thread in enumerate(threads):
+            stats = observed.worker(i)
+            self._workers.append(Worker(lib.proxyccl_worker_create(service, stats), stats, thread))
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __getitem__(self, number: int) -> Worker:
+        return self._workers[number]
+
+    @property
+    def ended(self) -> list[bool]:
+        """For each worker, whether it has ended."""
+        return [worker.ended.is_set() for worker in self._workers]
+
+    def add_rings(self, rings: Sequence[RingMemory]) -> None:
+        """Gives rings to the workers in turn."""
+        for i, ring in enumerate(rings):
+            worker = self._workers[i % len(self._workers)]
+            lib.proxyccl_worker_add_ring(worker.pointer, ring.slots, ring.tail, ring.size_log2)
+
+    def start(self, on_event: OnEvent) -> None:
+        """Adds the workers to their threads. `on_event` is called when the engine returns for one."""
+
+        def told(worker: Worker, reason: int, info: Any) -> None:
+            try:
+                on_event(worker, reason, info)
+            finally:
+                if reason != lib.PROXYCCL_EXIT_HANDLER:
+                    worker.stats.started_ns = 0
+                    worker.ended.set()
+
+        for worker in self._workers:
+            worker.thread.add(worker.pointer, functools.partial(told, worker))
+
+    @contextlib.contextmanager
+    def paused(self, timeout: float) -> Iterator[None]:
+        """A context in which no worker reads rings or tables, so that entries can change which triggers may name.
+
+        Raises:
+            ResourceError: a worker did not pause in time.
+        """
+        deadline = time.monotonic() + timeout
+        asked = [lib.proxyccl_worker_pause(worker.pointer) for worker in self._workers]
+        try:
+            for worker, number in zip(self._workers, asked, strict=True):
+                while lib.proxyccl_worker_paused(worker.pointer) != number and not worker.ended.is_set():
+                    if time.monotonic() >= deadline:
+                        raise ResourceError(f"a proxy thread did not pause within {timeout:g} s")
+                    time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            for worker in self._workers:
+                lib.proxyccl_worker_resume(worker.pointer)
+
+    def ask_to_drain(self) -> list[int]:
+        """Asks every worker to report that its rings are empty and nothing is outstanding. See `await_drained`."""
+        return [lib.proxyccl_worker_drain(worker.pointer) for worker in self._workers]
+
+    def await_drained(self, asked: list[int], timeout: float, given_up: Callable[[], bool]) -> bool:
+        """Waits for those reports. False if the time was over, `given_up` returned True, or a worker ended first."""
+        deadline = time.monotonic() + timeout
+        for worker, number in zip(self._workers, asked, strict=True):
+            while lib.proxyccl_worker_drained(worker.pointer) != number:
+                if worker.ended.is_set() or given_up() or time.monotonic() >= deadline:
+                    return False
+                time.sleep(_POLL_SECONDS)
+        return True
+
+    def stop(self, *, drained: bool) -> None:
+        """Asks all workers to end: once their rings are empty and nothing is outstanding, or at once."""
+        for worker in self._workers:
+            (lib.proxyccl_worker_stop if drained else lib.proxyccl_worker_abandon)(worker.pointer)
+
+    def abandon(self, worker: Worker) -> None:
+        """Asks one worker to end at once."""
+        lib.proxyccl_worker_abandon(worker.pointer)
+
+    def await_ended(self, timeout: float) -> bool:
+        """Waits until all workers and own threads have ended, each for so many seconds. False if one has not."""
+        ended = [worker.ended.wait(0 if worker.thread.is_current else timeout) for worker in self._workers]
+        # The wait for a worker that did not end is not repeated for its thread.
+        closed = [thread.close(timeout if ended[i] else 0) for i, thread in enumerate(self._own_threads)]
+        return all(ended) and all(closed)
+
+    def discard(self) -> None:
+        """Frees workers that were never started, and ends their own threads."""
+        for thread in self._own_threads:
+            thread.close(_UNUSED_THREAD_SECONDS)
+        self.destroy()
+
+    def destroy(self) -> None:
+        """Frees the workers, which have ended."""
+        for worker in self._workers:
+            lib.proxyccl_worker_destroy(worker.pointer)

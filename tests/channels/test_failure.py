@@ -1,0 +1,818 @@
+"""Each failure ends, within the time-out, in a named exception on every rank that lives; nothing hangs or is left."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    AbortedError,
+    ClosedError,
+    Communicator,
+    HandlerError,
+    KernelError,
+    MismatchError,
+    ResourceError,
+    Runtime,
+    ThreadBootstrap,
+    TransportError,
+    Trigger,
+    TriggerError,
+    WaitTimeoutError,
+)
+from proxyccl.channels.control import create_segment
+from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.watcher import Watcher
+from proxyccl.device import open_runtime
+from proxyccl.device._native import lib as native
+from support import hanging
+from support.device_arrays import barrier, on_device, on_host
+from support.devices import processes, rank_runtime
+from support.observing import wait_for
+from support.paths import PROGRAMS
+from support.processes import Ended, is_job_daemon, processes_with, run_processes, shared_memory_names
+from support.ranks import Gate, Ranks, live_threads, open_descriptors
+from support.running import run_mpi, run_ranks
+
+pytestmark = [pytest.mark.daemon, pytest.mark.hip]
+
+PROGRAM = PROGRAMS / "failure.py"
+TIMEOUT = 2.0
+VICTIM = 1
+PROCESSES = processes(3)
+SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
+
+
+caught = functools.partial(hanging.caught, within=TIMEOUT + 5)  # with room for a busy machine
+
+
+def ones(comm: Communicator) -> Any:
+    return on_device(comm, np.ones(4, np.float32))
+
+
+def meet(comm: Communicator) -> None:
+    """Lets no rank fail before all are ready for it."""
+    comm.all_gather_bytes(b"")
+
+
+# -- processes ---
+
+
+@pytest.fixture
+def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process that the test starts, and no name in /dev/shm, outlives it; a daemon of the job's own ends soon after
+    it. Other tests may run beside it.
+    """
+    mark = str(uuid.uuid4())
+    monkeypatch.setenv("STARTED_BY_TEST", mark)
+    before = shared_memory_names()
+    yield
+    wait_for(lambda: not any(map(is_job_daemon, processes_with("STARTED_BY_TEST", mark))), "the daemon has ended")
+    assert shared_memory_names() <= before
+    assert not processes_with("STARTED_BY_TEST", mark)
+
+
+def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
+    """What each rank that lived to the end printed."""
+    assert all(process.returncode in (0, -9) for process in ended), "\n".join(process.stderr for process in ended)
+    lines = "".join(process.stdout for process in ended).splitlines()
+    assert not any("late=True" in line for line in lines), lines
+    return {
+        rank: [line.split(": ", 1)[1] for line in lines if line.startswith(f"rank {rank}: ")]
+        for rank in range(len(ended))
+    }
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        *(f"killed_in_a_collective:{name}" for name in ("one_shot", "two_shot", "ring", "proxy")),
+        "killed_in_a_kernel",
+        "killed_in_a_dispatch",
+        "killed_before_a_registration",
+    ],
+)
+def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, scenario))
+    assert not printed[VICTIM]
+    for rank in SURVIVORS:
+        assert printed[rank], scenario
+        for line in printed[rank]:
+            assert line.startswith(f"PeerLostError peer={VICTIM}")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_killed_in_the_bootstrap_runs_into_the_time_out() -> None:
+    """Nobody watches a process that has not told its number yet."""
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "killed_before_the_communicator"))
+    for rank in SURVIVORS:
+        assert printed[rank][0].startswith(f"WaitTimeoutError peer={VICTIM}")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_close_does_not_wait_for_a_killed_rank() -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "killed_before_close"))
+    for rank in SURVIVORS:
+        assert printed[rank][-1].endswith("closed>")
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_stopped_rank_times_out_and_hears_of_it_later() -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "stopped"))
+    assert all(lines[0].startswith(f"WaitTimeoutError peer={VICTIM}") for lines in printed.values())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_handler_that_raises_ends_every_rank() -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "raising_handler"))
+    assert all(lines[0].startswith("HandlerError") for lines in printed.values())
+    assert printed[VICTIM][1] == "cause LookupError('no such expert')"
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_an_exception_inside_with_releases_the_others() -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "exception_inside_with"))
+    assert printed.pop(VICTIM) == ["ValueError"]
+    assert all(lines[0].startswith("AbortedError") for lines in printed.values())
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_rank_that_leaves_without_close_releases_the_others() -> None:
+    printed = outcomes(run_processes(PROCESSES, PROGRAM, "exit_of_one_rank"))
+    for rank in SURVIVORS:
+        assert re.match(rf"(PeerLostError|MismatchError) .*rank {VICTIM}", printed[rank][0])
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("launcher", ["mpi", "processes"])
+def test_exit_without_close_is_clean(launcher: str) -> None:
+    if launcher == "mpi":
+        result = run_mpi(PROCESSES, PROGRAM, "exit_without_close")
+        ended = [Ended(result.returncode, result.stdout, result.stderr)]
+    else:
+        ended = run_processes(PROCESSES, PROGRAM, "exit_without_close")
+    assert [process.returncode for process in ended] == [0] * len(ended), ended
+    assert sum(process.stdout.count("leaves") for process in ended) == PROCESSES
+    assert not any(process.stderr for process in ended), ended
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("scenario", ["killed_in_a_collective:two_shot", "killed_before_the_communicator"])
+def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
+    """The launcher's own policy: it ends the ranks that are left, whatever they caught."""
+    assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=30).returncode != 0
+
+
+# -- who has failed tells the others ---
+
+GIVE_UP = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void give_up(DeviceHandle<SmChannel>* channels) {
+  channels[0].wait();
+  channels[0].signal();
+}
+extern "C" __global__ void hear(DeviceHandle<SmChannel>* channels) { channels[0].wait(); }
+"""
+
+
+def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchers sleep, and the CPU of the rank that gave up looks at nothing: only its kernel can tell the other."""
+    monkeypatch.setattr(Watcher, "INTERVAL_MS", 60_000)
+    checked = threading.Event()
+
+    def body(comm: Communicator) -> BaseException | None:
+        channels = comm.sm_channels(comm.empty(4))
+        kernels = comm.compile(GIVE_UP)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.give_up(1, 1, channels)
+            comm.runtime.synchronize()
+            checked.wait(TIMEOUT + 5)
+            return caught(comm.check)
+        time.sleep(TIMEOUT / 2)  # so that the other's time is over first
+        kernels.hear(1, 1, channels)
+        error = caught(comm.synchronize)
+        checked.set()
+        return error
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, WaitTimeoutError) and error.rank == 0 for error in errors), errors
+
+
+def test_a_rank_keeps_the_first_error_record_it_was_told() -> None:
+    segments = [create_segment(open_runtime("host"), rank, TIMEOUT, world_size=3) for rank in range(3)]
+    for rank, segment in enumerate(segments):
+        segment.introduce({peer: other for peer, other in enumerate(segments) if peer != rank})
+    records = [ErrorRecord(native.PROXYCCL_ERROR_TIMEOUT, rank, peer=1, expected=7, seen=rank) for rank in range(3)]
+    segments[0].raise_abort(records[0])
+    assert all(segment.aborted for segment in segments)
+    segments[2].raise_abort(records[2])
+    assert [segment.record() for segment in segments] == [records[0], records[0], records[2]]
+
+
+# -- triggers that are refused ---
+
+PUSH = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void put(DeviceHandle<ProxyChannel>* channels, unsigned dst, unsigned long dst_offset,
+                               unsigned src, unsigned long src_offset, unsigned long bytes) {
+  channels[0].put(dst, dst_offset, src, src_offset, bytes);
+  channels[0].flush();
+}
+extern "C" __global__ void use_channel(DeviceHandle<ProxyChannel>* channels, int id) {
+  DeviceHandle<ProxyChannel> other = channels[0];
+  other.channel = id;
+  other.signal();
+  other.flush();
+}
+extern "C" __global__ void wait(DeviceHandle<ProxyChannel>* channels) { channels[0].wait(); }
+extern "C" __global__ void packets(DeviceHandle<SmChannel>* channels, unsigned flag) {
+  channels[0].putPackets(0, 0, 8, threadIdx.x, blockDim.x, flag);
+}
+extern "C" __global__ void custom(ProxyChannelDeviceHandle channel, int times) {
+  for (int i = 0; i < times; ++i) channel.custom(threadIdx.x, i);
+  channel.flush();
+}
+extern "C" __global__ void half_a_barrier() {
+  if (threadIdx.x == 0) return;
+  if (threadIdx.x == 1) __syncwarp(3);
+  __syncthreads();
+  if (threadIdx.x == 2) __shfl_sync(8, 1, 0);
+}
+"""
+SIZE = 4096
+
+
+def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> list[BaseException | None]:
+    """Rank 0 puts with the arguments made from its memory ids (destination, source); rank 1 waits for a signal."""
+
+    def body(comm: Communicator) -> BaseException | None:
+        buffer = comm.empty(SIZE, "uint8").fill(comm.rank)
+        memory = comm.register(buffer)
+        channels = comm.proxy_channels(memory)
+        kernels = comm.compile(PUSH)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.put(1, 1, channels, *arguments(memory.peer_id(1), memory.id))
+        else:
+            kernels.wait(1, 1, channels)
+        error = caught(comm.synchronize)
+        assert (buffer.numpy() == comm.rank).all()
+        return error
+
+    return run_ranks(2, body, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (lambda dst, src: (dst, SIZE - 8, src, 0, 16), "leaves the destination"),
+        (lambda dst, src: (dst, 0, src, SIZE - 8, 16), "leaves the source"),
+        (lambda dst, src: (dst, SIZE + 1, src, 0, 0), "leaves the destination"),
+        (lambda dst, src: (dst, 0, src, 0, SIZE + 1), "leaves the source"),
+        (lambda dst, src: (dst, 0, src, 0, (1 << 32) - 1), "leaves the source"),
+        (lambda dst, src: (dst, 1 << 32, src, 0, 16), ""),
+        (lambda dst, src: (dst, 0, src, 1 << 32, 16), ""),
+        (lambda dst, src: (dst, 0, src, (1 << 64) - 8, 16), ""),
+        (lambda dst, src: (dst, SIZE, src, 0, 1 << 40), ""),
+        (lambda dst, src: (512, 0, src, 0, 16), ""),
+        (lambda dst, src: (dst, 0, 1 << 20, 0, 16), ""),
+        (lambda dst, src: (500, 0, src, 0, 16), "destination memory id is not registered"),
+        (lambda dst, src: (dst, 0, 511, 0, 16), "source memory id is not registered"),
+    ],
+)
+def test_a_put_outside_registered_memory_moves_nothing(
+    arguments: Callable[[int, int], tuple[int, int, int, int, int]], reason: str
+) -> None:
+    errors = refused(arguments)
+    assert all(isinstance(error, TriggerError) for error in errors), errors
+    assert reason in str(errors[0])
+    assert {error.rank for error in errors if isinstance(error, TriggerError)} == {0}
+
+
+@pytest.mark.parametrize("end", ["source", "destination"])
+def test_memory_that_rdma_alone_knows_is_not_copied(end: str) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        memory = comm.register(comm.empty(SIZE, "uint8"))
+        channels, kernels = comm.proxy_channels(memory), comm.compile(PUSH)
+        remote = comm.proxy.add_rdma_memory(4096, SIZE, 17)  # no address of this process
+        ends = (memory.peer_id(1 - comm.rank), remote) if end == "source" else (remote, memory.id)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.put(1, 1, channels, ends[0], 0, ends[1], 0, 16)
+        else:
+            kernels.wait(1, 1, channels)
+        return caught(comm.synchronize)
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, TriggerError) for error in errors), errors
+    assert "only RDMA reaches a memory that the trigger names" in str(errors[0])
+
+
+def test_the_error_of_a_refused_put_says_what_it_was() -> None:
+    error = refused(lambda dst, src: (dst, SIZE - 8, src, 0, 16))[1]
+    assert isinstance(error, TriggerError)
+    assert (error.rank, error.operation, error.offset) == (0, "data", SIZE - 8)
+    assert error.channel is not None
+    assert "16 bytes" in str(error)
+
+
+def test_a_trigger_for_a_channel_that_is_not_in_use_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        channels = comm.proxy_channels(comm.empty(16))
+        kernels = comm.compile(PUSH)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.use_channel(1, 1, channels, 1023)
+        else:
+            kernels.wait(1, 1, channels)
+        return caught(comm.synchronize)
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, TriggerError) and error.channel == 1023 for error in errors), errors
+
+
+SM_ACCESSES = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+using Sm = DeviceHandle<SmChannel>;
+extern "C" __global__ void put(Sm channel, unsigned long to, unsigned long from, unsigned long bytes) {
+  channel.put(to, from, bytes, threadIdx.x, blockDim.x);
+}
+extern "C" __global__ void get(Sm channel, unsigned long to, unsigned long from, unsigned long bytes) {
+  channel.get(to, from, bytes, threadIdx.x, blockDim.x);
+}
+extern "C" __global__ void putPackets(Sm channel, unsigned long to, unsigned long from, unsigned long bytes) {
+  channel.putPackets(to, from, bytes, threadIdx.x, blockDim.x, 7);
+}
+extern "C" __global__ void getPackets(Sm channel, unsigned long from, unsigned long to, unsigned long bytes) {
+  channel.getPackets<LL8Packet>(from, to, bytes, threadIdx.x, blockDim.x, 7);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "first", "second", "nbytes", "reason"),
+    [  # the peer's memory has 1024 bytes, the own 512, the packet buffer 256
+        ("put", 1024 - 8, 0, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
+        ("put", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory of 512 bytes"),
+        ("put", (1 << 64) - 8, 0, 16, "leave the peer's memory"),
+        ("put", 0, 0, 1 << 63, "leave the peer's memory"),
+        ("put", 1025, 0, 0, "0 bytes at offset 1025 leave the peer's memory"),
+        ("get", 512 - 8, 0, 16, "16 bytes at offset 504 leave the own memory of 512 bytes"),
+        ("get", 0, 1024 - 8, 16, "16 bytes at offset 1016 leave the peer's memory of 1024 bytes"),
+        ("putPackets", 1024 - 16, 0, 16, "32 bytes at offset 1008 leave the peer's memory"),
+        ("putPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory"),
+        ("getPackets", 256 - 16, 0, 16, "32 bytes at offset 240 leave the packet buffer of 256 bytes"),
+        ("getPackets", 0, 512 - 8, 16, "16 bytes at offset 504 leave the own memory"),
+    ],
+)
+def test_an_access_outside_an_sm_channels_memory_moves_nothing(
+    call: str, first: int, second: int, nbytes: int, reason: str
+) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        target, source, packets = (comm.empty(size, "uint8").fill(comm.rank) for size in (1024, 512, 256))
+        channels = comm.sm_channels(target, source, packet_buffer=packets)
+        kernels = comm.compile(SM_ACCESSES)
+        meet(comm)
+        if comm.rank == 0:
+            kernels[call](1, 32, channels[0], first, second, nbytes)
+            error = caught(comm.synchronize)
+        else:
+            error = caught(lambda: barrier(comm))
+        assert all((array.numpy() == comm.rank).all() for array in (target, source, packets))
+        return error
+
+    for error in run_ranks(2, body, timeout=TIMEOUT):
+        assert isinstance(error, TriggerError), error
+        assert (error.rank, error.peer, error.operation) == (0, 1, call)
+        assert f"called {call} on its SmChannel to rank 1: " in str(error)
+        assert reason in str(error)
+
+
+def test_an_sm_channel_reaches_to_the_end_of_its_memory() -> None:
+    def body(comm: Communicator) -> None:
+        target, source = comm.empty(1024, "uint8").fill(comm.rank), comm.empty(512, "uint8").fill(comm.rank)
+        channels = comm.sm_channels(target, source)
+        kernels = comm.compile(SM_ACCESSES)
+        barrier(comm)
+        kernels.put(1, 32, channels[0], 512, 0, 512)
+        kernels.put(1, 32, channels[0], 1024, 512, 0)
+        kernels.putPackets(1, 32, channels[0], 496, 504, 8)
+        barrier(comm)
+        kernels.get(1, 32, channels[0], 0, 512, 512)
+        barrier(comm)
+        assert (target.numpy()[512:] == 1 - comm.rank).all()
+        assert (source.numpy() == comm.rank).all()
+
+    run_ranks(2, body, timeout=TIMEOUT)
+
+
+ALL_WAIT = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void sm(DeviceHandle<SmChannel> channel) { channel.wait(); }
+extern "C" __global__ void proxy(DeviceHandle<ProxyChannel> channel) { channel.wait(); }
+extern "C" __global__ void in_turn(DeviceHandle<SmChannel> channel, int signals, int* done) {
+  if (threadIdx.x == 0)
+    for (int i = 0; i < signals; ++i) channel.signal();
+  for (int turn = 0; turn < signals; ++turn) {
+    if (threadIdx.x == turn && channel.wait()) ++*done;
+    __syncthreads();
+  }
+}
+"""
+
+
+@pytest.mark.host_only(reason="a look at who waits would cost every wait on a GPU a trip to memory")
+@pytest.mark.parametrize("kind", ["sm", "proxy"])
+def test_two_threads_that_wait_on_one_channel_are_refused(kind: str) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        channels = (comm.sm_channels if kind == "sm" else comm.proxy_channels)(comm.empty(16))
+        kernel = comm.compile(ALL_WAIT, kind)
+        meet(comm)
+        if comm.rank == 0:
+            kernel(1, 2, channels[0])
+        return caught(comm.synchronize if comm.rank == 0 else lambda: barrier(comm))
+
+    for error in run_ranks(2, body, timeout=TIMEOUT):
+        assert isinstance(error, TriggerError), error
+        assert (error.rank, error.peer, error.operation) == (0, 1, "wait")
+        name = "SmChannel" if kind == "sm" else "ProxyChannel"
+        assert f"waited at once for a signal ({name}) from rank 1 on channel {error.channel}" in str(error)
+        assert "one thread calls wait()" in str(error)
+
+
+def test_threads_may_wait_on_one_channel_in_turn() -> None:
+    def body(comm: Communicator) -> None:
+        done = comm.empty(1, "int32").fill(0)
+        channels = comm.sm_channels(comm.empty(16))
+        comm.compile(ALL_WAIT, "in_turn")(1, 4, channels[0], 4, done)
+        comm.synchronize()
+        assert done.numpy()[0] == 4
+        barrier(comm)
+
+    run_ranks(2, body)
+
+
+def test_packet_flag_zero_is_refused() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        channels = comm.sm_channels(comm.empty(16))
+        kernels = comm.compile(PUSH)
+        kernels.packets(1, 1, channels, 7)
+        comm.synchronize()
+        meet(comm)
+        if comm.rank == 0:
+            kernels.packets(1, 1, channels, 0)
+            return caught(comm.synchronize)
+        return caught(lambda: barrier(comm))
+
+    errors = run_ranks(2, body, timeout=TIMEOUT)
+    assert all(isinstance(error, TriggerError) and "flag 0" in str(error) for error in errors), errors
+
+
+# -- the proxy ---
+
+
+def test_a_ring_that_stays_full_ends_the_wait_for_room() -> None:
+    with Gate() as gate:
+
+        def body(comm: Communicator) -> BaseException | None:
+            channel = comm.handler_channel(lambda _: gate.wait())
+            comm.compile(PUSH, "custom")(1, 8, channel, 10)
+            error = caught(comm.synchronize)
+            gate.open()
+            return error
+
+        (error,) = run_ranks(1, body, timeout=TIMEOUT, fifo_size=4)
+    assert isinstance(error, WaitTimeoutError)
+    assert "room in the trigger ring" in str(error)
+
+
+def test_close_is_bounded_while_a_handler_blocks() -> None:
+    with Gate() as gate:
+        ended: list[bool] = []
+
+        def handler(_: Trigger) -> None:
+            gate.wait()
+            ended.append(True)
+
+        (comm,) = (Communicator(b, timeout=TIMEOUT) for b in ThreadBootstrap.create(1))
+        comm.compile(PUSH, "custom")(1, 1, comm.handler_channel(handler), 1)
+        assert isinstance(caught(comm.synchronize), WaitTimeoutError)
+        started = time.monotonic()
+        comm.close()
+        assert time.monotonic() - started < TIMEOUT + 5
+        assert not ended
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended
+
+
+def test_a_handler_error_carries_its_cause() -> None:
+    def refuse(trigger: Trigger) -> None:
+        raise KeyError(trigger.channel)
+
+    def body(comm: Communicator) -> BaseException | None:
+        comm.compile(PUSH, "custom")(1, 1, comm.handler_channel(refuse), 1)
+        return caught(comm.synchronize)
+
+    (error,) = run_ranks(1, body, timeout=TIMEOUT)
+    assert isinstance(error, HandlerError)
+    assert isinstance(error.__cause__, KeyError)
+    assert error.channel == error.__cause__.args[0]
+
+
+_Copy = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_Write = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
+_Query = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+def faulty(runtime: Runtime, **functions: object) -> Runtime:
+    """The runtime with some of the driver's calls that the engine makes replaced."""
+    addresses = {name: ctypes.cast(f, ctypes.c_void_p).value or 0 for name, f in functions.items()}
+    table = replace(runtime.engine_functions(), **addresses)
+    runtime.engine_functions = lambda: table  # type: ignore[method-assign]
+    return runtime
+
+
+def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
+    """Rank 0 puts and flushes, then both wait for a signal that never comes. The faults are in rank 0's proxy."""
+
+    def rank_main(comm: Communicator) -> BaseException | None:
+        memory = comm.register(comm.empty(SIZE, "uint8"))
+        channels = comm.proxy_channels(memory)
+        kernels = comm.compile(PUSH)
+        meet(comm)
+        if comm.rank == 0:
+            kernels.put(1, 1, channels, memory.peer_id(1), 64, memory.id, 0, 16)
+        kernels.wait(1, 1, channels)
+        return caught(comm.synchronize)
+
+    def make_runtime(rank: int) -> Runtime:
+        return faulty(rank_runtime(rank), **functions) if rank == 0 else rank_runtime(rank)
+
+    with Ranks(2, make_runtime=make_runtime, timeout=TIMEOUT) as ranks:
+        return ranks.run(rank_main)
+
+
+@pytest.mark.own_proxy(reason="its copies are this process's")
+def test_a_refused_copy_is_a_transport_error_everywhere() -> None:
+    errors = with_faulty_proxy(copy=_Copy(lambda *_: 700))
+    assert all(isinstance(error, TransportError) for error in errors), errors
+    for error in errors:
+        assert isinstance(error, TransportError)
+        assert (error.rank, error.peer, error.operation, error.offset) == (0, 1, "data", 64)
+        assert "700" in str(error)
+
+
+@pytest.mark.own_proxy(reason="its copies are this process's")
+def test_a_copy_that_fails_later_is_a_transport_error_everywhere() -> None:
+    errors = with_faulty_proxy(event_query=_Query(lambda _: 701))
+    for error in errors:
+        assert isinstance(error, TransportError)
+        assert error.peer == 1
+        assert "a transfer to rank 1 failed with status 701" in str(error)
+
+
+def test_a_flush_that_cannot_complete_runs_into_the_time_out() -> None:
+    errors = with_faulty_proxy(write64=_Write(lambda *_: 0))
+    assert all(isinstance(error, WaitTimeoutError) for error in errors), errors
+    assert "flush" in str(errors[0]) or "signal" in str(errors[0])
+
+
+# -- ranks that disagree ---
+
+
+def differing(comm: Communicator, field: str) -> None:
+    """One rank makes another call than the others; each waits for its own."""
+    x = on_device(comm, np.ones(12, np.float32))
+    whole = on_device(comm, np.ones(12, np.int32))
+    calls: dict[str, Callable[[], object]] = {
+        "collective": lambda: comm.broadcast(x, 0),
+        "dtype": lambda: comm.all_reduce(whole, "sum", algorithm="two_shot"),
+        "op": lambda: comm.all_reduce(x, "max", algorithm="two_shot"),
+        "algorithm": lambda: comm.all_reduce(x, "sum", algorithm="ring"),
+        "root": lambda: comm.broadcast(x, 2),
+        "count": lambda: comm.all_reduce(x[:11], "sum", algorithm="two_shot"),
+    }
+    if comm.rank == VICTIM:
+        calls[field]()
+    elif field == "root":
+        comm.broadcast(x, 0)
+    else:
+        comm.all_reduce(x, "sum", algorithm="two_shot")
+    comm.synchronize()
+
+
+@pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count"])
+@pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
+def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: bool) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        def calls() -> None:
+            if warm:
+                on_host(comm.all_reduce(on_device(comm, np.ones(12, np.float32))))
+            differing(comm, field)
+
+        return caught(calls)
+
+    errors = run_ranks(3, body, timeout=TIMEOUT)
+    for error in errors:
+        assert isinstance(error, MismatchError), errors
+        assert error.argument == field
+        assert field in str(error)
+
+
+# -- what runs out ---
+
+
+def test_the_513th_memory_id_is_a_resource_error() -> None:
+    def body(comm: Communicator) -> None:
+        array = comm.empty(4096, "uint8")
+        registered = [comm.register(array) for _ in range(513)]
+        ids = [memory.id for memory in registered[:512]]
+        assert ids == list(range(512))
+        with pytest.raises(ResourceError, match="512"):
+            _ = registered[512].id
+        registered[100].close()
+        assert registered[512].id == 100
+
+    run_ranks(1, body)
+
+
+def test_the_1025th_channel_is_a_resource_error() -> None:
+    def body(comm: Communicator) -> None:
+        for _ in range(1024):
+            comm.handler_channel(print)
+        with pytest.raises(ResourceError, match="1024"):
+            comm.handler_channel(print)
+        comm.all_reduce(ones(comm))  # and nothing is broken
+
+    run_ranks(1, body)
+
+
+def test_too_much_device_memory_is_a_resource_error() -> None:
+    def body(comm: Communicator) -> None:
+        for size in (1 << 62, 1 << 66):
+            with pytest.raises(ResourceError, match=r"can't (allocate|map)"):
+                comm.empty(size, "uint8")
+
+    run_ranks(1, body)
+
+
+# -- the end ---
+
+
+def test_closing_twice_does_nothing() -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_reduce(ones(comm))
+        comm.close()
+        comm.close()
+        assert comm.closed
+        assert "closed" in repr(comm)
+
+    run_ranks(2, body)
+
+
+def test_close_waits_for_work_in_flight() -> None:
+    def body(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        x = on_device(comm, np.full(500_000, comm.rank + 1, np.int64))
+        for _ in range(5):
+            comm.all_reduce(x, "max", stream=stream)
+        comm.close()
+        assert (on_host(x) == 3).all()
+
+    run_ranks(3, body)
+
+
+def test_close_with_work_that_can_never_end_is_bounded() -> None:
+    """One rank calls a collective that the others never join, and closes."""
+
+    def body(comm: Communicator) -> BaseException | None:
+        stream = comm.runtime.create_stream()
+        barrier(comm)
+        if comm.rank == 0:
+            comm.all_reduce(ones(comm), stream=stream)
+        return caught(comm.close)
+
+    started = time.monotonic()
+    run_ranks(3, body, timeout=TIMEOUT)
+    assert time.monotonic() - started < 2 * TIMEOUT + 10
+
+
+USES: dict[str, Callable[[Communicator], object]] = {
+    "empty": lambda comm: comm.empty(4),
+    "register": lambda comm: comm.register(np.ones(4)),
+    "sm_channels": lambda comm: comm.sm_channels(np.ones(4)),
+    "proxy_channels": lambda comm: comm.proxy_channels(np.ones(4)),
+    "handler_channel": lambda comm: comm.handler_channel(print),
+    "compile": lambda comm: comm.compile('extern "C" __global__ void f() {}'),
+    "all_reduce": lambda comm: comm.all_reduce(np.ones(4, np.float32)),
+    "all_gather": lambda comm: comm.all_gather(np.ones(4)),
+    "reduce_scatter": lambda comm: comm.reduce_scatter(np.ones(4)),
+    "all_to_all": lambda comm: comm.all_to_all(np.ones(4)),
+    "broadcast": lambda comm: comm.broadcast(np.ones(4)),
+    "barrier": lambda comm: comm.barrier(),
+    "proxy": lambda comm: comm.proxy,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_after_close_is_refused(use: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.close()
+        with pytest.raises(ClosedError, match="closed"):
+            USES[use](comm)
+        comm.check()
+        comm.abort()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_use_after_a_failure_raises_the_failure_again(use: str) -> None:
+    def body(comm: Communicator) -> None:
+        comm.abort("enough")
+        with pytest.raises(AbortedError, match="ended the communicator"):
+            USES[use](comm)
+
+    run_ranks(2, body)
+
+
+def test_abort_ends_the_waits_of_the_others() -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        if comm.rank == 0:
+            comm.abort("for a reason")
+            return caught(comm.check)
+        return caught(lambda: (comm.all_reduce(ones(comm)), comm.synchronize()))
+
+    errors = run_ranks(3, body)
+    assert all(isinstance(error, AbortedError) and error.rank == 0 for error in errors), errors
+    assert "for a reason" in str(errors[0])
+
+
+@pytest.mark.host_only(reason="a GPU does not say that its threads deadlocked")
+def test_a_deadlocked_kernel_leaves_the_communicator_alive() -> None:
+    def body(comm: Communicator) -> None:
+        comm.compile(PUSH, "half_a_barrier")(1, 4)
+        with pytest.raises(KernelError, match="deadlock"):
+            comm.synchronize()
+        assert (on_host(comm.all_reduce(ones(comm))) == 2).all()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.host_only(reason="a kernel that fails takes a GPU's context with it")
+def test_close_is_clean_after_kernels_that_failed_on_two_streams() -> None:
+    def body(comm: Communicator) -> None:
+        kernel = comm.compile(PUSH, "half_a_barrier")
+        for _ in range(2):
+            kernel(1, 4, stream=comm.runtime.create_stream())
+        comm.close()
+
+    run_ranks(1, body)
+
+
+def test_a_process_that_saw_a_failure_can_start_again() -> None:
+    for _ in range(3):
+
+        def fail(comm: Communicator) -> BaseException | None:
+            return caught(lambda: differing(comm, "op"))
+
+        assert all(isinstance(error, MismatchError) for error in run_ranks(3, fail, timeout=TIMEOUT))
+
+        def work(comm: Communicator) -> float:
+            return float(on_host(comm.all_reduce(ones(comm)))[0])
+
+        assert run_ranks(3, work) == [3.0] * 3
+
+
+def test_communicators_give_back_descriptors_and_threads() -> None:
+    def body(comm: Communicator) -> None:
+        for algorithm in ("proxy", None):
+            comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm=algorithm)
+
+    run_ranks(3, body)  # whatever a process keeps for good
+    gc.collect()
+    descriptors, threads = open_descriptors(), live_threads()
+    for _ in range(5):
+        run_ranks(3, body)
+        gc.collect()  # a GPU's memory that it finds is freed when the device is next waited for
+    assert open_descriptors() <= descriptors
+    assert live_threads() <= threads + 2  # threads for blocks are kept, and how many at once it takes may vary

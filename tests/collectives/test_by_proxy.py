@@ -1,0 +1,539 @@
+"""Collectives that the proxies run on the arrays themselves, rung in by streams: results, order, failures."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    MismatchError,
+    ResourceError,
+    TriggerError,
+    WaitTimeoutError,
+)
+from proxyccl.channels import plan_rings
+from proxyccl.channels.collectives import plans, reduce_plans
+from proxyccl.device._native import lib
+from proxyccl.device.array_view import ArrayView
+from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
+from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, PlanWait, ProxyPlan
+from proxyccl.proxy.trigger import MAX_MEMORIES
+from support import hanging
+from support.device_arrays import barrier, on_device, on_host
+from support.devices import processes, world_sizes
+from support.observing import wait_for
+from support.paths import PROGRAMS
+from support.processes import run_processes
+from support.ranks import Ranks
+from support.running import TIMEOUT, run_mpi, run_ranks
+from support.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
+
+pytestmark = [pytest.mark.daemon, pytest.mark.hip]
+
+SHORT = 2.0
+SHARES = (0, 1, 17, 603, 65_537)
+
+
+@pytest.fixture(scope="module", params=world_sizes(1, 2, 3), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as group:
+        yield group
+
+
+@pytest.mark.parametrize("kinds", list(itertools.product(KINDS, KINDS)), ids="-".join)
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_moves_spans_of_any_length_and_offset(ranks: Ranks, collective: str, kinds: tuple[Kind, Kind]) -> None:
+    def body(comm: Communicator) -> None:
+        calls = SpanCalls(comm, max(SHARES) * comm.world_size, kinds)
+        for seed, share in enumerate(SHARES):
+            for in_place in (False, True):
+                calls.run(collective, share, seed, in_place=in_place, root=seed % comm.world_size)
+
+    ranks.run(body)
+
+
+def test_ranks_may_give_arrays_of_different_kinds(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        kinds: tuple[Kind, Kind] = ("private", "empty") if comm.rank % 2 else ("empty", "private")
+        calls = SpanCalls(comm, 5000 * comm.world_size, kinds)
+        for seed, collective in enumerate(COLLECTIVES):
+            calls.run(collective, 5000, seed)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("kinds", [("empty", "empty"), ("private", "private")], ids="-".join)
+def test_a_call_may_take_several_plans(kinds: tuple[Kind, Kind]) -> None:
+    def body(comm: Communicator) -> None:
+        comm.collectives.by_proxy().longest_round = 1000
+        calls = SpanCalls(comm, 2345 * comm.world_size, kinds)
+        for seed, collective in enumerate(COLLECTIVES):
+            for in_place in (False, True):
+                calls.run(collective, 2345, seed, in_place=in_place)
+
+    run_ranks(max(world_sizes(1, 2, 3)), body)
+
+
+@pytest.mark.parametrize("kinds", [("empty", "empty"), ("private", "private"), ("private", "empty")], ids="-".join)
+def test_little_goes_through_pinned_memory(kinds: tuple[Kind, Kind]) -> None:
+    def body(comm: Communicator) -> None:
+        comm.collectives.by_proxy().memories.pinned_bytes = 4096
+        calls = SpanCalls(comm, 2000 * comm.world_size, kinds)
+        for seed in range(60):
+            share = (1, 700, 1999)[seed // 3 % 3]  # on both sides of the limit
+            calls.run(COLLECTIVES[seed % 3], share, seed, in_place=seed % 2 == 1, root=seed % comm.world_size)
+
+    run_ranks(max(world_sizes(1, 2, 3)), body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in-place"])
+def test_reduces_in_pieces_and_rounds(kind: Kind, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length beside those of pieces and rounds; what one crossing carries too."""
+    monkeypatch.setattr(reduce_plans, "_SHORTEST_PIECE", 1024)
+    monkeypatch.setattr(reduce_plans, "_ONE_CROSSING", 2048)
+    counts = (1, 3, 500, 1031, 4096, 10_007)
+
+    def body(comm: Communicator) -> None:
+        comm.collectives.by_proxy().longest_round = 20_000
+        comm.collectives.by_proxy().memories.pinned_bytes = 1024
+        rank, ranks = comm.rank, comm.world_size
+        stream = comm.runtime.create_stream()
+        for count in counts:
+            values = np.random.default_rng(count).integers(-50, 50, (ranks, count * ranks)).astype(np.int32)
+            expected = values.sum(axis=0)
+            own = slice(rank * count, (rank + 1) * count)
+            x, out = (elements(allocate(comm, 4 * count * ranks, kind)) for _ in range(2))
+            write(comm, x, values[rank])
+            share = part(x if in_place else out, rank * count, count)
+            comm.reduce_scatter(x, out=share, algorithm="proxy", stream=stream)
+            comm.synchronize(stream)
+            assert (read(comm, share) == expected[own]).all()
+            write(comm, x, values[rank])
+            barrier(comm)
+            result = x if in_place else out
+            comm.all_reduce(x, out=result, algorithm="proxy", stream=stream)
+            comm.synchronize(stream)
+            assert (read(comm, result) == expected).all()
+
+    run_ranks(max(world_sizes(1, 2, 3)), body)
+
+
+def elements(view: ArrayView) -> ArrayView:
+    return replace(view, shape=(view.nbytes // 4,), dtype=as_dtype("int32"))
+
+
+def part(view: ArrayView, begin: int, count: int) -> ArrayView:
+    return replace(view, ptr=view.ptr + 4 * begin, shape=(count,))
+
+
+def write(comm: Communicator, view: ArrayView, values: NDArray[np.int32]) -> None:
+    comm.runtime.copy(view.ptr, np.ascontiguousarray(values).ctypes.data, view.nbytes)
+
+
+def read(comm: Communicator, view: ArrayView) -> NDArray[np.int32]:
+    values = np.empty(view.shape, np.int32)
+    comm.runtime.copy(values.ctypes.data, view.ptr, values.nbytes)
+    return values
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_moves_megabytes(ranks: Ranks, collective: str) -> None:
+    share = 3_000_001
+
+    def body(comm: Communicator) -> None:
+        calls = SpanCalls(comm, share * comm.world_size)
+        for in_place in (False, True):
+            calls.run(collective, share, 1, in_place=in_place)
+
+    ranks.run(body)
+
+
+def test_a_thousand_calls_of_all_kinds(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        calls = SpanCalls(comm, 700 * comm.world_size)
+        for seed in range(1000):
+            collective = COLLECTIVES[seed * 7 % 3]
+            calls.run(collective, 1 + seed * 37 % 700, seed, in_place=seed % 2 == 1, root=seed % comm.world_size)
+
+    ranks.run(body)
+
+
+def test_calls_queued_on_one_stream_run_in_order(ranks: Ranks) -> None:
+    """Each gathers what the one before has gathered; nobody waits in between."""
+    share, rounds = 1000, 50
+
+    def body(comm: Communicator) -> None:
+        calls, stream = SpanCalls(comm, share * comm.world_size), comm.runtime.create_stream()
+        x, out = calls.spans("all_gather", share, 0, in_place=True)
+        calls.load(x, out, 7)
+        for i in range(rounds):
+            root = i % comm.world_size
+            calls.issue("all_gather", x, out, stream=stream)
+            calls.issue("broadcast", out, out, root, stream)
+        comm.synchronize(stream)
+        calls.check("all_gather", share, x, out, 7)
+
+    ranks.run(body)
+
+
+def test_two_groups_at_once() -> None:
+    """Neither's calls wait for the other's; in the daemon one thread may run the plans of both."""
+    size, share, rounds = max(world_sizes(1, 2)), 5000, 100
+    together = threading.Barrier(2 * size)  # reading an array waits for the whole device, so all are done by then
+
+    def body(comm: Communicator) -> None:
+        calls, stream = SpanCalls(comm, share * comm.world_size), comm.runtime.create_stream()
+        x, out = calls.spans("all_gather", share, 0, in_place=True)
+        calls.load(x, out, 7)
+        together.wait(TIMEOUT)
+        for i in range(rounds):
+            calls.issue("all_gather", x, out, stream=stream)
+            calls.issue("broadcast", out, out, i % comm.world_size, stream)
+        comm.synchronize(stream)
+        together.wait(TIMEOUT)
+        calls.check("all_gather", share, x, out, 7)
+
+    with Ranks(size) as first, Ranks(size) as second, ThreadPoolExecutor(2) as threads:
+        for ended in [threads.submit(group.run, body) for group in (first, second)]:
+            ended.result()
+
+
+def test_several_workers_share_a_plan() -> None:
+    size = max(world_sizes(1, 2, 3))
+
+    def body(comm: Communicator) -> None:
+        calls = SpanCalls(comm, 5000 * comm.world_size)
+        for seed in range(150):
+            calls.run(COLLECTIVES[seed % 3], 1 + seed * 31 % 5000, seed)
+
+    run_ranks(size, body, fifos=3, proxy_threads=3)
+
+
+def test_plans_and_kernels_triggers_take_turns(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        calls = SpanCalls(comm, 1000 * comm.world_size)
+        x = on_device(comm, np.empty(1000, np.float32))
+        for seed in range(20):
+            calls.run("all_gather", 1000, seed)
+            comm.all_reduce(on_device(comm, np.full(1000, seed, np.float32)), out=x, algorithm="proxy")
+            comm.synchronize()
+            assert (on_host(x) == seed * comm.world_size).all()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("size", world_sizes(1, 2, 3, processes=True))
+def test_ranks_as_processes(size: int) -> None:
+    result = run_mpi(size, PROGRAMS / "by_proxy.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("correct") == size, result.stdout + result.stderr
+
+
+# -- failures ---
+
+
+failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # with room for a busy machine
+
+
+def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
+    size = max(world_sizes(2, 3))
+    failed = threading.Event()
+
+    def body(comm: Communicator) -> BaseException | None:
+        calls, stream = SpanCalls(comm, 100 * comm.world_size), comm.runtime.create_stream()
+        x, out = calls.spans("all_gather", 100, 0, in_place=False)
+        calls.run("all_gather", 100, 0)
+        barrier(comm)
+        if comm.rank == 1:
+            assert failed.wait(60)
+            return failure_of(lambda: comm.synchronize(stream))
+        for _ in range(3):  # those behind it end too, though each waits for its own turn
+            calls.issue("all_gather", x, out, stream=stream)
+        error = failure_of(lambda: comm.synchronize(stream))
+        failed.set()
+        return error
+
+    errors = run_ranks(size, body, timeout=SHORT)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, WaitTimeoutError), (rank, error)
+        assert "waited too long for rank 1 to join plan 1" in str(error)
+        assert error.peer == 1
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_a_killed_rank_is_named_on_the_others(collective: str) -> None:
+    size, victim = processes(3), 1
+    ended = run_processes(size, PROGRAMS / "failure.py", f"killed_in_a_plan:{collective}")
+    lines = [line for process in ended for line in process.stdout.splitlines()]
+    for rank in range(size):
+        if rank == victim:
+            continue
+        printed = [line for line in lines if line.startswith(f"rank {rank}: ")]
+        assert len(printed) == 2, (lines, [process.stderr for process in ended])
+        for line in printed:
+            assert line.startswith(f"rank {rank}: PeerLostError peer={victim} late=False")
+
+
+def channel_to_itself(comm: Communicator) -> int:
+    links, rank = comm.group.links, comm.rank
+    channel = comm.proxy.reserve_channel(links.connection(rank))
+    word, handle = links.semaphore(rank, channel), links.semaphore_handle(rank, channel)
+    comm.proxy.set_channel(channel, links.connection(rank), word, handle=handle)
+    return channel
+
+
+def ring(comm: Communicator, number: int) -> None:
+    words, stream = comm.proxy.plan_pointers, comm.runtime.create_stream()
+    operations = [WriteValue(words.bell, number), WaitValue(words.done, 1), WriteValue(words.done, 0)]
+    StreamOperations(comm.runtime, operations)(stream)
+    comm.synchronize(stream)
+
+
+def test_a_stream_works_between_the_stages_of_a_plan() -> None:
+    """What a stage has brought is copied on by the stream, and sent once more when it opens the gate."""
+    pieces = 3
+
+    def body(comm: Communicator) -> None:
+        first, second, third = (comm.empty(pieces, "uint64").fill(0) for _ in range(3))
+        ids = [comm.register(array).id for array in (first, second, third)]
+        channel, words, stream = channel_to_itself(comm), comm.proxy.plan_pointers, comm.runtime.create_stream()
+        between = comm.empty(pieces, "uint64").fill(0)
+        plan = ProxyPlan(
+            sends=(
+                *(PlanSend(channel, ids[0], 8 * i, 8, dst_memory=ids[1], dst_offset=8 * i) for i in range(pieces)),
+                *(
+                    PlanSend(channel, ids[1], 8 * i, 8, dst_memory=ids[2], dst_offset=8 * i, gate=i + 1)
+                    for i in range(pieces)
+                ),
+            ),
+            receives=(
+                *(PlanReceive(channel, stage=i) for i in range(pieces)),
+                PlanReceive(channel, sends=pieces),
+            ),
+        )
+        operations: list[Operation] = [WriteValue(words.bell, comm.proxy.add_plan(plan))]
+        for i in range(pieces):
+            operations += [
+                WaitValue(words.stages[i], 1),
+                CopyBytes(between.ptr + 8 * i, second.ptr + 8 * i, 8),
+                CopyBytes(second.ptr + 8 * i, first.ptr + 8 * (pieces - 1 - i), 8),
+                WriteValue(words.gate, i + 1),
+            ]
+        operations += [WaitValue(words.done, 1), WriteValue(words.done, 0), WriteValue(words.gate, 0)]
+        operations += [WriteValue(stage, 0) for stage in words.stages[:pieces]]
+        turn = StreamOperations(comm.runtime, operations)
+        for seed in range(10):
+            sent = np.arange(pieces, dtype=np.uint64) + 100 * seed
+            first.upload(sent)
+            turn(stream)
+            comm.synchronize(stream)
+            assert (between.numpy() == sent).all()
+            assert (third.numpy() == sent[::-1]).all()
+
+    run_ranks(1, body)
+
+
+def test_what_a_plan_waits_for_is_shown_in_the_order_of_its_steps() -> None:
+    """First the data of a stage, then the stream that is to open the gate, then data of no stage, then nothing."""
+
+    def body(comm: Communicator) -> None:
+        proxy, words, channel = comm.proxy, comm.proxy.plan_pointers, channel_to_itself(comm)
+        source, target = (comm.register(comm.empty(64, "uint8")).id for _ in range(2))
+        number = proxy.add_plan(
+            ProxyPlan(
+                sends=(PlanSend(channel, source, 0, 64, dst_memory=target, gate=1),),
+                receives=(PlanReceive(channel, stage=0), PlanReceive(channel)),
+            )
+        )
+        count = ctypes.c_uint64.from_address(comm.group.control.semaphore_host(channel))
+        streams = [comm.runtime.create_stream() for _ in range(2)]
+        resets = [WriteValue(word, 0) for word in (words.done, words.stages[0], words.gate)]
+        assert proxy.plan_waits() == []
+        StreamOperations(comm.runtime, [WriteValue(words.bell, number), WaitValue(words.done, 1), *resets])(streams[0])
+
+        def shown(kind: int) -> None:
+            wait_for(lambda: proxy.plan_waits() == [PlanWait(kind, 0, number)], f"it waits for kind {kind}")
+
+        shown(lib.PROXYCCL_WAIT_PLAN_DATA)
+        count.value = 1
+        shown(lib.PROXYCCL_WAIT_PLAN_GATE)
+        StreamOperations(comm.runtime, [WriteValue(words.gate, 1)])(streams[1])
+        shown(lib.PROXYCCL_WAIT_PLAN_DATA)
+        count.value = 2
+        comm.synchronize(streams[0])
+        assert proxy.plan_waits() == []
+
+    run_ranks(1, body)
+
+
+def test_a_plan_that_is_not_there_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(TriggerError, match=r"refused plan 77.*that is not there"):
+            ring(comm, 77)
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    ("send", "reason"),
+    [
+        ({"src_offset": 1}, "leaves its source memory"),
+        ({"src_offset": 1 << 63}, "leaves its source memory"),
+        ({"dst_offset": 1}, "leaves the receiver's memory"),
+        ({"src_memory": 300}, "leaves its source memory"),
+        ({"channel": 900}, "channel id of the plan is not in use"),
+    ],
+)
+def test_what_a_send_may_not_do_is_refused_before_anything_moves(send: dict[str, int], reason: str) -> None:
+    def body(comm: Communicator) -> None:
+        source, target = (comm.empty(64, "uint8").fill(value) for value in (1, 2))
+        steps = {
+            "channel": channel_to_itself(comm),
+            "src_memory": comm.register(source).id,
+            "src_offset": 0,
+            "nbytes": 64,
+            "dst_memory": comm.register(target).id,
+            **send,
+        }
+        number = comm.proxy.add_plan(ProxyPlan(sends=(PlanSend(**steps),)))
+        with pytest.raises(TriggerError, match=rf"refused plan {number}.*{reason}"):
+            ring(comm, number)
+        assert (target.numpy() == 2).all()
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ProxyPlan(posts=(PlanPost(1024, 0, 0),)),
+        ProxyPlan(posts=(PlanPost(0, 512, 0),)),
+        ProxyPlan(posts=(PlanPost(0, 511, 1 << 32),)),
+        ProxyPlan(sends=(PlanSend(0, 0, 0, 1),)),
+        ProxyPlan(sends=(PlanSend(0, 512, 0, 1, dst_memory=0),)),
+        ProxyPlan(sends=(PlanSend(0, 0, 0, 1, post_channel=1024),)),
+        ProxyPlan(receives=(PlanReceive(1024),)),
+    ],
+    ids=repr,
+)
+def test_a_plan_with_ids_out_of_range_is_refused(plan: ProxyPlan) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="plan"):
+            comm.proxy.add_plan(plan)
+
+    run_ranks(1, body)
+
+
+def test_plans_are_numbered_anew_when_they_are_removed() -> None:
+    def body(comm: Communicator) -> None:
+        numbers = [comm.proxy.add_plan(ProxyPlan()) for _ in range(3)]
+        assert len(set(numbers)) == 3
+        for number in numbers:
+            ring(comm, number)
+            comm.proxy.remove_plan(number)
+        assert comm.proxy.add_plan(ProxyPlan()) > 0
+
+    run_ranks(1, body)
+
+
+def test_a_plan_that_runs_is_not_removed() -> None:
+    def body(comm: Communicator) -> None:
+        proxy, stream, channel = comm.proxy, comm.runtime.create_stream(), channel_to_itself(comm)
+        source, target = (comm.register(comm.empty(64, "uint8")).id for _ in range(2))
+        plan = ProxyPlan(
+            sends=(PlanSend(channel, source, 0, 64, dst_memory=target),), receives=(PlanReceive(channel, sends=2),)
+        )
+        sent = ctypes.c_uint64.from_address(comm.group.control.semaphore_host(channel))
+        number = proxy.add_plan(plan)
+        bell, done = proxy.plan_pointers.bell, proxy.plan_pointers.done
+        StreamOperations(comm.runtime, [WriteValue(bell, number), WaitValue(done, 1), WriteValue(done, 0)])(stream)
+        deadline = time.monotonic() + 30
+        while sent.value != 1:  # then it waits for a second send
+            assert time.monotonic() < deadline
+        with pytest.raises(ResourceError, match=f"plan {number} runs"):
+            proxy.remove_plan(number)
+        sent.value = 2
+        comm.synchronize(stream)
+        proxy.remove_plan(number)
+
+    run_ranks(1, body)
+
+
+def test_calls_that_differ_are_named() -> None:
+    size = max(world_sizes(1, 2))
+
+    def body(comm: Communicator) -> BaseException | None:
+        calls = SpanCalls(comm, 64 * comm.world_size)
+        share = 8 + comm.rank
+        x, out = calls.spans("all_gather", share, 0, in_place=False)
+        return failure_of(lambda: (calls.issue("all_gather", x, out), comm.synchronize()))
+
+    if size > 1:
+        errors = run_ranks(size, body, timeout=SHORT)
+        assert any(isinstance(error, MismatchError) and error.argument == "count" for error in errors), errors
+
+
+def test_memory_that_was_freed_is_not_named_again(ranks: Ranks) -> None:
+    """A plan names memory by an id, which goes with the memory; what takes its place has others."""
+
+    def body(comm: Communicator) -> None:
+        used = []
+        for seed in range(6):
+            calls = SpanCalls(comm, 100 * comm.world_size)
+            calls.run("all_gather", 100, seed)
+            for array in calls.arrays:
+                array.owner.free()
+            comm.group.symmetric.update(wait=True)
+            barrier(comm)
+            comm.group.symmetric.update(wait=True)
+            used.append(sum(limit > 0 for limit in comm.proxy._shared.memory_limits[0:MAX_MEMORIES]))
+            barrier(comm)
+        assert used[-1] <= used[0]
+
+    ranks.run(body)
+
+
+def test_many_arrays_leave_memory_ids_for_stages() -> None:
+    def body(comm: Communicator) -> None:
+        arrays = [SpanCalls(comm, 100 * comm.world_size) for _ in range(MAX_MEMORIES // 2)]
+        for seed, calls in enumerate(arrays):
+            calls.run("all_gather", 100, seed)
+        SpanCalls(comm, 5000 * comm.world_size, ("private", "private")).run("all_to_all", 5000, 1)
+
+    run_ranks(max(world_sizes(1, 2)), body)
+
+
+def test_plans_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_rings, "_MOST_DROPPED", 8)
+    monkeypatch.setattr(plans, "_KEPT", 4)
+
+    def body(comm: Communicator) -> None:
+        removed: list[int] = []
+        remove = comm.proxy.remove_plan
+
+        def record(number: int) -> None:
+            remove(number)
+            removed.append(number)
+
+        with monkeypatch.context() as recording:
+            recording.setattr(comm.proxy, "remove_plan", record)
+            calls = SpanCalls(comm, 200 * comm.world_size)
+            for seed in range(60):
+                calls.run("all_gather", 1 + seed, seed)
+        assert len(set(removed)) == 48  # of 60, those that are kept but for the last
+
+    run_ranks(max(world_sizes(2, 3)), body)

@@ -1,0 +1,211 @@
+"""What the collectives compute: every algorithm, type and operation, at sizes and offsets that are not round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from proxyccl import Communicator
+from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
+from support.device_arrays import barrier, on_device, on_host
+from support.devices import processes, runtime_with_blocks, world_sizes
+from support.paths import PROGRAMS
+from support.ranks import Ranks
+from support.reference import ALGORITHMS, BITWISE_OPS, DTYPES, MOVES, OPS, Call, ops_of
+from support.running import run_mpi
+
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)  # as many of them as there are devices for
+
+
+@pytest.fixture(scope="module", params=world_sizes(*WORLD_SIZES), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, make_runtime=runtime_with_blocks) as group:
+        yield group
+
+
+def run_calls(ranks: Ranks, calls: list[Call]) -> None:
+    """Makes the calls one after another; each rank checks its results, and all-reduced bits must be equal."""
+
+    def body(comm: Communicator) -> list[bytes]:
+        return [call.start(comm).finish() for call in calls]
+
+    results = ranks.run(body)
+    for number, call in enumerate(calls):
+        if call.collective == "all_reduce":
+            outputs = {result[number] for result in results}
+            assert len(outputs) == 1, f"{call}: ranks got different bits"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
+def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None, dtype: str) -> None:
+    """In place and not, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
+    run_calls(
+        ranks,
+        [
+            Call("all_reduce", dtype, op, algorithm, count, offset=i % 4, in_place=i % 2 == 0, own_memory=i % 3 == 0)
+            for i, (op, count) in enumerate(itertools.product(ops_of(dtype), (0, 1, 3, 17, 1000)))
+        ],
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_all_reduce_of_more_than_the_scratch_memory_holds(ranks: Ranks, algorithm: str, dtype: str) -> None:
+    """Several epochs of packets, or several rounds of exchange, the last one short."""
+    packets = algorithm in PACKET_ALGORITHMS
+    counts = (8 * 1024 + 1, 100_007) if packets else (2_200_001,) if dtype == "float32" else (2_100_003,)
+    run_calls(
+        ranks,
+        [
+            Call("all_reduce", dtype, "sum", algorithm, count, offset=i + 1, in_place=i == 0)
+            for i, count in enumerate(counts)
+        ],
+    )
+
+
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+@pytest.mark.parametrize("op", OPS + BITWISE_OPS)
+def test_reduce_scatter_gives_each_rank_its_share(ranks: Ranks, op: str, algorithm: str | None) -> None:
+    run_calls(
+        ranks,
+        [
+            Call("reduce_scatter", dtype, op, algorithm, count, offset=i % 3, in_place=i % 2 == 0)
+            for i, (dtype, count) in enumerate(itertools.product(DTYPES, (0, 1, 17, 601)))
+            if op in ops_of(dtype)
+        ],
+    )
+
+
+@pytest.mark.hip
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+@pytest.mark.parametrize("collective", MOVES)
+def test_moves_bytes_of_any_type(ranks: Ranks, collective: str, algorithm: str | None) -> None:
+    dtypes = (*DTYPES, "complex128")
+    run_calls(
+        ranks,
+        [
+            Call(collective, dtype, "sum", algorithm, count, i % 3, i % 2 == 0, root=i % ranks.world_size)
+            for i, (dtype, count) in enumerate(itertools.product(dtypes, (0, 1, 17, 603)))
+        ],
+    )
+
+
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+@pytest.mark.parametrize("collective", ["reduce_scatter", *MOVES])
+def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str, algorithm: str | None) -> None:
+    count = 1_200_001 if collective == "broadcast" else 1_200_001 // ranks.world_size
+    run_calls(
+        ranks,
+        [
+            Call(collective, "float32", "sum", algorithm, count, offset=1, in_place=in_place)
+            for in_place in (True, False)
+        ],
+    )
+
+
+@pytest.mark.parametrize("algorithm", sorted(PACKET_ALGORITHMS))
+def test_short_last_epochs_back_to_back_keep_slots_apart(ranks: Ranks, algorithm: str) -> None:
+    """One packet more than fits, again and again: the next call meets threads that had nothing in the last epoch."""
+    capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
+    run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(60)])
+
+
+def calls(world_size: int) -> st.SearchStrategy[Call]:
+    def call(collective: str) -> st.SearchStrategy[Call]:
+        reduces = collective in ("all_reduce", "reduce_scatter")
+        return st.builds(
+            Call,
+            st.just(collective),
+            st.sampled_from(DTYPES),
+            st.sampled_from(OPS) if reduces else st.just("sum"),
+            st.sampled_from([*ALGORITHMS, None] if collective == "all_reduce" else [None, "proxy"]),
+            st.sampled_from([0, 1, 2, 3, 7, 17, 64, 257, 1000, 4097, 8193, 20_011]),
+            st.integers(0, 5),
+            st.booleans(),
+            st.booleans(),
+            st.integers(0, world_size - 1),
+            st.integers(0, 3),
+        )
+
+    return st.sampled_from(["all_reduce", "all_reduce", "reduce_scatter", *MOVES]).flatmap(call)
+
+
+def test_any_sequence_of_calls_gives_the_right_results_twice(ranks: Ranks) -> None:
+    """Slots are reused from call to call with nothing to guard them but the protocol (exchange.h, packets.h)."""
+
+    @settings(max_examples=12, deadline=None, derandomize=True, print_blob=True)
+    @given(st.lists(calls(ranks.world_size), min_size=1, max_size=25))
+    def check(sequence: list[Call]) -> None:
+        run_calls(ranks, sequence + sequence)
+
+    check()
+
+
+def test_barrier_waits_for_every_rank(ranks: Ranks) -> None:
+    arrived: list[int] = []
+
+    def body(comm: Communicator) -> None:
+        for turn in range(20):
+            arrived.append(turn)
+            barrier(comm)
+            assert arrived.count(turn) == comm.world_size
+            barrier(comm)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_minimum_and_maximum_pass_nan_on(ranks: Ranks, algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        for dtype, op in itertools.product(("float32", "float64", "float16"), ("min", "max")):
+            values = np.arange(9, dtype=dtype)
+            if comm.rank == comm.world_size - 1:
+                values[4] = np.nan
+            reduced = on_host(comm.all_reduce(on_device(comm, values), op, algorithm=algorithm))
+            assert np.array_equal(np.isnan(reduced), np.arange(9) == 4)
+
+    ranks.run(body)
+
+
+def test_results_have_the_documented_shapes(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        n = comm.world_size
+        x = on_device(comm, np.full((2 * n, 3), comm.rank, np.int32))
+        assert comm.all_gather(x).shape == (2 * n * n, 3)
+        assert comm.reduce_scatter(x).shape == (2, 3)
+        assert comm.all_to_all(x).shape == (2 * n, 3)
+        assert np.array_equal(on_host(comm.all_to_all(x))[:, 0], np.repeat(np.arange(n), 2))
+        assert on_host(comm.all_gather(on_device(comm, np.int64(comm.rank)))).tolist() == list(range(n))
+        own = comm.empty((2 * n, 3), "int32").fill(comm.rank)
+        assert np.array_equal(comm.reduce_scatter(own).numpy(), np.full((2, 3), n * (n - 1) // 2))
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        # Through the daemon and on the HIP runtime, every size besides is left to make test-all.
+        pytest.param(size, marks=[pytest.mark.daemon, pytest.mark.hip] if size in (2, 3) else [])
+        for size in world_sizes(*WORLD_SIZES, processes=True)
+    ],
+)
+def test_ranks_as_processes(world_size: int) -> None:
+    run_program(world_size)
+
+
+@pytest.mark.parametrize("local_world_size", [1, 2])
+def test_ranks_as_processes_on_rehearsed_nodes(local_world_size: int) -> None:
+    run_program(2 * (processes(4) // 2), PROXYCCL_LOCAL_WORLD_SIZE=str(local_world_size))
+
+
+def run_program(world_size: int, **env: str) -> None:
+    result = run_mpi(world_size, PROGRAMS / "collectives.py", env=env)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("correct") == world_size, result.stdout + result.stderr

@@ -1,0 +1,137 @@
+"""Registered arrays that their owner frees: an array at the address later is not taken for them.
+
+No communicator follows the pool that the memory comes from, so it is freed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxyccl import ArgumentError, Array, Communicator
+from proxyccl.device import open_runtime
+from support.device_arrays import barrier
+from support.devices import RUNTIME, world_sizes
+from support.foreign_memory import ForeignMemory
+from support.memory import registered, room_for, wait_until
+from support.ranks import Ranks
+from support.reference import Call
+
+pytestmark = pytest.mark.hip
+
+LONG = open_runtime().launch_defaults.meeting_bytes
+
+
+@pytest.fixture(scope="module", params=world_sizes(2, 3), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, make_runtime=lambda rank: open_runtime(RUNTIME, rank)) as group:
+        yield group
+
+
+def used(comm: Communicator, call: Call, source: Array) -> tuple[Any, ForeignMemory]:
+    """A registration whose array was used, and the array's memory."""
+    memory = ForeignMemory(comm.runtime, room_for(call, comm.world_size) - 256)
+    array = memory.array(call.dtype)
+    registration = comm.register(array)
+    assert registered(comm, array.view())
+    for seed in (1, 2, 3):  # the second call's launch is prepared, the third uses it
+        gather(comm, replace(call, seed=seed), source, array)
+    return registration, memory
+
+
+def replaced(comm: Communicator, memory: ForeignMemory, *, here: bool = True) -> ForeignMemory:
+    """Frees memory on each rank in turn and gives what is allocated at its address. Where not `here`, it stays."""
+    found = memory
+    for turn in range(comm.world_size):
+        barrier(comm)  # ranks are threads: where one frees memory, another may allocate
+        comm.all_gather_bytes(b"")
+        if here and turn == comm.rank:
+            memory.close()
+            found = memory.replaced()
+    comm.all_gather_bytes(b"")
+    return found
+
+
+def gather(comm: Communicator, call: Call, source: Array, target: Array) -> None:
+    """Makes a call with whole arrays, which the next call with arrays like them repeats."""
+    source.upload(call.input(comm.rank, comm.world_size))
+    target.fill(-1)
+    barrier(comm)
+    comm.all_gather(source, out=target)
+    comm.synchronize()
+    call.check(target.numpy(), comm.rank, comm.world_size)
+
+
+@pytest.mark.parametrize("rank", ["the first rank's", "every rank's"])
+def test_an_array_at_a_freed_arrays_address_is_not_taken_for_it(ranks: Ranks, rank: str) -> None:
+    """Peers would write to the memory that was freed, which they still map."""
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        source, here = comm.empty(call.count, call.dtype), rank == "every rank's" or comm.rank == 0
+        registration, memory = used(comm, call, source)
+        target = replaced(comm, memory, here=here).array(call.dtype)
+        for seed in (4, 5):
+            gather(comm, replace(call, seed=seed), source, target)
+        assert registered(comm, target.view()) != here
+        comm.deregister(registration)
+        barrier(comm)
+        target.free()
+
+    ranks.run(body)
+
+
+def test_it_may_be_registered_itself(ranks: Ranks) -> None:
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        source = comm.empty(call.count, call.dtype)
+        old, memory = used(comm, call, source)
+        target = replaced(comm, memory).array(call.dtype)
+        new = comm.register(target)
+        wait_until(lambda: registered(comm, target.view()))
+        gather(comm, replace(call, seed=4), source, target)
+        comm.deregister(old)
+        assert registered(comm, target.view()), "the end of the old registration does not end the new one"
+        gather(comm, replace(call, seed=5), source, target)
+        comm.deregister(new)
+        assert not registered(comm, target.view())
+        gather(comm, replace(call, seed=6), source, target)
+        barrier(comm)
+        target.free()
+
+    ranks.run(body)
+
+
+def test_channels_refuse_what_was_freed(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        memory = ForeignMemory(comm.runtime, 4096)
+        registration = comm.register(memory.array())
+        comm.register(registration)
+        barrier(comm)
+        memory.close()
+        with pytest.raises(ArgumentError, match=r"memory: the array at 0x\w+ was freed; expected it to be deregist"):
+            comm.proxy_channels(registration)
+        comm.deregister(registration)
+
+    ranks.run(body)
+
+
+def test_empty_memory_stays_while_it_is_registered(ranks: Ranks) -> None:
+    """The array is freed first, the registration ends later."""
+
+    def body(comm: Communicator) -> None:
+        array = comm.empty(1000)
+        part, registration = array.view(), comm.register(array)
+        array.free()
+        ((_, number),) = comm.runtime.allocations(part.ptr, part.nbytes)
+        barrier(comm)
+        assert registered(comm, part)
+        assert comm.runtime.allocations(part.ptr, part.nbytes) == ((part.ptr, number),)
+        comm.deregister(registration)
+        assert not registered(comm, part)
+
+    ranks.run(body)

@@ -1,0 +1,253 @@
+"""Collectives of arrays in a pool: memory that another library allocates and a communicator follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from proxyccl import Array, Communicator
+from proxyccl.channels.symmetric import SymmetricMemory
+from proxyccl.device import open_runtime
+from proxyccl.device.array_view import ArrayView
+from proxyccl.device.memory_pool import MemoryPool
+from support.device_arrays import barrier
+from support.devices import RUNTIME, processes, world_sizes
+from support.foreign_memory import ForeignMemory
+from support.memory import make_call, registered, room_for, symmetric, view_of, wait_until
+from support.paths import PROGRAMS
+from support.ranks import Ranks
+from support.reference import Call
+from support.running import run_mpi
+from support.span_calls import Kind, SpanCalls
+
+pytestmark = [pytest.mark.daemon, pytest.mark.hip]
+
+LONG = open_runtime().launch_defaults.meeting_bytes
+CALLS = [
+    Call("all_reduce", algorithm="two_shot"),
+    Call("reduce_scatter"),
+    Call("all_gather"),
+    Call("all_to_all"),
+    Call("broadcast", root=1),
+]
+
+
+def on_own_devices(world_size: int) -> Ranks:
+    """Ranks with a pool each: it is the device's."""
+    return Ranks(world_size, make_runtime=lambda rank: open_runtime(RUNTIME, rank))
+
+
+@pytest.fixture(scope="module", params=world_sizes(2, 3), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with on_own_devices(request.param) as group:
+        yield group
+
+
+def follow(comm: Communicator) -> MemoryPool:
+    """What `Communicator.memory_pool` does when torch has made its pool."""
+    pool = MemoryPool(comm.runtime)
+    comm.group.symmetric.follow(pool)
+    wait_until(lambda: not freed(comm))  # of an earlier test
+    return pool
+
+
+def arrays(comm: Communicator, call: Call, count: int) -> list[Array]:
+    """Arrays that fill segments of the pool."""
+    room = room_for(call, comm.world_size)
+    return [ForeignMemory(comm.runtime, room).array() for _ in range(count)]
+
+
+def free(comm: Communicator, *given: Array) -> None:
+    """Frees segments, when nobody uses them any more."""
+    barrier(comm)
+    for array in given:
+        array.free()
+
+
+def shown(comm: Communicator, array: Array) -> bool:
+    """Whether all peers have mapped an array, after a call that has announced it."""
+    comm.group.symmetric.update()
+    wait_until(lambda: registered(comm, array.view()))
+    return True
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.collective)
+def test_arrays_in_the_pool_are_registered(ranks: Ranks, call: Call) -> None:
+    """The first calls find segments that no peer has mapped; slices begin elsewhere on every rank."""
+
+    def body(comm: Communicator) -> None:
+        pool = follow(comm)
+        before = pool.segments()
+        for count in (17, LONG // 4 + 3):
+            given = replace(call, count=count, in_place=False)
+            source, target = arrays(comm, given, 2)
+            make_call(comm, given, source, target)
+            assert shown(comm, source)
+            assert shown(comm, target)
+            for seed, offset in enumerate((0, comm.rank, 4 * comm.rank)):
+                make_call(comm, replace(given, seed=seed), source, target, offset)
+            free(comm, source, target)
+        wait_until(lambda: pool.segments() == before)
+
+    ranks.run(body)
+
+
+def test_an_array_that_is_not_in_the_pool_has_all_ranks_stage(ranks: Ranks) -> None:
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        follow(comm)
+        source, target = arrays(comm, call, 2)
+        assert shown(comm, target)
+        private = comm.runtime.allocate(target.nbytes)
+        unknown = Array(comm.runtime, private, target.shape, target.dtype)
+        for seed in range(3):
+            make_call(comm, replace(call, seed=seed), source, unknown if comm.rank == 0 else target)
+            make_call(comm, replace(call, seed=seed + 10), source, target)
+        free(comm, source, target)
+
+    ranks.run(body)
+
+
+def test_segments_that_come_and_go(ranks: Ranks) -> None:
+    """A segment goes when no peer maps it any more. The next one may lie there, and nothing is known of it."""
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        pool = follow(comm)
+        source = symmetric(comm, room_for(call, comm.world_size))
+        before = pool.segments()
+        for seed in range(4):
+            (target,) = arrays(comm, call, 1)
+            view = target.view()
+            assert not registered(comm, view)
+            make_call(comm, replace(call, seed=seed), source, target)
+            assert shown(comm, target)
+            make_call(comm, replace(call, seed=seed + 10), source, target)
+            free(comm, target)
+            wait_until(lambda: pool.segments() == before)
+            comm.runtime.synchronize()
+            assert not registered(comm, view)
+
+    ranks.run(body)
+
+
+def test_a_freed_segment_stays_while_it_is_registered(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        pool = follow(comm)
+        before = pool.segments()
+        memory = ForeignMemory(comm.runtime, 4096)
+        part = view_of(memory.array(), 1024, 100, "float32")
+        comm.group.symmetric.update()
+        registration = comm.register(part)
+        barrier(comm)
+        memory.close()
+        comm.group.symmetric.update()
+        barrier(comm)
+        (left,) = [segment for segment in pool.segments() if segment not in before]
+        assert left.freed
+        assert registered(comm, part)
+        comm.deregister(registration)
+        wait_until(lambda: pool.segments() == before)
+
+    ranks.run(body)
+
+
+def test_two_communicators_use_one_pool() -> None:
+    """A segment goes when it is withdrawn from both; closing one leaves the other its arrays."""
+    call, size = Call("all_gather", count=LONG // 4, in_place=False), max(world_sizes(2, 3))
+
+    with on_own_devices(size) as first:
+        with on_own_devices(size) as second:
+            kept: list[tuple[Array, ...]] = [()] * size
+
+            def allocate(comm: Communicator) -> None:
+                follow(comm)
+                kept[comm.rank] = tuple(arrays(comm, call, 3))
+                make_call(comm, call, *kept[comm.rank][:2])
+                assert shown(comm, kept[comm.rank][1])
+
+            def share(comm: Communicator) -> None:
+                follow(comm)
+                assert shown(comm, kept[comm.rank][1])
+                make_call(comm, replace(call, seed=1), *kept[comm.rank][:2])
+                free(comm, kept[comm.rank][2])
+                wait_until(lambda: not freed(comm))
+
+            first.run(allocate)
+            second.run(share)
+            first.run(lambda comm: make_call(comm, replace(call, seed=2), *kept[comm.rank][:2]))
+
+        def go_on(comm: Communicator) -> None:
+            make_call(comm, replace(call, seed=3), *kept[comm.rank][:2])
+            free(comm, *kept[comm.rank][:2])
+            wait_until(lambda: not freed(comm))
+
+        first.run(go_on)
+
+
+def freed(comm: Communicator) -> list[int]:
+    """Segments that were freed and are still there."""
+    comm.group.symmetric.update()
+    return [segment.number for segment in MemoryPool(comm.runtime).segments() if segment.freed]
+
+
+def test_the_proxies_reach_segments(ranks: Ranks) -> None:
+    """A daemon, too, maps what the allocator's functions made."""
+
+    def body(comm: Communicator) -> None:
+        pool = follow(comm)
+        before = pool.segments()
+        arrays: list[Array] = []
+
+        def segment(comm: Communicator, nbytes: int, _: Kind) -> ArrayView:
+            arrays.append(ForeignMemory(comm.runtime, nbytes).array())
+            return arrays[-1].view()
+
+        calls = SpanCalls(comm, 5000 * comm.world_size, allocate=segment)
+        for seed in range(3):
+            calls.run("all_gather", 5000, seed)
+            assert comm.collectives.by_proxy().memories.target(arrays[1].ptr, arrays[1].nbytes) is not None
+        barrier(comm)
+        free(comm, *arrays)
+        wait_until(lambda: pool.segments() == before)
+
+    ranks.run(body)
+
+
+def test_what_is_freed_behind_its_withdrawal_costs_no_look_at_the_driver(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    guard = SymmetricMemory.guard
+
+    def noted(*args: Any) -> Any:
+        made.append(guard(*args))
+        return made[-1]
+
+    monkeypatch.setattr(SymmetricMemory, "guard", noted)
+
+    def body(comm: Communicator) -> None:
+        follow(comm)
+        source, target = symmetric(comm, 4096), ForeignMemory(comm.runtime, 4096).array()
+        comm.group.symmetric.update()
+        assert shown(comm, target)
+        comm.broadcast(source, out=target)
+        comm.synchronize()
+        barrier(comm)
+        target.free()
+
+    ranks.run(body)
+    assert made
+    assert all(each is None for each in made)
+
+
+def test_ranks_as_processes() -> None:
+    """Peers map segments in other processes, and so the memory of registered arrays that were freed."""
+    size = processes(3)
+    done = run_mpi(size, PROGRAMS / "memory_pool.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: correct" for rank in range(size)]

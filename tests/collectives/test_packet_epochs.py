@@ -1,0 +1,50 @@
+"""Packet flags come round after 2**32 epochs, and slots are reused after two: neither may ever be seen."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proxyccl import Communicator
+from proxyccl.device._native import ffi
+from support.devices import runtime_with_blocks
+from support.running import run_ranks
+
+pytestmark = pytest.mark.host_only(reason="writes the kernels' counters, which only the host runtime's CPU can")
+
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets")
+LONG = 50_000  # several epochs: both blocks' slots together hold 4096 packets of two int32, for two shots three times
+
+
+@pytest.mark.parametrize("start", [0, 2**30 - 7, 2**31 - 5, 2**32 - 9])
+def test_results_stay_right_when_epochs_wrap(start: int) -> None:
+    def body(comm: Communicator) -> list[int]:
+        packets = comm.collectives.team().packets
+        assert packets is not None
+        epochs = ffi.cast("uint32_t *", packets.epochs.ptr)
+        for block in range(packets.blocks):
+            epochs[block] = start
+        comm.barrier()
+        generator = np.random.default_rng(start)
+        for i in range(24):
+            x = generator.integers(0, 1000, int(generator.integers(1, LONG)), dtype=np.int32)
+            y = x + comm.rank
+            comm.all_reduce(y, algorithm=ALGORITHMS[i % 3])
+            assert np.array_equal(y, 3 * x + 3), f"call {i}"
+        return [epochs[block] for block in range(packets.blocks)]
+
+    ends = run_ranks(3, body, make_runtime=runtime_with_blocks)
+    assert ends == [ends[0]] * 3
+    assert all((end - start) % 2**32 > 24 for end in ends[0])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_calls_of_several_epochs_follow_each_other(algorithm: str) -> None:
+    def body(comm: Communicator) -> None:
+        x = np.arange(LONG, dtype=np.int32)
+        for _ in range(40):
+            y = x + comm.rank
+            comm.all_reduce(y, algorithm=algorithm)
+            assert np.array_equal(y, 3 * x + 3)
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)

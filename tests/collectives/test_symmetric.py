@@ -1,0 +1,192 @@
+"""Collectives of symmetric memory: arrays that peers reach are written where they lie. Any mixture comes out right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import ArgumentError, Communicator
+from proxyccl.device import open_runtime
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import as_dtype
+from support.device_arrays import barrier
+from support.devices import runtime_with_blocks, world_sizes
+from support.memory import download, make_call, registered, room_for, symmetric, upload, view_of, wait_until
+from support.ranks import Ranks
+from support.reference import DTYPES, MOVES, Call, poison
+
+LONG = open_runtime().launch_defaults.meeting_bytes  # of a share from which on ranks meet before they send
+CALLS = [
+    Call("all_reduce", algorithm="two_shot"),
+    Call("all_reduce"),
+    Call("reduce_scatter"),
+    Call("all_gather"),
+    Call("all_to_all"),
+    Call("broadcast", root=1),
+    *(Call(name, algorithm="proxy", root=1) for name in ("all_reduce", "reduce_scatter", *MOVES)),
+]
+
+
+@pytest.fixture(scope="module", params=world_sizes(2, 3, 5), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param, make_runtime=runtime_with_blocks) as group:
+        yield group
+
+
+def private(comm: Communicator, nbytes: int) -> ArrayView:
+    """Memory of which peers know nothing."""
+    memory = comm.runtime.allocate(nbytes)
+    device = (comm.runtime.name, comm.runtime.device)
+    return ArrayView(memory.ptr, (nbytes,), as_dtype("uint8"), device, True, memory)
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["in-place", "apart"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.collective}-{call.algorithm or 'auto'}")
+def test_slices_at_different_offsets_of_different_ranks(ranks: Ranks, call: Call, in_place: bool) -> None:
+    def body(comm: Communicator) -> list[bytes]:
+        results = []
+        for count in (1, 17, LONG // 4 + 3):
+            given = replace(call, count=count, in_place=in_place)
+            source = symmetric(comm, room_for(given, comm.world_size))
+            target = source if in_place else symmetric(comm, room_for(given, comm.world_size))
+            for offset in (0, comm.rank, 4 * comm.rank):
+                results.append(make_call(comm, given, source, target, offset))
+        return results
+
+    results = ranks.run(body)
+    if call.collective == "all_reduce":
+        assert all(result == results[0] for result in results), "ranks got different bits"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_is_reduced_in_peers_arrays(ranks: Ranks, dtype: str) -> None:
+    call = Call("all_reduce", dtype, algorithm="two_shot", count=5001)
+
+    def body(comm: Communicator) -> bytes:
+        array = symmetric(comm, room_for(call, comm.world_size))
+        return make_call(comm, call, array, array)
+
+    assert len(set(ranks.run(body))) == 1
+
+
+@pytest.mark.parametrize("who", ["the first rank's", "the last rank's", "no rank's"])
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: f"{call.collective}-{call.algorithm or 'auto'}")
+def test_all_ranks_stage_where_one_array_is_private(ranks: Ranks, call: Call, who: str) -> None:
+    """Again and again, in turn with calls of symmetric arrays only."""
+    call = replace(call, count=LONG // 4 + 1, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        room = room_for(call, comm.world_size)
+        source, reached, unknown = symmetric(comm, room), symmetric(comm, room), private(comm, room)
+        is_private = comm.rank == {"the first rank's": 0, "the last rank's": comm.world_size - 1}.get(who, -1)
+        for seed in range(3):
+            make_call(comm, replace(call, seed=seed), source, unknown if is_private else reached)
+            make_call(comm, replace(call, seed=10 + seed), source, reached)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize(
+    "call", [call for call in CALLS if call.collective != "reduce_scatter"], ids=lambda call: call.collective
+)
+def test_results_take_no_way_through_scratch_memory(ranks: Ranks, call: Call) -> None:
+    call = replace(call, count=LONG, in_place=False, algorithm="two_shot" if call.collective == "all_reduce" else None)
+
+    def body(comm: Communicator) -> None:
+        room = room_for(call, comm.world_size)
+        source, target = symmetric(comm, room), symmetric(comm, room)
+        make_call(comm, call, source, target)
+        staged = staging_memory(comm, reduces=call.collective == "all_reduce")
+        untouched = poison(staged.nbytes, np.dtype(np.uint8))
+        upload(comm, staged, untouched)
+        make_call(comm, replace(call, seed=1), source, target)
+        assert download(comm, staged).tobytes() == untouched.tobytes()
+        barrier(comm)
+
+    ranks.run(body)
+
+
+def staging_memory(comm: Communicator, *, reduces: bool) -> ArrayView:
+    """The scratch memory for results of an all-reduce, or for rounds."""
+    scratch, defaults = comm._collectives.team()._scratch, comm.runtime.launch_defaults
+    rounds = 2 * defaults.exchange_bytes
+    if not reduces:
+        return view_of(scratch, 0, rounds, "uint8")
+    return view_of(scratch, rounds + 3 * defaults.pipeline_bytes, 3 * defaults.pipeline_bytes, "uint8")
+
+
+def test_memory_that_is_deregistered_freed_and_allocated_again(ranks: Ranks) -> None:
+    """A new array may lie where a registered one lay: it is not taken for it."""
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        room = room_for(call, comm.world_size)
+        source = symmetric(comm, room)
+        for seed in range(4):
+            array = ArrayView(*private_memory(comm, room))
+            comm.register(array)
+            assert registered(comm, array)
+            make_call(comm, replace(call, seed=seed), source, array)
+            comm.deregister(array)
+            assert not registered(comm, array)
+            make_call(comm, replace(call, seed=seed + 10), source, array)
+            array.owner.close()  # type: ignore[attr-defined]
+            again = ArrayView(*private_memory(comm, room))
+            assert not registered(comm, again)
+            make_call(comm, replace(call, seed=seed + 20), source, again)
+            barrier(comm)
+
+    ranks.run(body)
+
+
+def private_memory(comm: Communicator, nbytes: int) -> tuple[Any, ...]:
+    view = private(comm, nbytes)
+    return view.ptr, view.shape, view.dtype, view.device, view.writable, view.owner
+
+
+def test_arrays_that_were_freed_are_unmapped_by_their_peers(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        shared = comm.group.symmetric
+        kept = len(shared._announced)
+        for _ in range(3):
+            arrays = [symmetric(comm, 4096) for _ in range(5)]
+            barrier(comm)
+            for array in arrays[1:]:
+                array.free()
+            del array, arrays  # one is freed with its last reference
+            wait_until(lambda: not shared._withdrawn)
+            assert len(shared._announced) <= kept  # an array of another test may go meanwhile
+            barrier(comm)
+
+    ranks.run(body)
+
+
+def test_more_arrays_than_can_be_announced_are_staged(ranks: Ranks) -> None:
+    call = Call("all_gather", count=LONG // 4, in_place=False)
+
+    def body(comm: Communicator) -> None:
+        symmetric = comm.group.symmetric
+        wait_until(lambda: not symmetric._withdrawn)
+        kept = [comm.empty(16, "uint8")]
+        while symmetric.find(kept[-1].ptr, kept[-1].nbytes) is not None:
+            kept.append(comm.empty(16, "uint8"))
+        room = room_for(call, comm.world_size)
+        late = comm.empty(room, "uint8")
+        assert symmetric.is_settled(late.view())
+        assert not registered(comm, late.view())
+        make_call(comm, call, late, comm.empty(room, "uint8"))
+        del kept
+
+    ranks.run(body)
+
+
+def test_only_what_is_registered_can_be_deregistered(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match="array: expected an array that is registered"):
+            comm.deregister(comm.empty(4))
+
+    ranks.run(body)

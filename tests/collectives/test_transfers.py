@@ -1,0 +1,226 @@
+"""Transfers between pairs of ranks: send, recv, groups of them, and the collectives that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxyccl import ArgumentError, Communicator, MismatchError
+from proxyccl.channels.collectives.flows import MOST_TRANSFERS
+from support.device_arrays import on_device, on_host
+from support.devices import world_sizes
+from support.ranks import Ranks
+
+LONG = 3_000_001  # bytes: more than a flow's slots hold
+
+
+@pytest.fixture(scope="module", params=world_sizes(1, 2, 3, 4), ids=lambda n: f"{n}-ranks")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    with Ranks(request.param) as group:
+        yield group
+
+
+@pytest.fixture(scope="module", params=[None, 1], ids=["one-node", "nodes-of-one"])
+def pairs(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two ranks, mapped and through their proxies."""
+    with Ranks(2, local_world_size=request.param) as group:
+        yield group
+
+
+def values(sender: int, receiver: int, nbytes: int) -> np.ndarray:
+    """What a rank sends to another."""
+    return np.random.default_rng([sender, receiver, nbytes]).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, LONG])
+def test_a_rank_receives_what_another_sends(pairs: Ranks, nbytes: int) -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(on_device(comm, values(0, 1, nbytes)), 1)
+        else:
+            out = on_device(comm, np.zeros(nbytes, np.uint8))
+            assert comm.recv(out, 0) is out
+            np.testing.assert_array_equal(on_host(out), values(0, 1, nbytes))
+
+    pairs.run(body)
+
+
+def test_sends_arrive_in_order_also_where_they_are_grouped_on_one_side_only(pairs: Ranks) -> None:
+    sizes = [5, LONG, 1, 70_000, 3]
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            for size in sizes:
+                comm.send(on_device(comm, values(0, 1, size)), 1)
+        else:
+            outs = [on_device(comm, np.zeros(size, np.uint8)) for size in sizes]
+            with comm.transfers() as transfers:
+                for out in outs:
+                    transfers.recv(out, 0)
+            comm.synchronize()
+            for out, size in zip(outs, sizes, strict=True):
+                np.testing.assert_array_equal(on_host(out), values(0, 1, size))
+
+    pairs.run(body)
+
+
+def test_a_group_may_name_its_transfers_in_any_order(ranks: Ranks) -> None:
+    """Around a ring, both ways and to oneself, with more bytes than anything but the peer could hold."""
+
+    def body(comm: Communicator) -> None:
+        rank, n = comm.rank, comm.world_size
+        peers = {(rank + 1) % n, (rank - 1) % n, rank}
+        outs = {peer: on_device(comm, np.zeros(LONG + peer, np.uint8)) for peer in peers}
+        with comm.transfers() as transfers:
+            for peer in peers:
+                if rank % 2:
+                    transfers.recv(outs[peer], peer) if peer != rank else None
+                transfers.send(on_device(comm, values(rank, peer, LONG + rank)), peer)
+                if not rank % 2 or peer == rank:
+                    transfers.recv(outs[peer], peer)
+        comm.synchronize()
+        for peer in peers:
+            np.testing.assert_array_equal(on_host(outs[peer]), values(peer, rank, LONG + peer))
+
+    ranks.run(body)
+
+
+def test_a_group_may_hold_more_transfers_than_a_launch(pairs: Ranks) -> None:
+    count = 2 * MOST_TRANSFERS + 3
+
+    def body(comm: Communicator) -> None:
+        peer = 1 - comm.rank
+        outs = [on_device(comm, np.zeros(9 + i, np.uint8)) for i in range(count)]
+        with comm.transfers() as transfers:
+            for i, out in enumerate(outs):
+                transfers.send(on_device(comm, values(comm.rank, peer, 9 + i)), peer)
+                transfers.recv(out, peer)
+        comm.synchronize()
+        for i, out in enumerate(outs):
+            np.testing.assert_array_equal(on_host(out), values(peer, comm.rank, 9 + i))
+
+    pairs.run(body)
+
+
+def test_a_transfer_waits_for_no_third_rank() -> None:
+    """Ranks 0 and 1 exchange before rank 2, which they wait for afterwards, does anything."""
+    with Ranks(3) as three:
+
+        def body(comm: Communicator) -> None:
+            comm.prepare_transfers()
+            word = on_device(comm, np.array([comm.rank], np.int64))
+            if comm.rank == 0:
+                comm.send(word, 1)
+                comm.recv(word, 1)
+                comm.send(word, 2)
+            elif comm.rank == 1:
+                comm.recv(word, 0)
+                comm.send(word, 0)
+            else:
+                comm.recv(word, 0)
+            comm.synchronize()
+            assert on_host(word)[0] == 0
+
+        three.run(body)
+
+
+def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        array = on_device(comm, np.zeros(4 + comm.rank, np.uint8))
+        if comm.rank == 0:
+            comm.send(array, 1)
+            comm.recv(array, 1)  # so that this rank is still there
+        else:
+            comm.recv(array, 0)
+        comm.synchronize()
+
+    with pytest.raises(MismatchError, match="5 bytes from rank 0, which sends 4"):
+        pairs.run(body)
+
+
+def counts_of(rank: int, world_size: int, scale: int) -> list[int]:
+    """Rows that a rank sends, by receiver: none to some, thousands to others."""
+    return [(rank * 3 + peer * 5) % 4 * scale for peer in range(world_size)]
+
+
+@pytest.mark.parametrize("scale", [1, 40_000])
+def test_all_to_all_v_moves_rows_of_any_number(ranks: Ranks, scale: int) -> None:
+    def body(comm: Communicator) -> None:
+        rank, n = comm.rank, comm.world_size
+        sent = counts_of(rank, n, scale)
+        received = [counts_of(peer, n, scale)[rank] for peer in range(n)]
+        blocks = [values(rank, peer, 8 * rows).view(np.float32).reshape(rows, 2) for peer, rows in enumerate(sent)]
+        out = comm.all_to_all_v(on_device(comm, np.concatenate(blocks)), sent, received)
+        comm.synchronize()
+        expected = np.concatenate([values(peer, rank, 8 * rows) for peer, rows in enumerate(received)])
+        assert on_host(out).tobytes() == expected.tobytes()
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("rows", [0, 3, 100_000])
+def test_gather_and_scatter_are_each_others_inverse(ranks: Ranks, rows: int, in_place: bool) -> None:
+    def body(comm: Communicator) -> None:
+        rank, n = comm.rank, comm.world_size
+        root = n - 1
+        own = on_device(comm, values(rank, root, 4 * rows).reshape(rows, 4))
+        whole = on_device(comm, np.zeros((n * rows, 4), np.uint8))
+        if in_place and rank == root:
+            whole[root * rows :] = own
+            own = whole[root * rows :]
+        gathered = comm.gather(own, root, out=whole if rank == root else None)
+        comm.synchronize()
+        if rank == root:
+            assert gathered is whole
+            expected = np.concatenate([values(peer, root, 4 * rows) for peer in range(n)])
+            assert on_host(whole).tobytes() == expected.tobytes()
+        else:
+            assert gathered is None
+        back = own if in_place else on_device(comm, np.zeros((rows, 4), np.uint8))
+        assert comm.scatter(whole if rank == root else None, root, out=back) is back
+        comm.synchronize()
+        assert on_host(back).tobytes() == values(rank, root, 4 * rows).tobytes()
+
+    ranks.run(body)
+
+
+def test_reduce_changes_the_root_alone(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        rank, n = comm.rank, comm.world_size
+        root = n // 2
+        x = on_device(comm, np.full(1000, rank + 1, np.int32))
+        result = comm.reduce(x, "sum", root)
+        comm.synchronize()
+        assert (result is x) if rank == root else result is None
+        assert (on_host(x) == (n * (n + 1) // 2 if rank == root else rank + 1)).all()
+
+    ranks.run(body)
+
+
+def test_wrong_arguments_are_refused_before_anything_moves(pairs: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        x = on_device(comm, np.zeros((4, 2), np.float32))
+        with pytest.raises(ArgumentError, match=r"peer: must be a rank from 0 to 1, not 2"):
+            comm.send(x, 2)
+        with pytest.raises(ArgumentError, match="is this rank itself"):
+            comm.recv(x, comm.rank)
+        to_itself = comm.transfers()
+        to_itself.send(x, comm.rank)
+        with pytest.raises(ArgumentError, match=r"sends itself arrays of \[32\] bytes and receives \[\]"), to_itself:
+            pass
+        with pytest.raises(ArgumentError, match="send_counts: expected 2 numbers of rows"):
+            comm.all_to_all_v(x, [4], [2, 2])
+        with pytest.raises(ArgumentError, match="expected 5 rows, the sum of send_counts"):
+            comm.all_to_all_v(x, [3, 2], [3, 2])
+        with pytest.raises(ArgumentError, match="out: overlaps x"):
+            comm.all_to_all_v(x, [2, 2], [2, 2], out=x)
+        with pytest.raises(ArgumentError, match="root: must be a rank"):
+            comm.gather(x, 2)
+        if comm.rank:
+            with pytest.raises(ArgumentError, match="out: expected an array"):
+                comm.scatter(None, 0)
+
+    pairs.run(body)

@@ -1,0 +1,130 @@
+"""What a rank makes of a node daemon that sends nonsense: the daemon is lost, and the error says what came."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from proxyccl import ProxyLostError, RuntimeUnavailableError
+from proxyccl.proxy.daemon.connection import DaemonConnection, NodeDaemon
+from proxyccl.proxy.daemon.protocol import (
+    LONGEST_FRAME,
+    REPLIES,
+    ConnectCopy,
+    Connected,
+    Done,
+    Drain,
+    Drained,
+    Ending,
+    Reply,
+)
+from proxyccl.proxy.interface import ProxyFailure
+from support.observing import wait_for
+
+pytestmark = pytest.mark.host_only(reason="no runtime takes part")
+
+
+@dataclass
+class Daemon:
+    """The daemon's end of a rank's connection."""
+
+    end: socket.socket
+    client: DaemonConnection
+    failures: list[ProxyFailure] = field(default_factory=list)
+
+    def send(self, reply: Reply | bytes) -> None:
+        self.end.send(reply if isinstance(reply, bytes) else REPLIES.encode(reply))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
+    own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    monkeypatch.setattr(NodeDaemon, "connect", lambda self, timeout: (own, os.getpid()))
+    failures: list[ProxyFailure] = []
+    client = DaemonConnection(5.0, "test", failures.append)
+    with theirs:
+        yield Daemon(theirs, client, failures)
+        client.hang_up()
+
+
+def test_an_answer_of_the_type_that_is_expected_is_returned(daemon: Daemon) -> None:
+    daemon.send(Drained(drained=True, request=0))
+    assert daemon.client.ask(Drain(1.0), Drained).drained
+    daemon.send(Connected(3, 1, "copy", request=1))
+    assert daemon.client.ask(ConnectCopy(2), Connected).connection(2).number == 3
+    assert not daemon.failures
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        (b"\xff", "invalid reply from the node daemon: expected JSON, got b'\\xff'"),
+        (b'{"kind":"done","drained":true}', "invalid reply from the node daemon: unknown field 'drained'"),
+        (b'{"kind":"drained","request":0}', "invalid reply from the node daemon: field 'drained' is missing"),
+        (b'{"kind":"failed","code":-1}', "invalid reply from the node daemon: code: expected int >= 0, got -1"),
+        (
+            b'{"kind":"flown"}',
+            "invalid reply from the node daemon: kind: unknown value 'flown'; expected one of done, ",
+        ),
+        (b" " * (LONGEST_FRAME + 1), "a frame from the node daemon did not arrive whole"),
+    ],
+    ids=range(6),
+)
+def test_nonsense_loses_the_daemon_and_says_what_came(daemon: Daemon, frame: bytes, reason: str) -> None:
+    daemon.send(frame)
+    wait_for(lambda: bool(daemon.failures), "the daemon is lost")
+    (failure,) = daemon.failures
+    assert failure.reason.startswith(reason)
+    with pytest.raises(ProxyLostError) as caught:
+        daemon.client.ask(Drain(1.0), Drained)
+    assert str(caught.value).startswith(f"the node daemon is lost: {reason}")
+    assert not daemon.client.is_open
+
+
+def test_an_answer_to_another_question_loses_the_daemon(daemon: Daemon) -> None:
+    daemon.send(Done(request=0))
+    with pytest.raises(ProxyLostError, match=r"answered drain with Done\(request=0\)"):
+        daemon.client.ask(Drain(1.0), Drained)
+    assert [failure.reason for failure in daemon.failures] == [
+        f"process {os.getpid()} answered drain with Done(request=0)"
+    ]
+
+
+def test_a_daemon_that_ends_is_lost_with_its_reason(daemon: Daemon) -> None:
+    daemon.send(Ending())
+    wait_for(lambda: bool(daemon.failures), "the daemon is lost")
+    assert daemon.failures[0].reason == f"process {os.getpid()} is ending"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"{", r"no node daemon answers at .* \(invalid answer to Hello from the node daemon: expected JSON"),
+        (b'{"version":4,"pid":1}', "speaks version 4 of the protocol, this process 7"),
+        (b'{"error":"protocol","message":"version: the daemon speaks 4, the client 5"}', "the daemon speaks 4"),
+    ],
+    ids=["no JSON", "another version", "a refusal"],
+)
+def test_a_daemon_of_another_version_is_named(tmp_path: Path, answer: bytes, reason: str) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+
+        def serve() -> None:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.recv(LONGEST_FRAME)
+                accepted.send(answer)
+
+        server = threading.Thread(target=serve)
+        server.start()
+        with pytest.raises(RuntimeUnavailableError, match=reason):
+            NodeDaemon(path).connect(5.0)
+        server.join()

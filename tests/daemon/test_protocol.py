@@ -1,0 +1,570 @@
+"""What a client can't do to the node daemon: nonsense is refused or ends that client alone, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    Operation,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+    Trigger,
+)
+from proxyccl.channels.control import segment_bytes
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtime import Memory
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.cores import parse_cores
+from proxyccl.proxy.daemon import session, session_memories
+from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
+from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.verbs.options import RdmaOptions
+from support.daemons import RunningDaemon, running_daemon
+from support.observing import wait_for
+from support.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
+from support.running import TIMEOUT, run_ranks
+
+
+@pytest.fixture(scope="module")
+def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningDaemon]:
+    with running_daemon(tmp_path_factory.mktemp("protocol") / "socket") as running:
+        with RawClient(running) as first:  # whatever a process keeps for good
+            assert first.opens()
+            first.use()
+        yield running
+    assert running.ended == 0, running.log
+
+
+@pytest.fixture
+def bystander(daemon: RunningDaemon) -> Iterator[RawClient]:
+    """A client that works before and after, and nothing of the other's is left when that has gone."""
+    with RawClient(daemon) as client:
+        assert client.opens()
+        client.use()
+        before = daemon.resources()
+        yield client
+        assert client.say({"do": "drain", "timeout": 5}) == DRAINED
+        assert daemon.settles(before), (before, daemon.resources())
+
+
+FIRST_FRAMES = {
+    "no JSON": b"\xff\xfe",
+    "no object": b"[1]",
+    "too deep": b"[" * 30_000,
+    "a long number": b'{"hello":' + b"9" * 10_000 + b"}",
+    "no hello": {"do": "drain", "timeout": 1},
+    "another version": {**HELLO, "hello": VERSION + 1},
+    "a version that is no number": {**HELLO, "hello": True},
+    "another layout": {**HELLO, "layout": [*LAYOUT, 1]},
+    "too long": json.dumps({**HELLO, "padding": "x" * LONGEST_FRAME}).encode(),
+}
+
+
+@pytest.mark.parametrize("name", FIRST_FRAMES)
+@pytest.mark.usefixtures("bystander")
+def test_a_client_that_does_not_introduce_itself_is_disconnected(daemon: RunningDaemon, name: str) -> None:
+    with RawClient(daemon) as client:
+        answer = client.say(FIRST_FRAMES[name])  # type: ignore[arg-type]
+        assert answer is not None
+        assert answer["error"] == "protocol"
+        assert client.ended()
+
+
+OPENS = {
+    "a runtime that there is not": {"runtime": "opencl"},
+    "a ring of no size": {"fifo_size": 63},
+    "an offset that leaves the segment": {"shared_offset": segment_bytes() // 128 * 128},
+    "an offset into the control block": {"shared_offset": 0},
+    "an offset that is not aligned": {"shared_offset": OFFSET + 8},
+    "more threads than rings": {"threads": 2},
+    "no threads": {"threads": 0},
+    "a text for a number": {"fifo_size": "64"},
+    "a ring that is larger than its memory": {"fifo_size": 1 << 20},
+}
+
+
+@pytest.mark.parametrize("name", OPENS)
+@pytest.mark.usefixtures("bystander")
+def test_what_can_not_be_opened_is_refused(daemon: RunningDaemon, name: str) -> None:
+    with RawClient(daemon) as client:
+        answer = client.open(**OPENS[name])
+        assert answer is not None
+        assert answer["error"] in ("argument", "protocol"), answer
+
+
+def _unsealed() -> int:
+    descriptor = os.memfd_create("unsealed", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, segment_bytes())
+    return descriptor
+
+
+@pytest.mark.parametrize("which", ["segment", "ring"])
+@pytest.mark.parametrize("kind", ["too small", "one that can be cut short", "a socket", "a directory", "none"])
+@pytest.mark.usefixtures("bystander")
+def test_descriptors_that_are_no_such_memory_are_refused(daemon: RunningDaemon, which: str, kind: str) -> None:
+    with RawClient(daemon) as client:
+        assert client.say(HELLO) is not None
+        wrong: list[int] = []
+        small = SharedMemory.allocate(4096 if which == "segment" else 1)
+        if kind == "too small":
+            wrong = [os.dup(small.descriptor)]
+        elif kind == "one that can be cut short":
+            wrong = [_unsealed()]
+        elif kind == "a socket":
+            wrong = [os.dup(client.connection.fileno())]
+        elif kind == "a directory":
+            wrong = [os.open("/", os.O_RDONLY)]
+        right = client.ring if which == "segment" else client.segment
+        given = [*wrong, right.descriptor] if which == "segment" else [right.descriptor, *wrong]
+        frame = OPEN | ({"fifo_size": 1 << 12} if kind == "too small" and which == "ring" else {})
+        answer = client.say(frame, *given)
+        for descriptor in wrong:
+            os.close(descriptor)
+        assert answer is not None
+        assert answer["error"] in ("argument", "protocol")
+
+
+def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, bystander: RawClient) -> None:
+    theirs = bystander.use()  # more than the stranger has, so that their numbers are free there
+    strange = [
+        {"do": "remove_memory", "first": theirs["first"]},
+        {"do": "reserve_channel", "connection": theirs["connection"]},
+        {"do": "free_channels", "channels": [theirs["channel"]], "connection": 0},
+        {"do": "set_channel", "channel": theirs["channel"], "connection": 0, "word": ""},
+        {"do": "set_channel", "channel": 5000, "connection": 0, "word": ""},
+    ]
+    for request in strange:
+        with RawClient(daemon) as stranger:
+            assert stranger.opens()
+            stranger.use()
+            answer = stranger.say(request)
+            assert answer is not None
+            assert answer["error"] == "protocol", request
+            assert stranger.ended()
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"do": "fly"},
+        {"do": 7},
+        {},
+        {"do": "open"},
+        {"do": "drain", "timeout": -1},
+        {"do": "drain", "timeout": float("nan")},
+        {"do": "free_channels", "channels": {"0": 1}, "connection": 0},
+        {"do": "add_memory", "key": 0, "handle": "not base64", "nbytes": 1},
+        {"do": "add_memory", "key": 0, "handle": 3, "nbytes": 1},
+        {"do": "add_pinned_memory"},
+        {"do": "add_pinned_memory", "handle": 3},
+        {"do": "add_pinned_memory", "handle": b"\0", "nbytes": 1},
+        {"do": "add_rdma_memory", "address": 4096, "nbytes": 1, "key": 1 << 32},
+        {"do": "add_rdma_memory", "address": -1, "nbytes": 1, "key": 0},
+        {"do": "rdma_unsupported_reason", "transport": "verbs"},
+        {"do": "make_endpoint", "peer": 1, "transport": "verbs"},
+        {"do": "connect_endpoint", "peer": 1, "end": structs.asdict(RdmaEndpointInfo(b"", 0, 0)), "timeout": 1},
+        {"do": "connect_rdma", "peer": 1},
+        {"do": "expose", "handle": b"\0", "nbytes": 1, "transport": "verbs"},
+        {"do": "withdraw", "number": 0},
+        {"do": "open_rdma", "options": {"device": "mlx5_0"}, "signals": [0, 8], "near": None, "local_rank": 0},
+        {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0], "near": None, "local_rank": 0},
+        {"do": "add_plan"},
+        {"do": "add_plan", "plan": {"posts": [{"channel": -1, "memory": 0, "offset": 0}]}},
+        {"do": "add_plan", "plan": {"sends": [{"channel": 0, "src_memory": 0}]}},
+        {"do": "remove_plan", "number": 0},
+        {"do": "remove_plan", "number": 1},
+        {"do": "write_report"},
+        {"do": "write_report", "cause": ["all is wrong"]},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("bystander")
+def test_a_request_that_makes_no_sense_ends_its_client(daemon: RunningDaemon, request_: dict[str, Any]) -> None:
+    with RawClient(daemon) as client:
+        assert client.opens()
+        client.use()
+        answer = client.say(request_)
+        assert answer is not None
+        assert answer["error"] == "protocol"
+        assert client.ended()
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            {"do": "fly"},
+            "do: unknown value 'fly'; expected one of rdma_missing, write_report, open, close, ",
+        ),
+        ({}, "field 'do' is missing"),
+        ({"do": "drain"}, "field 'timeout' is missing"),
+        ({"do": "drain", "timeout": -1}, "timeout: expected float >= 0.0, got -1"),
+        ({"do": "drain", "timeout": 1, "now": True}, "unknown field 'now'; expected timeout, request"),
+        ({"do": "drain", "timeout": 1, "request": -1}, "request: expected int >= 0, got -1"),
+        (
+            {"do": "free_channels", "channels": [0, 1 << 10], "connection": 0},
+            "channels[1]: expected int <= 1023, got 1024",
+        ),
+        (
+            {"do": "add_rdma_memory", "address": 1 << 64, "nbytes": 1, "key": 0},
+            "address: expected an integer of at most",
+        ),
+        ({"do": "add_memory", "key": 0, "handle": "@", "nbytes": 1}, "handle: Invalid base64 encoded string, got '@'"),
+        ({**OPEN, "shared_offset": OFFSET + 8}, "shared_offset must be a multiple of 128, not "),
+        ({"do": "connect_copy", "peer": "x" * 1000}, "peer: expected int | null, got '" + 99 * "x" + "…"),
+    ],
+    ids=str,
+)
+def test_an_error_names_client_field_and_what_was_expected(
+    daemon: RunningDaemon, request_: dict[str, Any], message: str
+) -> None:
+    with RawClient(daemon) as client:
+        assert client.say(HELLO) is not None
+        answer = client.say(request_)
+        assert answer is not None
+        assert answer["message"].startswith(f"invalid request from process {os.getpid()}: {message}")
+        assert client.ended()
+
+
+@pytest.mark.usefixtures("bystander")
+def test_memory_that_can_not_be_mapped_is_refused(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.opens()
+        used = client.use()
+        handle = client.buffer.export(client.buffer.ptr, 4096)
+        refused = [
+            {"do": "add_memory", "key": 0, "handle": b"\0", "nbytes": 1},
+            {"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4097},
+            {"do": "add_pinned_memory", "handle": b"\0"},
+            {"do": "add_pinned_memory", "handle": client.buffer.export(client.buffer.ptr, 4097)},
+            {"do": "add_pinned_memory", "handle": client.buffer.export(client.buffer.ptr + 4096, 1)},
+            client.set_channel(used, nbytes=4096),
+            client.set_channel(used, offset=4),
+        ]
+        for request in refused:
+            answer = client.say(request)
+            assert answer is not None
+            assert answer["error"] == "argument", request
+        assert client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}) is not None
+
+
+@pytest.mark.usefixtures("bystander")
+def test_pinned_memory_is_unmapped_with_its_client(daemon: RunningDaemon) -> None:
+    before = daemon.resources()
+    memory = SharedMemory.allocate(4096)
+    with RawClient(daemon) as client:
+        assert client.opens()
+        for _ in range(600):  # more than there are ids
+            answer = client.say({"do": "add_pinned_memory", "handle": memory.handle})
+            assert answer is not None
+        assert answer["error"] == "resource"
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+@pytest.mark.usefixtures("bystander")
+def test_descriptors_that_nobody_asked_for_are_closed(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.opens()
+        before = daemon.descriptors()
+        for _ in range(20):
+            client.say({"do": "drain", "timeout": 1}, *[client.ring.descriptor] * 64)
+        assert daemon.descriptors() <= before
+
+
+def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon) -> None:
+    before = daemon.descriptors()
+    for _ in range(5):
+        with RawClient(daemon) as client:
+            assert client.say(HELLO) is not None
+            refused = client.say(OPEN | {"request": "first"}, client.segment.descriptor, client.ring.descriptor)
+            assert refused is not None
+            assert refused["error"] == "protocol"
+            assert client.ended()
+    wait_for(lambda: daemon.descriptors() <= before, "the daemon keeps none")
+
+
+def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """10,000 frames: valid ones with a part changed, and noise; with descriptors now and then."""
+    rng = random.Random(20260101)
+    before = daemon.resources()
+    sent = 0
+    while sent < 10_000:
+        with RawClient(daemon) as client:
+            used = client.opens() and client.use()
+            assert used
+            handle = client.buffer.export(client.buffer.ptr, 64)
+            valid: list[dict[str, Any]] = [
+                {"do": "add_memory", "key": 0, "handle": handle, "nbytes": 64},
+                {"do": "add_pinned_memory", "handle": handle},
+                {"do": "remove_memory", "first": rng.randrange(4)},
+                {"do": "connect_copy", "peer": rng.randrange(4)},
+                {"do": "reserve_channel", "connection": 0},
+                {"do": "reserve_elsewhere"},
+                client.set_channel(used),
+                {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
+                {"do": "drain", "timeout": 0.001},
+                {"do": "add_plan", "plan": client.plan(used)},
+                {"do": "remove_plan", "number": rng.randrange(1, 4)},
+                {"do": "add_rdma_memory", "address": 4096, "nbytes": 64, "key": 1},
+                {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0, 8], "near": 0, "local_rank": 0},
+                {"do": "make_endpoint", "peer": 1, "transport": "staged"},
+                {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
+                OPEN,
+            ]
+            alive = True
+            while alive and sent < 10_000:
+                frame: bytes = frame_of(rng.choice(valid))
+                chance = rng.random()
+                if chance < 0.1:
+                    frame = rng.randbytes(rng.randrange(1, 300))
+                elif chance < 0.3:
+                    damaged = bytearray(frame)
+                    damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+                    frame = bytes(damaged)
+                elif chance < 0.4:
+                    frame = frame[: rng.randrange(1, len(frame))]
+                extra = [client.ring.descriptor] * rng.choice([0, 0, 0, 0, 1, 3])
+                alive = client.say(frame, *extra) is not None
+                sent += 1
+    assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_tables_that_change_under_a_flood_of_triggers_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """A client that frees and sets what its triggers name at that moment."""
+    before = daemon.resources()
+    for attempt in range(60):
+        with RawClient(daemon) as client:
+            assert client.opens()
+            used = client.use()
+            assert client.say(client.set_channel(used, offset=1024)) == DONE
+            trigger = Trigger(
+                Operation.DATA | Operation.SIGNAL, used["channel"], 8, used["first"], 0, used["first"], 64
+            )
+            flood = Flood(client.ring, trigger)
+            change = (
+                client.set_channel(used, offset=1024),
+                {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
+                {"do": "remove_memory", "first": used["first"]},
+            )[attempt % 3]
+            for _ in range(10):
+                if client.say(change) != DONE:  # freed twice, or the failure is told first
+                    break
+            flood.end()
+    assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_tables_that_change_under_a_plan_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
+    """A client that rings a plan again and again, and takes back what the plan names."""
+    before = daemon.resources()
+    for attempt in range(60):
+        with RawClient(daemon) as client:
+            assert client.opens()
+            used = client.use()
+            assert client.say(client.set_channel(used, offset=1024)) == DONE
+            added = client.say({"do": "add_plan", "plan": client.plan(used)})
+            assert added is not None
+            with Ringing(client.plan_words, added["number"]):
+                change = (
+                    client.set_channel(used, offset=1024),
+                    {"do": "free_channels", "channels": [used["channel"]], "connection": 0},
+                    {"do": "remove_memory", "first": used["first"]},
+                    {"do": "remove_plan", "number": added["number"]},
+                )[attempt % 4]
+                for _ in range(10):
+                    if client.say(change) != DONE:  # taken back twice, or the failure is told first
+                        break
+    assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_a_plan_without_the_words_of_peers_is_refused(daemon: RunningDaemon) -> None:
+    with RawClient(daemon) as client:
+        assert client.open(semaphores_offset=None) is not None
+        used = client.use()
+        refused = client.say({"do": "add_plan", "plan": client.plan(used)})
+        assert refused is not None
+        assert refused["error"] == "argument"
+
+
+def test_two_hundred_clients_come_and_go(daemon: RunningDaemon, bystander: RawClient) -> None:
+    before = daemon.resources()
+    clients = []
+    for _ in range(200):
+        client = RawClient(daemon)
+        assert client.opens()
+        client.use()
+        clients.append(client)
+    assert bystander.say({"do": "drain", "timeout": 5}) == DRAINED
+    for client in clients:
+        client.connection.close()
+    assert daemon.settles(before), (before, daemon.resources())
+
+
+def test_a_client_that_says_nothing_keeps_nobody_waiting(daemon: RunningDaemon) -> None:
+    silent = [daemon.connect() for _ in range(20)]
+    with RawClient(daemon) as client:
+        assert client.opens()
+    for connection in silent:
+        connection.close()
+
+
+def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver maps it only when the other is mapped no more, which waits until the worker rests."""
+    open_handle, mapped = HostRuntime.open, []
+
+    def open_alone(runtime: HostRuntime, handle: bytes) -> Memory:
+        if any(not memory.closed for memory in mapped):
+            raise ArgumentError("handle", "another is mapped in its place")
+        mapped.append(open_handle(runtime, handle))
+        return mapped[-1]
+
+    monkeypatch.setattr(HostRuntime, "open", open_alone)
+    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", 0.0)
+    running = RunningDaemon(tmp_path / "socket", None)
+    with Daemon(running.path) as daemon:
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        with RawClient(running) as client:
+            assert client.opens()
+            memory = client.use()
+            other = SharedMemory.allocate(4096)
+            handle = other.export(other.ptr, 4096)
+            refused = client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
+            assert refused is not None
+            assert "in its place" in refused["message"]
+            assert client.say({"do": "remove_memory", "first": memory["first"]}) == DONE
+            assert client.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096}) == {
+                "kind": "memory_added",
+                "first": memory["first"],
+            }
+        daemon.stop()
+        serving.join()
+
+
+# -- the socket and its users ---
+
+
+def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session.require_user(7, 7)
+    with pytest.raises(ProxyCCLError, match="serves user 7, not 8"):
+        session.require_user(8, 7)
+
+    monkeypatch.setattr(session, "peer_credentials", lambda _: (os.getpid(), os.geteuid() + 1))
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
+    with Daemon(socket_path()) as daemon:
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        assert "serves user" in missing_in_daemon(TIMEOUT)[0]
+        daemon.stop()
+        serving.join()
+
+
+def test_the_socket_is_its_users_alone(daemon: RunningDaemon, tmp_path: Path) -> None:
+    assert stat.S_IMODE(daemon.path.stat().st_mode) == 0o600
+    nested = tmp_path / "fresh" / "socket"
+    with Daemon(nested):
+        assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o700
+    (tmp_path / "public").mkdir()
+    (tmp_path / "public").chmod(0o777)
+    with pytest.raises(ArgumentError, match="other users can write to"):
+        Daemon(tmp_path / "public" / "socket")
+
+
+def test_a_second_daemon_on_a_socket_is_refused(daemon: RunningDaemon) -> None:
+    with pytest.raises(ResourceError, match="another node daemon listens"):
+        Daemon(daemon.path)
+    with RawClient(daemon) as client:
+        assert client.opens()
+
+
+def test_what_a_killed_daemon_left_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):
+        with running_daemon(path) as killed:
+            killed.end(9)
+        assert path.is_socket()
+    with Daemon(path):
+        assert path.is_socket()
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(ArgumentError, match="no socket"):
+        Daemon(path)
+    assert path.read_text() == "precious"
+
+
+def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PROXYCCL_DAEMON_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
+    assert socket_path() == Path("/run/user/7/proxyccl.sock")
+    monkeypatch.delenv("XDG_RUNTIME_DIR")
+    assert socket_path() == Path(f"/tmp/proxyccl-{os.geteuid()}/daemon.sock")
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", "/elsewhere")
+    assert socket_path() == Path("/elsewhere")
+    assert socket_path("/here") == Path("/here")
+    with pytest.raises(ArgumentError, match="socket"):
+        socket_path("/" + 200 * "x")
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [({"threads": 0}, "threads"), ({"threads": 65}, "threads"), ({"cores": [1 << 20]}, "cores")],
+)
+def test_options_that_can_not_be_are_named(tmp_path: Path, options: dict[str, Any], argument: str) -> None:
+    with pytest.raises(ArgumentError, match=argument):
+        Daemon(tmp_path / "socket", DaemonOptions(**options))
+    with Daemon(tmp_path / "socket"):  # nothing of the first is left
+        pass
+
+
+@pytest.mark.parametrize("name", ["spin_us", "yield_us", "max_sleep_us"])
+@pytest.mark.parametrize("value", [-1, float("nan"), 1e12])
+def test_an_idle_policy_that_can_not_be_is_named(name: str, value: float) -> None:
+    with pytest.raises(ArgumentError, match=name):
+        IdlePolicy(**{name: value})
+
+
+def test_cores_are_read_as_people_write_them() -> None:
+    assert parse_cores("3") == [3]
+    assert parse_cores("0-2,8,2") == [0, 1, 2, 8]
+    for text in ("", "a", "1-", "-1", "3-1", "0,,1", "99999999999", "node:99", "node:../x"):
+        with pytest.raises(ArgumentError, match="cores"):
+            parse_cores(text)
+    with pytest.raises(ArgumentError, match="near"):
+        parse_cores("near", None)
+
+
+def test_a_proxy_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="proxy: 'fork'"):
+        run_ranks(1, lambda comm: None, proxy="fork")
+    monkeypatch.setenv("PROXYCCL_PROXY", "fork")
+    with pytest.raises(ArgumentError, match="PROXYCCL_PROXY: 'fork'"):
+        run_ranks(1, lambda comm: None)
+
+
+def test_a_daemon_that_is_missing_on_one_rank_is_an_error_on_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
+    bodies: list[Communicator] = []
+    with pytest.raises(RuntimeUnavailableError, match="rank 0: no node daemon answers"):
+        run_ranks(2, bodies.append, proxy="daemon")
+    assert not bodies

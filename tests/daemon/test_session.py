@@ -1,0 +1,171 @@
+"""What a session of the node daemon keeps of its client, seen from inside the daemon's process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from proxyccl import Communicator, ResourceError
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.daemon import session_memories
+from proxyccl.proxy.daemon.connection import DaemonConnection
+from proxyccl.proxy.daemon.server import Daemon
+from proxyccl.proxy.observe.publications import Publication
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.workers import Workers
+from support.daemons import RunningDaemon, daemon_inside
+from support.observing import wait_for
+from support.raw_client import DONE, OFFSET, RawClient
+from support.running import TIMEOUT, run_ranks
+
+pytestmark = pytest.mark.host_only(reason="a raw client's memory is the host's")
+NAMED = {"description": {"job": "0badcafe", "rank": 0, "world_size": 1, "program": "raw"}}
+
+
+@pytest.fixture
+def inside(tmp_path: Path) -> Iterator[Daemon]:
+    with daemon_inside(tmp_path / "socket") as running:
+        yield running
+
+
+@pytest.fixture
+def client(inside: Daemon) -> Iterator[RawClient]:
+    with RawClient(RunningDaemon(inside.path, None)) as raw:
+        yield raw
+
+
+def no_descriptor_is_left(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_what_is_closed_has_no_rdma_either(client: RawClient) -> None:
+    assert client.opens()
+    assert client.say({"do": "close", "timeout": 1}) == {"kind": "closed", "ended": True}
+    refused = client.say({"do": "rdma_unsupported_reason", "transport": "verbs"})
+    assert refused is not None
+    assert refused["error"] == "protocol"
+    assert refused["message"] == "rdma_unsupported_reason: no proxy is open; expected open first"
+
+
+@pytest.mark.parametrize("place", ["the client's memory", "what observers find it by"])
+def test_a_service_that_can_not_be_made_leaves_nothing(
+    client: RawClient, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    owner, name = (os, "dup") if place == "the client's memory" else (Publication, "of_this_process")
+    with RawClient(RunningDaemon(Path(client.connection.getpeername()), None)) as other:
+        assert other.open(**NAMED) is not None  # whatever a process keeps for good
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    with monkeypatch.context() as full:
+        full.setattr(owner, name, no_descriptor_is_left)
+        refused = client.open(**NAMED)
+    assert refused is not None
+    assert refused["error"] == "resource"
+    assert os.strerror(errno.EMFILE) in refused["message"]
+    wait_for(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before, "it is as before")
+    refused = client.say({"do": "connect_copy", "peer": 0})
+    assert refused is not None
+    assert "no proxy is open" in refused["message"]
+
+
+@pytest.mark.parametrize(
+    ("transport", "message"),
+    [
+        ("verbs", "'verbs' uses RDMA; expected one of copy"),
+        ("pigeon", "'pigeon' is unknown; expected one of copy, "),
+    ],
+)
+def test_a_connection_that_copies_is_refused_by_another_transport(
+    client: RawClient, transport: str, message: str
+) -> None:
+    assert client.opens()
+    refused = client.say({"do": "connect_copy", "peer": 0, "transport": transport})
+    assert refused is not None
+    assert (refused["error"], refused["argument"]) == ("argument", "transport")
+    assert refused["message"].startswith(message)
+
+
+def test_what_could_not_be_removed_can_be_removed_later(client: RawClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert client.opens()
+    used = client.use()
+    requests: list[dict[str, Any]] = [
+        {"do": "remove_memory", "first": used["first"]},
+        {"do": "free_channels", "channels": [used["channel"]], "connection": used["connection"]},
+    ]
+
+    def restless(*_: object) -> NoReturn:
+        raise ResourceError("a proxy thread did not come to rest")
+
+    for request in requests:
+        with monkeypatch.context() as busy:
+            busy.setattr(ProxyService, "paused", restless)
+            refused = client.say(request)
+            assert refused is not None
+            assert refused["error"] == "resource"
+        assert client.say(request) == DONE
+
+
+def test_pinned_memory_is_mapped_until_it_is_removed_or_its_client_goes(
+    inside: Daemon, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = SharedMemory.allocate(4096)
+    handle = memory.export(memory.ptr + 64, 100)
+    open_pinned, mapped = HostRuntime.open_pinned, []
+
+    def recorded(runtime: HostRuntime, handle: bytes) -> SharedMemory:
+        mapped.append(open_pinned(runtime, handle))
+        return mapped[-1]
+
+    monkeypatch.setattr(HostRuntime, "open_pinned", recorded)
+    monkeypatch.setattr(session_memories, "_QUIET_SECONDS", TIMEOUT)  # it is unmapped when the worker rests
+    assert client.opens()
+    answers = [client.say({"do": "add_pinned_memory", "handle": handle}) for _ in range(2)]
+    first, second = (answer["first"] for answer in answers if answer is not None)
+    limits = SharedWords(client.segment, OFFSET).memory_limits
+    assert (limits[first], limits[second]) == (100, 100)
+    assert client.say({"do": "remove_memory", "first": first}) == DONE
+    assert (limits[first], limits[second]) == (0, 100)
+    assert [each.closed for each in mapped] == [True, False]
+    client.connection.close()
+    wait_for(lambda: not inside._sessions, "its session has ended")
+    assert [each.closed for each in mapped] == [True, True]
+
+
+def test_a_client_that_leaves_in_a_drain_is_not_waited_for(
+    inside: Daemon, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.opens()
+
+    def never_answered(workers: Workers) -> list[int]:
+        return [-1] * len(workers)
+
+    monkeypatch.setattr(Workers, "ask_to_drain", never_answered)
+    client.connection.send(json.dumps({"do": "close", "timeout": 1e6}).encode())
+    wait_for(lambda: any(session.request for session in list(inside._sessions)), "it is under way")
+    client.connection.close()
+    wait_for(lambda: not inside._sessions, "its session has ended")
+
+
+def test_the_answer_to_an_interrupted_request_is_dropped(inside: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(inside.path))
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    def body(comm: Communicator) -> None:
+        first = comm.proxy.connect_copy(peer=0)
+        with monkeypatch.context() as pressed:
+            pressed.setattr(DaemonConnection, "_answer_to", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                comm.proxy.connect_copy(peer=0)
+        assert comm.proxy.connect_copy(peer=0).number == first.number + 2
+
+    run_ranks(1, body, proxy="daemon")

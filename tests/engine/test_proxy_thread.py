@@ -1,0 +1,248 @@
+"""One thread of the engine runs the workers of many services: they share its time and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigger
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.device.host import HostRuntime
+from proxyccl.device.runtime import EngineFunctions, LaunchTarget
+from proxyccl.proxy import bare_loops
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.thread import IdlePolicy, ProxyThread
+from support.running import TIMEOUT, run_ranks
+
+pytestmark = pytest.mark.own_proxy(reason="services of its own")
+
+HALF = 4096
+PUT = Operation.DATA
+SIGNAL = Operation.SIGNAL
+
+
+class Client:
+    """A service with one channel that leads back to its own memory."""
+
+    def __init__(self, thread: ProxyThread, runtime: HostRuntime | None = None) -> None:
+        self.runtime = runtime or HostRuntime()
+        self.segment = create_segment(self.runtime, 0, TIMEOUT)
+        self.failures: list[ProxyFailure] = []
+        self.service = ProxyService(
+            self.runtime,
+            self.segment.host_pointer,
+            self.segment.memory,
+            shared_offset=ControlSegment.service_offset,
+            fifo_size=64,
+            shared_threads=[thread],
+            on_failure=self.failures.append,
+        )
+        connection = self.service.connect_copy()
+        self.channel = self.service.reserve_channel(connection)
+        self.service.set_channel(self.channel, connection, self.segment.semaphore_host(self.channel))
+        self.buffer = self.runtime.allocate(2 * HALF)
+        self.memory = self.service.add_memory(self.buffer.ptr, self.buffer.nbytes)
+        self.fifo = self.service.fifo_for(self.channel)
+        self.pushed = 0
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self.service.close(TIMEOUT, drained=False)
+
+    def push(self, operation: Operation, count: int, channel: int | None = None) -> int:
+        """Pushes from this thread, for a while; returns how many found room."""
+        where = self.channel if channel is None else channel
+        words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
+        found = bare_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
+        self.pushed += found
+        return found
+
+    @property
+    def taken(self) -> int:
+        return int(ctypes.c_uint64.from_address(self.fifo.tail_host).value)
+
+    @property
+    def signalled(self) -> int:
+        return int(ctypes.c_uint64.from_address(self.segment.semaphore_host(self.channel)).value)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def thread() -> Iterator[ProxyThread]:
+    made = ProxyThread("shared", IdlePolicy())
+    yield made
+    assert made.close(TIMEOUT)
+
+
+def test_services_on_one_thread_get_on_at_the_same_time(thread: ProxyThread) -> None:
+    with Client(thread) as first, Client(thread) as second, Client(thread) as third:
+        clients = (first, second, third)
+        pushers = [threading.Thread(target=client.push, args=(PUT | SIGNAL, 5000)) for client in clients]
+        for pusher in pushers:
+            pusher.start()
+        for pusher in pushers:
+            pusher.join()
+        for client in clients:
+            assert client.service.drain(TIMEOUT)
+            assert (client.taken, client.signalled) == (5000, 5000)
+            assert client.service.counters(client.channel).bytes == 8 * 5000
+
+
+def test_a_worker_that_fails_leaves_the_others_running(thread: ProxyThread) -> None:
+    with Client(thread) as bad, Client(thread) as good:
+        bad.push(SIGNAL, 1, channel=77)
+        until(lambda: bad.failures)
+        assert bad.failures[0].channel == 77
+        assert not bad.service.drain(TIMEOUT)  # nobody drains it any more, and nobody waits for that
+        assert good.push(SIGNAL, 1000) == 1000
+        assert good.service.drain(TIMEOUT)
+        assert good.signalled == 1000
+        assert not good.failures
+
+
+def test_an_aborted_worker_leaves_the_others_running(thread: ProxyThread) -> None:
+    with Client(thread) as aborted, Client(thread) as good:
+        aborted.segment.raise_abort(ErrorRecord(code=8, rank=0))
+        until(lambda: not aborted.service.drain(0.01))
+        assert good.push(SIGNAL, 100) == 100
+        assert good.service.drain(TIMEOUT)
+
+
+def test_nothing_is_taken_after_a_handler_that_ends_in_abort(thread: ProxyThread) -> None:
+    """What the triggers behind it name may be gone by then."""
+    with Client(thread) as client:
+        calls: list[Trigger] = []
+
+        def handler(trigger: Trigger) -> None:
+            calls.append(trigger)
+            client.segment.raise_abort(ErrorRecord(code=8, rank=0))
+
+        channel = client.service.add_handler(handler)
+        client.push(SIGNAL, 3, channel)
+        until(lambda: calls and not client.service.drain(0.01))
+        assert len(calls) == 1
+
+
+def test_workers_come_and_go_while_another_is_busy(thread: ProxyThread) -> None:
+    with Client(thread) as busy:
+        stop = threading.Event()
+
+        def push() -> None:
+            while not stop.is_set():
+                assert busy.push(SIGNAL, 50) == 50
+
+        pusher = threading.Thread(target=push)
+        pusher.start()
+        for _ in range(50):
+            with Client(thread) as guest:
+                assert guest.push(SIGNAL, 10) == 10
+                assert guest.service.drain(TIMEOUT)
+                assert guest.signalled == 10
+        stop.set()
+        pusher.join()
+        assert busy.service.drain(TIMEOUT)
+        assert busy.signalled == busy.pushed
+
+
+def test_close_drains_or_ends_at_once(
+    thread: ProxyThread,
+) -> None:
+    client = Client(thread)
+    client.push(SIGNAL, 60)
+    assert client.service.close(TIMEOUT)
+    assert client.signalled == 60
+
+    with Client(thread) as endless:  # its ring is never empty: closed at once all the same, by __exit__
+        stop = threading.Event()
+        kept = endless.runtime.open_pinned(endless.fifo.pinned.handle)  # the pusher goes on behind the service's end
+        slots = endless.fifo.slots_host
+        words = Trigger(SIGNAL, endless.channel).encode()
+        for slot in range(64):
+            for i, word in enumerate(words):
+                ctypes.c_uint64.from_address(slots + 16 * slot + 8 * i).value = word
+
+        def push() -> None:
+            while not stop.is_set():
+                for slot in range(64):
+                    ctypes.c_uint64.from_address(slots + 16 * slot + 8).value ^= 1 << 63
+
+        pusher = threading.Thread(target=push)
+        pusher.start()
+        until(lambda: endless.taken > 100)
+        started = time.monotonic()
+        assert endless.service.close(TIMEOUT, drained=False)
+        assert time.monotonic() - started < TIMEOUT / 2
+        stop.set()
+        pusher.join()
+        kept.close()
+
+
+def test_each_workers_context_is_current_for_its_turn() -> None:
+    current: list[int] = []
+    copied: set[tuple[int, int]] = set()
+    make_current = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_size_t)(lambda context: current.append(context) or 0)
+
+    class OfContext(HostRuntime):
+        def __init__(self, context: int) -> None:
+            super().__init__()
+            pointers = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+            self._context = context
+            self._copy = ctypes.CFUNCTYPE(ctypes.c_int, *pointers)(lambda *_: copied.add((context, current[-1])) or 0)
+
+        def launch_target(self) -> LaunchTarget:
+            return replace(super().launch_target(), context=self._context)
+
+        def engine_functions(self) -> EngineFunctions:
+            make, copy = (ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (make_current, self._copy))
+            return replace(super().engine_functions(), make_current=make, copy=copy)
+
+    thread = ProxyThread("shared", IdlePolicy())
+    with Client(thread, OfContext(0)) as zero, Client(thread, OfContext(7)) as seven:
+        for client in (zero, zero, seven, zero, seven, seven):
+            client.push(PUT, 3)
+            assert client.service.drain(TIMEOUT)
+    assert copied == {(0, 0), (7, 7)}
+    assert thread.close(TIMEOUT)
+
+
+def test_a_thread_runs_on_the_cores_that_are_named() -> None:
+    core = max(os.sched_getaffinity(0))
+    thread = ProxyThread("pinned", IdlePolicy(), cores=[core])
+    assert os.sched_getaffinity(thread.native_id) == {core}
+    assert thread.close(TIMEOUT)
+    with pytest.raises(ArgumentError, match="cores"):
+        ProxyThread("pinned", IdlePolicy(), cores=[1 << 20])
+
+
+def test_a_communicators_proxy_runs_on_the_cores_that_are_named() -> None:
+    core = max(os.sched_getaffinity(0))
+
+    def body(comm: Communicator) -> None:
+        _ = comm.proxy
+        (proxy,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-0-proxy-0")
+        until(lambda: os.sched_getaffinity(proxy.native_id or 0) == {core})
+        time.sleep(0.05)
+        assert os.sched_getaffinity(proxy.native_id or 0) == {core}
+
+    run_ranks(1, body, proxy="thread", proxy_cores=str(core))
+    with pytest.raises(ArgumentError, match="cores"):
+        run_ranks(1, lambda comm: comm.proxy, proxy="thread", proxy_cores="some")

@@ -1,0 +1,574 @@
+"""The staged transport: memory that an RDMA device can't register, through pinned memory on both sides.
+
+Two proxies in this process, over devices that copy memory and are strict about every limit (fake_staging.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import random
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import ArgumentError, Operation, ResourceError, Runtime, Trigger
+from proxyccl.device._native import lib as native
+from proxyccl.device.host import HostRuntime
+from proxyccl.proxy import _engine
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.transports.table import find_transport
+from proxyccl.proxy.verbs.staging import RemoteWriteTargets
+from support.devices import rank_runtime
+from support.fake_staging import COPY, EVENT_QUERY, End, Ends, seen_as
+from support.ranks import Gate
+
+lib = _engine.lib
+PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+HEADER = 64
+REM_ACCESS_ERR = 10
+ARRIVED, RECEIVING = 0, int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offsets in an area; the second less a ring
+
+pytestmark = [
+    pytest.mark.hip,
+    pytest.mark.own_proxy(reason="services of its own"),
+    pytest.mark.skipif(
+        not lib.proxyccl_verbs_built(), reason="this build has no verbs transport: libibverbs' headers were not there"
+    ),
+]
+
+
+class Stuck:
+    """Keeps an end's worker, and so all that the end would do, inside of a handler."""
+
+    def __init__(self, end: End) -> None:
+        self._gate = Gate()
+        self._entered = threading.Event()
+        self._end = end
+
+    def _handle(self, _: Trigger) -> None:
+        self._entered.set()
+        self._gate.wait()
+
+    def __enter__(self) -> Stuck:
+        handler = self._end.service.add_handler(self._handle)
+        self._end.producer.push(Trigger(Operation.CUSTOM, handler))
+        assert self._entered.wait(60)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._gate.open()
+
+
+# -- data ---
+
+
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
+def test_plans_of_two_ends_exchange_their_memories(fetch_add: bool) -> None:
+    size, rounds = 10_007, 20
+    with Ends(size, channels=2, fetch_add=fetch_add) as ends:
+        first, second = ends
+        numbers = []
+        for end, other in ((first, second), (second, first)):
+            posts, sends = end.channels
+            plan = ProxyPlan(
+                posts=(PlanPost(posts, other.destination_id, 0),),
+                sends=(PlanSend(sends, end.source_id, 1, size - 1, post_channel=posts, dst_offset=1),),
+                receives=(PlanReceive(sends),),
+            )
+            numbers.append(end.service.add_plan(plan))
+        for _ in range(rounds):
+            first.destination.fill(0)
+            second.destination.fill(0)
+            words = [end.service._shared.plan_words for end in ends]
+            for plan_words, number in zip(words, numbers, strict=True):
+                plan_words.done = 0
+                plan_words.bell = number
+            ends.wait(lambda words=words: all(each.done == 1 for each in words), "both plans")
+            for end, other in ((first, second), (second, first)):
+                assert end.destination.numpy()[0] == 0
+                assert (end.destination.numpy()[1:] == other.source.numpy()[1:]).all()
+
+
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
+@pytest.mark.parametrize(("ring_bytes", "chunk_bytes"), [(128, 64), (4096, 1000), (4096, 2048), (1 << 20, 1 << 18)])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 4097, 50_001])
+def test_a_put_of_any_length_arrives_whole(size: int, ring_bytes: int, chunk_bytes: int, fetch_add: bool) -> None:
+    with Ends(size + 9, ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, fetch_add=fetch_add) as ends:
+        here, there = ends
+        here.push(PUT, size, source=3, destination=4)
+        ends.flush(here)
+        arrived = there.destination.numpy()
+        assert (arrived[4 : 4 + size] == here.source.numpy()[3 : 3 + size]).all()
+        assert not arrived[:4].any()
+        assert not arrived[4 + size :].any()
+
+
+def test_a_put_of_100_megabytes_through_a_ring_of_two() -> None:
+    size = 100_000_003
+    with Ends(size, ring_bytes=2 << 20, chunk_bytes=256 << 10, max_message=1 << 20) as ends:
+        here, there = ends
+        here.push(PUT, size)
+        ends.flush(here)
+        assert (there.destination.numpy() == here.source.numpy()).all()
+
+
+def test_a_put_of_nothing_makes_no_message() -> None:
+    with Ends() as ends:
+        here, _ = ends
+        here.push(PUT)
+        ends.flush(here)
+        assert here.device.counts.requests == 0
+
+
+@pytest.fixture(params=["inline copies", pytest.param("copy threads", marks=pytest.mark.host_only("its threads"))])
+def runtime(request: pytest.FixtureRequest) -> Runtime:
+    """With copies that are done when they are issued, if it is the host's, and with copies that take their time."""
+    return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_everything_happens_as_if_one_after_another(seed: int, runtime: Runtime) -> None:
+    """Random triggers on three channels both ways at once, puts over one another, and devices that dawdle."""
+    rng = random.Random(seed)
+    ring_bytes = rng.choice([128, 192, 1024, 65536])
+    with Ends(
+        1 << 12,
+        channels=3,
+        ring_bytes=ring_bytes,
+        chunk_bytes=rng.choice([1, 50, 64, 500, 4096]),
+        depth=rng.choice([1, 2, 5, 64]),
+        max_message=rng.choice([7, 64, 4096]),
+        fetch_add=bool(seed % 2),
+        service={"fifo_size": rng.choice([2, 64, 1024])},
+        runtime=runtime,
+    ) as ends:
+        expected = [end.destination.numpy() for end in ends]
+        sources = [end.source.numpy() for end in ends]
+        signals = [[0, 0, 0], [0, 0, 0]]
+        for number, end in enumerate(ends):
+            end.device.dawdle(rng.choice([1, 3, 40]), seed + number)
+        for _ in range(600):
+            number, operation, channel = rng.randrange(2), Operation(rng.randint(1, 7)), rng.randrange(3)
+            size = rng.randint(0, 300) if operation & PUT else 0
+            start, end = rng.randrange(4096 - 300), rng.randrange(4096 - 300)
+            expected[1 - number][end : end + size] = sources[number][start : start + size]
+            signals[1 - number][channel] += bool(operation & SIGNAL)
+            ends.ends[number].push(operation, size, source=start, destination=end, channel=channel)
+        for end in ends:
+            for channel in range(3):
+                ends.flush(end, channel)
+        for number, end in enumerate(ends):
+            assert (end.destination.numpy() == expected[number]).all()
+            assert end.words[:3].tolist() == signals[number]
+            assert end.device.breach is None
+
+
+# -- signals ---
+
+
+@pytest.mark.parametrize("ring_bytes", [256, 1 << 16])
+def test_a_signal_arrives_behind_its_data(ring_bytes: int, runtime: Runtime) -> None:
+    turns, size = 300, 100
+    with Ends(turns * size, ring_bytes=ring_bytes, chunk_bytes=64, runtime=runtime) as ends:
+        here, there = ends
+        there.device.dawdle(3, 1)
+        here.device.dawdle(3, 2)
+        pushing = threading.Thread(
+            target=lambda: [here.push(PUT | SIGNAL, size, source=i * size, destination=i * size) for i in range(turns)]
+        )
+        pushing.start()
+        source, seen = here.source.numpy(), 0
+        while seen < turns:
+            before = seen
+            ends.wait(lambda: there.words[0] > before, "a signal")  # noqa: B023
+            seen = int(there.words[0])
+            assert (there.destination.numpy()[: seen * size] == source[: seen * size]).all()
+        pushing.join(60)
+        assert there.words[0] == turns
+
+
+def test_a_signal_rides_on_the_data_before_it() -> None:
+    with Ends(ring_bytes=1 << 16) as ends:
+        here, there = ends
+        here.push(PUT | SIGNAL | FLUSH, 100)
+        ends.wait(lambda: here.flushed() == 1, "the flush")
+        assert there.words[0] == 1
+        assert here.device.counts.requests == 2  # the message, and the count of messages
+        assert there.device.counts.requests == 1  # the credit
+        here.push(SIGNAL)
+        ends.flush(here)
+        assert there.words[0] == 2
+        assert here.device.counts.requests == 4
+
+
+# -- flushes, credits and back-pressure ---
+
+
+def test_a_flush_with_nothing_outstanding_is_over_at_once() -> None:
+    with Ends() as ends:
+        here, there = ends
+        here.device.allow(0)
+        there.device.allow(0)
+        ends.flush(here)
+        assert here.flushed() == 1
+
+
+def test_a_flush_waits_until_the_data_is_at_its_destination() -> None:
+    with Ends() as ends:
+        here, there = ends
+        with Stuck(there):
+            ticket = here.push(PUT | FLUSH, 100)
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] == 1, "the message")
+            here.push(PUT, 100)
+            ends.wait(lambda: here.device.counts.executed == 4, "another message")
+            assert here.flushed() == 0
+            assert not there.destination.numpy().any()
+        ends.wait(lambda: here.flushed() == ticket + 1, "the flush")
+        assert (there.destination.numpy()[:100] == here.source.numpy()[:100]).all()
+
+
+def test_a_put_is_seen_complete_when_the_peer_has_placed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with Ends(service={"description": Description(0, 2, "job", "program")}) as ends:
+        here, there = ends
+        views = [Observer(publication) for _, publication in publications.find("job")]
+        assert len(views) == 2
+
+        def progress() -> list[tuple[int, int]]:
+            """Of the end that sends; the other's has nothing."""
+            found = ((way.completed, way.outstanding) for view in views for way in view.snapshot().connections)
+            return [each for each in found if each != (0, 0)]
+
+        with Stuck(there):
+            here.push(PUT, 100)
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] == 1, "the message")
+            ends.wait(lambda: progress() == [(0, 1)], "it is seen to be outstanding")
+        ends.wait(lambda: progress() == [(1, 0)], "it is seen to be complete")
+        assert (there.destination.numpy()[:100] == here.source.numpy()[:100]).all()
+        for view in views:
+            view.close()
+
+
+def test_flushes_wait_each_for_the_credits_before_it() -> None:
+    with Ends(channels=2) as ends:
+        here, there = ends
+        there.device.allow(0)
+        for channel in (0, 1, 0):
+            here.push(PUT | FLUSH, 8, channel=channel)
+            ends.let_poll(there)
+        assert (there.destination.numpy()[:8] == here.source.numpy()[:8]).all()
+        assert (here.flushed(0), here.flushed(1)) == (0, 0)
+        there.device.allow(-1)
+        ends.wait(lambda: (here.flushed(0), here.flushed(1)) == (3, 2), "the flushes")
+
+
+def test_an_end_that_stalls_holds_back_its_ring_alone() -> None:
+    puts, size = 3000, 40
+    with Ends(ring_bytes=1024, service={"fifo_size": 64}) as ends:
+        here, there = ends
+        with Stuck(there):
+            flood = threading.Thread(target=here.push, args=(PUT | SIGNAL, size), kwargs={"count": puts})
+            flood.start()
+            # Messages of 128 bytes; behind them wait 256 operations, of which a trigger may make three.
+            most = 1024 // 128 + (256 - 2) // 2
+            ends.wait(lambda: here.taken() >= most, "a full connection")
+            assert here.device.counts.executed <= 2 * 1024 // 128
+            assert here.taken() == most
+            assert flood.is_alive()
+        flood.join(60)
+        assert not flood.is_alive()
+        ends.flush(here)
+        assert there.words[0] == puts
+
+
+def test_more_messages_than_may_be_under_way_wait() -> None:
+    messages = int(lib.PROXYCCL_STAGED_MESSAGES)
+    with Ends(ring_bytes=1 << 20, service={"fifo_size": 1024}) as ends:
+        here, there = ends
+        with Stuck(there):
+            here.push(SIGNAL, count=700)
+            ends.wait(lambda: here.taken() >= messages, "the first signals")
+            ends.wait(lambda: seen_as(there.area, np.uint64)[ARRIVED] > 0, "a message")
+        ends.flush(here)
+        assert there.words[0] == 700
+
+
+def test_both_ends_flood_each_other_through_the_smallest_rings() -> None:
+    puts = 500
+    with Ends(ring_bytes=128, chunk_bytes=64, depth=2) as ends:
+        floods = [threading.Thread(target=end.push, args=(PUT | SIGNAL, 200), kwargs={"count": puts}) for end in ends]
+        for flood in floods:
+            flood.start()
+        for flood in floods:
+            flood.join(60)
+        for end in ends:
+            ends.flush(end)
+        assert [int(end.words[0]) for end in ends] == [puts, puts]
+
+
+def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
+    """Channels of one connection go through several rings of one worker."""
+    with Ends(channels=4, service={"fifos": 4}) as ends:
+        for end in ends:
+            for channel in range(4):
+                end.push(PUT | SIGNAL, 1500, channel=channel, count=20)
+        for end in ends:
+            for channel in range(4):
+                ends.flush(end, channel)
+        assert all((end.words[:4] == 20).all() for end in ends)
+
+
+# -- what a peer sends that can't be ---
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("target", "the peer put data outside the memory that this rank offers"),
+        ("number", "the peer put data outside the memory that this rank offers"),
+        ("before", "the peer put data outside the memory that this rank offers"),
+        ("behind", "the peer put data outside the memory that this rank offers"),
+        ("removed", "the peer put data outside the memory that this rank offers"),
+        ("word", "the peer signalled an address that is no semaphore word of this rank"),
+        ("odd word", "the peer signalled an address that is no semaphore word of this rank"),
+    ],
+)
+def test_what_was_not_offered_is_refused_where_it_arrives(change: str, reason: str) -> None:
+    with Ends(256) as ends:
+        here, there = ends
+        base, nbytes, key = there.destination.ptr, there.destination.nbytes, there.key
+        if change == "removed":
+            there.write_targets.remove(key)
+        wrong = {
+            "target": (base, nbytes, key + 1),
+            "number": (base, nbytes, 1 << 40),
+            "before": (base - 8, nbytes, key),
+            "behind": (base + 64, nbytes, key),
+        }.get(change, (base, nbytes, key))
+        here.destination_id = here.service.add_memory(*wrong)
+        if "word" in change:
+            word = there.word_memory.host_ptr + (4 if change == "odd word" else there.words.nbytes)
+            here.service.set_channel(here.channels[0], here.connection, word)
+        here.push(PUT | SIGNAL | FLUSH, 200)
+        failure = there.fails()
+        assert failure.code == native.PROXYCCL_ERROR_TRANSPORT
+        assert failure.peer == here.rank
+        assert failure.reason == f"completion: refused: {reason}"
+        assert not there.destination.numpy().any()
+        assert not there.words.any()
+        assert here.flushed() == 0
+
+
+@pytest.mark.parametrize(
+    ("arrived", "nbytes", "reason"),
+    [
+        (1, 4096 - HEADER + 1, "a message of the peer does not fit the ring"),
+        (1, (1 << 64) - 1, "a message of the peer does not fit the ring"),
+        (1000, 0, "the peer's count of messages is out of range"),
+        ((1 << 64) - 1, 0, "the peer's count of messages is out of range"),
+    ],
+)
+def test_a_damaged_ring_is_refused(arrived: int, nbytes: int, reason: str) -> None:
+    with Ends(ring_bytes=4096) as ends:
+        _, there = ends
+        area = seen_as(there.area, np.uint64)
+        area[(RECEIVING + 4096) // 8 + 2] = nbytes  # the third field of the header of the first message
+        area[ARRIVED] = arrived
+        assert there.fails().reason == f"completion: refused: {reason}"
+
+
+def test_credits_that_were_not_earned_are_refused() -> None:
+    with Ends() as ends:
+        here, _ = ends
+        seen_as(here.area, np.uint64)[128 // 8] = 1
+        assert here.fails().reason == "completion: refused: the peer's count of messages is out of range"
+
+
+# -- failures ---
+
+
+@pytest.mark.parametrize("number", [1, 2, 9])
+def test_a_request_that_fails_names_the_peer_and_the_status(number: int) -> None:
+    with Ends() as ends:
+        here, there = ends
+        here.device.fail_request(number, REM_ACCESS_ERR)
+        here.push(PUT | SIGNAL | FLUSH, 8, count=30)
+        failure = here.fails()
+        assert failure.peer == there.rank
+        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR
+        assert failure.reason.startswith("completion: IBV_WC_REM_ACCESS_ERR, ")
+        assert here.flushed() <= number
+
+
+def test_a_credit_that_fails_ends_the_end_that_gives_it() -> None:
+    with Ends() as ends:
+        here, there = ends
+        there.device.fail_request(1, REM_ACCESS_ERR)
+        here.push(PUT | FLUSH, 8)
+        failure = there.fails()
+        assert failure.peer == here.rank
+        assert "IBV_WC_REM_ACCESS_ERR" in failure.reason
+        assert here.flushed() == 0
+
+
+def test_a_post_that_is_refused_is_a_failure() -> None:
+    with Ends() as ends:
+        here, _ = ends
+        here.device.fail_post(1, errno.ENOMEM)
+        here.push(PUT, 8)
+        assert here.fails().reason == "completion: Cannot allocate memory"
+
+
+class FailingCopies:
+    """The driver's copy, of which one fails."""
+
+    def __init__(self, end: int, number: int, status: int) -> None:
+        self._copies, self._number, self._status = 0, number, status
+        self.call = COPY(self._copy)
+        self.options = {("first", "second")[end]: {"calls": {"copy": ctypes.cast(self.call, ctypes.c_void_p).value}}}
+
+    def _copy(self, dst: int, src: int, nbytes: int, stream: int) -> int:
+        self._copies += 1
+        if self._copies == self._number:
+            return self._status
+        ctypes.memmove(dst, src, nbytes)
+        return 0
+
+
+@pytest.mark.host_only("copies are replaced by the CPU's")
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_copy_that_fails_on_its_way_out(number: int) -> None:
+    copies = FailingCopies(0, number, 719)
+    with Ends(**copies.options) as ends:
+        here, there = ends
+        here.push(PUT | SIGNAL | FLUSH, 8, count=5)
+        failure = here.fails()
+        assert failure.peer == there.rank
+        assert failure.reason == "put: the copy into pinned memory failed with the driver's status 719"
+        assert there.words[0] <= number - 1
+        assert here.flushed() <= number - 1
+
+
+@pytest.mark.host_only("copies are replaced by the CPU's")
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_copy_that_fails_on_its_way_in(number: int) -> None:
+    copies = FailingCopies(1, number, 719)
+    with Ends(**copies.options) as ends:
+        here, there = ends
+        here.push(PUT | SIGNAL | FLUSH, 8, count=5)
+        failure = there.fails()
+        assert failure.peer == here.rank
+        assert failure.reason == "completion: the copy from pinned memory failed with the driver's status 719"
+        assert there.words[0] == number - 1
+        assert here.flushed() <= number - 1
+
+
+@pytest.mark.parametrize(("end", "way"), [(0, "into"), (1, "from")])
+def test_a_copy_whose_failure_shows_later(end: int, way: str) -> None:
+    query = EVENT_QUERY(lambda event: 719)
+    calls = {"calls": {"event_query": ctypes.cast(query, ctypes.c_void_p).value}}
+    with Ends(first=calls if end == 0 else {}, second=calls if end == 1 else {}) as ends:
+        here, _ = ends
+        here.push(PUT | FLUSH, 8)
+        failure = ends.ends[end].fails()
+        assert failure.reason == f"completion: the copy {way} pinned memory failed with the driver's status 719"
+        assert here.flushed() == 0
+
+
+# -- the end ---
+
+
+def test_an_end_with_work_outstanding_is_destroyed() -> None:
+    with Ends() as ends:
+        here, _ = ends
+        here.device.allow(3)
+        here.push(PUT | SIGNAL | FLUSH, 4000, count=50)
+        ends.let_poll(here)
+        assert here.flushed() == 0
+        for end in ends:
+            end.abort()
+            end.close()
+
+
+def test_draining_waits_for_what_the_peer_has_to_do() -> None:
+    with Ends() as ends:
+        here, there = ends
+        with Stuck(there):
+            here.push(PUT | SIGNAL, 4000, count=20)
+            assert not here.service.drain(0.05)
+            assert not here.service.drain(60, lambda: True)
+        assert here.service.drain(60)
+        assert there.words[0] == 20
+        assert (there.destination.numpy()[:4000] == here.source.numpy()[:4000]).all()
+        assert there.service.drain(60)
+
+
+def test_a_proxy_that_has_failed_or_is_closed_does_not_drain() -> None:
+    with Ends() as ends:
+        here, there = ends
+        here.device.fail_request(1, REM_ACCESS_ERR)
+        here.push(PUT, 8)
+        here.fails()
+        assert not here.service.drain(60)
+        there.close()
+        assert not there.service.drain(60)
+
+
+# -- options ---
+
+
+def test_a_connection_knows_what_it_is() -> None:
+    with Ends() as ends:
+        here, there = ends
+        assert (here.connection.transport, here.connection.peer) == ("staged", there.rank)
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("area", {"area": 0}),
+        ("area", {"area": 8}),
+        ("device_area", {"device_area": 0}),
+        ("area_lkey", {"area_lkey": -1}),
+        ("peer_area", {"peer_area": 0}),
+        ("ring_bytes", {"ring_bytes": 64}),
+        ("ring_bytes", {"ring_bytes": 1000}),
+        ("ring_bytes", {"ring_bytes": None}),
+        ("chunk_bytes", {"chunk_bytes": 0}),
+        ("write_targets", {"write_targets": 0}),
+        ("send_depth", {"wire": {"send_depth": 0}}),
+        ("qp", {"wire": {"qp": 0}}),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(argument: str, options: dict[str, Any]) -> None:
+    with Ends() as ends:
+        here, there = ends
+        good = here.options(there)
+        wrong = {"wire": replace(good.wire, **options["wire"])} if "wire" in options else options
+        with pytest.raises(ArgumentError) as caught:
+            here.service.connect("staged", replace(good, **wrong))
+        assert caught.value.argument == argument
+
+
+def test_keys_of_write_targets_run_out_and_rest_when_given_back() -> None:
+    write_targets, count = RemoteWriteTargets(), int(lib.PROXYCCL_STAGED_WRITE_TARGETS)
+    keys = [write_targets.add(4096, 1) for _ in range(count)]
+    assert sorted(keys) == list(range(count))
+    with pytest.raises(ResourceError, match=f"{count} memories are registered for staged peers already"):
+        write_targets.add(4096, 1)
+    for key in (7, 5):
+        write_targets.remove(key)
+    assert [write_targets.add(4096, 1) for _ in range(2)] == [7, 5]
+
+
+def test_statuses_of_verbs_mean_the_same() -> None:
+    for status in (errno.EINVAL, lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR):
+        assert find_transport("staged").status_text(status) == find_transport("verbs").status_text(status) != ""

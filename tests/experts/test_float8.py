@@ -1,0 +1,115 @@
+"""Dispatch in float8: elements and scales against ml_dtypes, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import ArgumentError, Communicator, EPAll2AllLayer
+from support.device_arrays import on_device, on_host
+from support.reference import numpy_dtype
+from support.running import run_ranks
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
+HIDDEN, TOPK, PER_RANK = 256, 3, 2
+TOKENS = (5, 9, 0, 7)
+
+
+def quantized(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.float32]]:
+    """Elements and scales of 128 elements each."""
+    blocks = rows.astype(np.float32).reshape(len(rows), HIDDEN // 128, 128)
+    greatest = np.abs(blocks).max(axis=-1)
+    some = np.where(greatest > 0, greatest, np.float32(448))
+    elements = blocks * (np.float32(448) / some)[:, :, None]
+    return elements.astype(FLOAT8).reshape(rows.shape), some / np.float32(448)
+
+
+def inputs(rank: int, experts: int, dtype: str) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    """Tokens of magnitudes from the smallest to the greatest that float8 tells apart, and expert ids."""
+    rng = np.random.default_rng(rank)
+    tokens = rng.standard_normal((TOKENS[rank], HIDDEN)) * 2.0 ** rng.integers(-12, 3, (TOKENS[rank], HIDDEN))
+    tokens[::3, :128] = 0
+    return tokens.astype(numpy_dtype(dtype)), rng.integers(0, experts + 1, (TOKENS[rank], TOPK)).astype(np.int32)
+
+
+def layer_of(comm: Communicator, dtype: str, **options: Any) -> EPAll2AllLayer:
+    ranks = comm.world_size
+    sizes = (max(TOKENS), HIDDEN, TOPK, comm.rank, PER_RANK * ranks, comm.local_world_size, ranks)
+    return EPAll2AllLayer(comm, *sizes, dtype=dtype, dispatch_dtype="float8_e4m3fn", **options)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
+@pytest.mark.parametrize(("ranks", "local_world_size"), [(1, None), (2, None), (4, None), (2, 1), (4, 2)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_rows_and_scales(dtype: str, ranks: int, local_world_size: int | None, given: bool) -> None:
+    def body(comm: Communicator) -> None:
+        layer = layer_of(comm, dtype)
+        everyone = [inputs(rank, PER_RANK * ranks, dtype) for rank in range(ranks)]
+        tokens, ids = everyone[comm.rank]
+        sent = tuple(on_device(comm, x) for x in quantized(tokens)) if given else on_device(comm, tokens)
+        expected: list[tuple[NDArray[Any], NDArray[np.float32]]] = []
+        for expert in range(comm.rank * PER_RANK, (comm.rank + 1) * PER_RANK):
+            for source, chosen in everyone:
+                rows, scales = quantized(source)
+                token = np.nonzero(chosen == expert)[0]
+                expected.append((rows[token], scales[token]))
+        for pending in (False, True):
+            if pending:
+                (rows, scales), weights, desc = layer.dispatch_recv(layer.dispatch_send(sent, on_device(comm, ids)))
+            else:
+                (rows, scales), weights, desc = layer.dispatch(sent, on_device(comm, ids))
+            assert weights is None
+            got = on_host(rows)
+            assert got.dtype == FLOAT8
+            assert got.tobytes() == np.concatenate([rows for rows, _ in expected]).tobytes()
+            assert on_host(scales).tobytes() == np.concatenate([scales for _, scales in expected]).tobytes()
+            # What comes back is in the layer's own type.
+            ones = on_device(comm, np.ones((len(got), HIDDEN), numpy_dtype(dtype)))
+            back = on_host(layer.combine(ones, desc))
+            assert np.array_equal(
+                back, np.broadcast_to((ids < layer.ep_config.num_experts).sum(1)[:, None], back.shape)
+            )
+        layer.finalize()
+
+    run_ranks(ranks, body, local_world_size=local_world_size)
+
+
+def test_a_fixed_maximum() -> None:
+    def body(comm: Communicator) -> None:
+        tokens, ids = inputs(comm.rank, 2 * PER_RANK, "float32")
+        sent, chosen = on_device(comm, tokens), on_device(comm, ids)
+        (rows, scales), _, _ = layer_of(comm, "float32").dispatch(sent, chosen)
+        (more, more_scales), _, desc = layer_of(comm, "float32", max_recv_tokens=50).dispatch(sent, chosen)
+        count = int(on_host(desc.num_recv_tokens)[0])
+        assert on_host(more)[:count].tobytes() == on_host(rows).tobytes()
+        assert on_host(more_scales)[:count].tobytes() == on_host(scales).tobytes()
+
+    run_ranks(2, body)
+
+
+def test_what_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        def refused(argument: str, call: Any) -> None:
+            with pytest.raises(ArgumentError) as caught:
+                call()
+            assert caught.value.argument == argument
+
+        def make(hidden: int, dispatch_dtype: Any) -> EPAll2AllLayer:
+            return EPAll2AllLayer(comm, 4, hidden, 1, 0, 2, 1, 1, dtype="float32", dispatch_dtype=dispatch_dtype)
+
+        refused("hidden", lambda: make(192, "float8_e4m3fn"))
+        refused("dispatch_dtype", lambda: make(256, "float8_e5m2"))
+        ids = on_device(comm, np.zeros((2, 1), np.int32))
+        rows, scales = (on_device(comm, x) for x in quantized(np.ones((2, HIDDEN), np.float32)))
+        refused("input", lambda: make(256, None).dispatch((rows, scales), ids))
+        layer = make(256, "float8_e4m3fn")
+        refused("input", lambda: layer.dispatch((rows, scales, scales), ids))
+        refused("input", lambda: layer.dispatch(rows, ids))
+        refused("input", lambda: layer.dispatch((rows, on_device(comm, np.ones((2, 1), np.float32))), ids))
+        assert on_host(layer.dispatch((rows, scales), ids)[0][0]).tobytes() == on_host(rows).tobytes()
+
+    run_ranks(1, body)

@@ -1,0 +1,73 @@
+"""Collectives across two nodes of two ranks: the results of one node, bit by bit for integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from proxyccl import Communicator, DispatchCombine
+from support.ranks import Ranks
+from support.reference import MOVES, Call
+from support.running import run_ranks
+from support.soft_roce.nodes import RANKS, two_nodes
+from support.soft_roce.wire import Wire
+
+COUNTS = (1, 5003)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Ranks]:
+    with two_nodes() as group:
+        yield group
+
+
+@pytest.mark.parametrize("algorithm", [None, "two_shot", "ring", "proxy", "hierarchical"])
+def test_all_reduce(nodes: Ranks, algorithm: str | None) -> None:
+    def body(comm: Communicator) -> None:
+        for seed, (dtype, op) in enumerate((("int64", "sum"), ("float32", "avg"), ("bfloat16", "sum"))):
+            for count in COUNTS:
+                Call("all_reduce", dtype, op, algorithm, count, in_place=seed % 2 == 0, seed=seed).run(comm)
+
+    nodes.run(body)
+
+
+@pytest.mark.parametrize("collective", ["reduce_scatter", *MOVES])
+@pytest.mark.parametrize("algorithm", [None, "proxy"])
+def test_the_other_collectives(nodes: Ranks, collective: str, algorithm: str | None) -> None:
+    def body(comm: Communicator) -> None:
+        for count in COUNTS:
+            Call(collective, "int32", "sum", algorithm, count, root=RANKS - 1).run(comm)
+        comm.barrier()
+
+    nodes.run(body)
+
+
+def experts_flow(comm: Communicator) -> tuple[bytes, bytes]:
+    """What dispatch and combine give for integers in float32, which add up exactly."""
+    tokens, hidden, topk, experts_per_rank = 7 + comm.rank, 16, 2, 2
+    rng = np.random.default_rng(comm.rank)
+    x = rng.integers(-100, 100, (tokens, hidden)).astype(np.float32)
+    ids = rng.integers(0, experts_per_rank * comm.world_size, (tokens, topk), dtype=np.int32)
+    moe = DispatchCombine(comm, hidden=hidden, max_tokens=16, experts_per_rank=experts_per_rank, topk=topk)
+    moe.prepare(x, ids)
+    rows = np.asarray(moe.dispatch(x)[0])
+    out = np.asarray(moe.combine(2 * rows))
+    assert np.array_equal(out, 2 * topk * x)
+    return rows.tobytes(), out.tobytes()
+
+
+def test_dispatch_and_combine_give_what_they_give_on_one_node(nodes: Ranks) -> None:
+    assert nodes.run(experts_flow) == run_ranks(RANKS, experts_flow)
+
+
+def test_the_same_over_a_bad_wire(nodes: Ranks, wire: Wire) -> None:
+    """Loss and delay are the queue pairs' matter: they send again."""
+    wire.disturb("loss", "2%", "delay", "1ms")
+
+    def body(comm: Communicator) -> None:
+        Call("all_reduce", "int64", "sum", None, 20_000, seed=1).run(comm)
+        Call("all_to_all", "int64", "sum", None, 3000, seed=2).run(comm)
+
+    nodes.run(body)

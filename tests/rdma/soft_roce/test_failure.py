@@ -1,0 +1,84 @@
+"""What ends a communicator whose ranks talk by RDMA: each failure in a named exception on every rank, within bounds."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from proxyccl import ArgumentError, Communicator, ProxyCCLError, RuntimeUnavailableError, TransportError
+from support.paths import PROGRAMS
+from support.processes import run_processes
+from support.soft_roce.kernels import KERNELS
+from support.soft_roce.nodes import failure_of, rdma_of, two_nodes
+from support.soft_roce.wire import Wire
+
+PROGRAM = PROGRAMS / "failure.py"
+
+
+def reduce_for_ever(comm: Communicator) -> None:
+    x = np.ones(5000, np.float32)
+    while True:
+        comm.all_reduce(x, "max")
+
+
+def test_a_link_that_goes_down_is_a_transport_error_on_all_ranks(wire: Wire) -> None:
+    def body(comm: Communicator) -> ProxyCCLError:
+        for _ in range(3):
+            comm.all_reduce(np.ones(5000, np.float32))
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            wire.cut(end=0)
+        return failure_of(lambda: reduce_for_ever(comm))
+
+    # A time-out of 2 ** 12 times 4.096 µs, and 3 tries more: the queue pair gives up within a second.
+    with two_nodes(local=1, retry_count=3, timeout=12) as pair:
+        errors = pair.run(body)
+    assert all(isinstance(error, TransportError) for error in errors), errors
+    # The end that is down can't send; the other one gives up sending again.
+    assert all(re.search("IBV_WC_(LOC_QP_OP|RETRY_EXC)_ERR", str(error)) for error in errors), errors
+
+
+def test_a_wrong_key_is_refused_by_the_peer_and_named() -> None:
+    def body(comm: Communicator) -> ProxyCCLError:
+        memory = comm.register(np.zeros(100, np.uint8))
+        if comm.rank == 0:
+            address, key = memory._offers[1].exposed["verbs"]
+            memory._offers[1] = structs.replace(memory._offers[1], exposed={"verbs": (address, key + 12345)})
+            memory._remote_ids.clear()  # made when the memory was registered, with the right key
+        channels = comm.proxy_channels(memory)
+        if comm.rank == 0:
+            comm.compile(KERNELS, "put_only")(1, 1, channels, 100)
+        return failure_of(lambda: comm.barrier() if comm.rank else comm.synchronize())
+
+    with two_nodes(local=1) as pair:
+        mine, theirs = pair.run(body)
+    assert isinstance(mine, TransportError)
+    assert "IBV_WC_REM_ACCESS_ERR" in str(mine)
+    assert mine.peer == 1
+    assert isinstance(theirs, TransportError)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"gid_index": 99}, "gid_index"), ({"device": "mlx5_99"}, "mlx5_99"), ({"port": 7}, "port")],
+)
+def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, object], message: str) -> None:
+    def options_of(rank: int) -> dict[str, object]:
+        return {"rdma": replace(rdma_of(rank, 1)["rdma"], **options)} if rank == 0 else rdma_of(rank, 1)
+
+    group = two_nodes(local=1)
+    group._options_of = options_of
+    with group, pytest.raises((ArgumentError, RuntimeUnavailableError), match=message):
+        group.run(lambda comm: None)
+
+
+def test_a_killed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("TEST_TIMEOUT", "30")
+    survivor, victim = run_processes(2, PROGRAM, "killed_in_a_collective:two_shot")
+    assert victim.returncode == -9
+    assert "rank 0: PeerLostError peer=1" in survivor.stdout, survivor.stdout + survivor.stderr

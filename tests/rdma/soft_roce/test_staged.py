@@ -1,0 +1,107 @@
+"""Pairs of ranks whose data goes through pinned memory on both sides of RDMA: chosen by all ranks alike, and no
+different for channels and collectives.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from proxyccl import AbortedError, Array, Communicator, Runtime
+from proxyccl.proxy.transports import verbs
+from proxyccl.proxy.verbs.registrations import Registrations
+from support.ranks import Ranks
+from support.reference import Call
+from support.soft_roce.kernels import KERNELS
+from support.soft_roce.nodes import LOCAL, RANKS, TIMEOUT, rdma_of
+from support.soft_roce.wire import DEVICES
+
+BETWEEN = {(a, b): "staged" for a in range(LOCAL) for b in range(LOCAL, RANKS)}
+SMALL = {"staging_bytes": 32 << 10, "staging_chunk": 8 << 10}  # so that most puts go round
+
+
+def ranks(local: int, transport: object) -> Ranks:
+    return Ranks(
+        2 * local,
+        options_of=lambda rank: rdma_of(rank, local, **SMALL),
+        local_world_size=local,
+        timeout=TIMEOUT,
+        transport=transport,
+    )
+
+
+def bytes_of(rank: int, size: int) -> np.ndarray:
+    return np.random.default_rng(rank).integers(0, 256, size, dtype=np.uint8)
+
+
+def exchanged(comm: Communicator, part: int) -> dict[int, str]:
+    """Every rank puts to every other and signals; the transports by which that arrived."""
+    target = comm.empty(comm.world_size * part, "uint8").fill(0)
+    channels = comm.proxy_channels(target, bytes_of(comm.rank, part))
+    comm.compile(KERNELS, "exchange")(1, 1, channels, len(channels), comm.rank, part)
+    comm.synchronize()
+    got = target.numpy().reshape(comm.world_size, part)
+    assert all(np.array_equal(got[channel.peer], bytes_of(channel.peer, part)) for channel in channels)
+    return {channel.peer: channel.transport for channel in channels}
+
+
+def test_channels_and_collectives_are_the_same_over_it() -> None:
+    def body(comm: Communicator) -> tuple[Array, object]:
+        there = [peer for peer in range(RANKS) if peer // LOCAL != comm.rank // LOCAL]
+        staged = {peer: "staged" if peer in there else "copy" for peer in range(RANKS) if peer != comm.rank}
+        assert exchanged(comm, 50_003) == staged
+        assert {peer: comm.transport(peer) for peer in staged} == staged
+        Call("all_reduce", "int64", "sum", None, 5003, seed=1).run(comm)
+        Call("all_to_all", "int32", "sum", "proxy", 5003, seed=2).run(comm)
+        target = comm.empty(200_000, "uint8").fill(0)
+        channels = comm.proxy_channels(target, bytes_of(comm.rank, 200_000), peers=[(comm.rank + LOCAL) % RANKS])
+        comm.compile(KERNELS, "leave")(1, 1, channels, 200_000)
+        return target, channels
+
+    with ranks(LOCAL, BETWEEN) as nodes:
+        left = nodes.run(body)
+    for rank, (target, _) in enumerate(left):  # what nobody waited for was moved before any rank went
+        assert np.array_equal(target.numpy(), bytes_of((rank + LOCAL) % RANKS, 200_000))
+
+
+def put_and_flush(comm: Communicator) -> None:
+    """A flush word of rank 0 means that its data is with rank 1."""
+    size = 100_000
+    target = comm.empty(size, "uint8").fill(0)
+    channels = comm.proxy_channels(target, bytes_of(comm.rank, size))
+    if comm.rank == 0:
+        comm.compile(KERNELS, "put_only")(1, 1, channels, size)
+        comm.synchronize()
+    comm.all_gather_bytes(b"flushed")
+    if comm.rank == 1:
+        assert np.array_equal(target.numpy(), bytes_of(0, size))
+
+
+def abort_a_wait(comm: Communicator) -> None:
+    channels = comm.proxy_channels(comm.empty(8, "uint8"))
+    if comm.rank == 0:
+        comm.compile(KERNELS, "wait")(1, 1, channels)
+    comm.all_gather_bytes(b"waiting")
+    if comm.rank == 1:
+        comm.abort("enough")
+    with pytest.raises(AbortedError, match="ended the communicator"):
+        comm.synchronize()
+
+
+def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks hear of it, and why."""
+    probe = verbs.unsupported_reason
+
+    def unsupported_reason(registrations: Registrations, runtime: Runtime) -> str:
+        return "no way" if registrations._device.name == DEVICES[1] else probe(registrations, runtime)
+
+    monkeypatch.setattr(verbs, "unsupported_reason", unsupported_reason)
+
+    def body(comm: Communicator) -> None:
+        assert [info.unsupported["verbs"] for info in comm.topology.ranks] == ["", "no way"]
+        assert exchanged(comm, 3001) == {1 - comm.rank: "staged"}
+        put_and_flush(comm)
+        abort_a_wait(comm)
+
+    with ranks(1, None) as pair:
+        pair.run(body)

@@ -1,0 +1,677 @@
+"""The verbs transport, through the engine, over a device that copies memory and is strict about every limit.
+
+What the device was asked to do is counted there. It can hold requests back, dawdle and fail.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import random
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
+from proxyccl.channels.control import ControlSegment
+from proxyccl.device._native import lib as native
+from proxyccl.proxy import _engine, bare_loops
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.observe.reader import Observer
+from proxyccl.proxy.observe.tracing import Tracer
+from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
+from proxyccl.proxy.transports.table import find_transport
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support.fake_verbs import LKEY, RKEY, SIGNAL_RKEY, FakeDevice, FakePeer, Loop, Producer, until
+from support.observing import wait_until_traced
+from support.ranks import Gate
+from support.running import run_ranks
+
+pytestmark = [
+    pytest.mark.host_only(reason="a device of its own, in the CPU's memory"),
+    pytest.mark.own_proxy(reason="services of its own"),
+]
+
+ffi, lib = _engine.ffi, _engine.lib
+PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+BUILT = bool(lib.proxyccl_verbs_built())
+OPERATIONS: int = lib.PROXYCCL_VERBS_OPERATIONS
+CHAIN: int = lib.PROXYCCL_VERBS_CHAIN
+REM_ACCESS_ERR = 10
+
+needs_transport = pytest.mark.skipif(
+    not BUILT, reason="this build has no verbs transport: libibverbs' headers were not there"
+)
+
+
+def memory(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+# -- data ---
+
+
+@needs_transport
+@pytest.mark.parametrize("depth", [1, 2, 16, 128])
+@pytest.mark.parametrize(
+    ("size", "max_message"),
+    [(1, 1), (1, 4096), (1000, 1), (4096, 4096), (4097, 4096), (1_000_003, 64), (100_000_000, 65536)],
+)
+def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: int) -> None:
+    source, destination = memory(size + 3), np.zeros(size + 5, np.uint8)
+    with Loop(source, destination, send_depth=depth, max_message=max_message) as loop:
+        loop.push(0, PUT, size, source=3, destination=4)
+        loop.flush()
+        assert (destination[4:-1] == source[3:]).all()
+        assert not destination[:4].any()
+        assert destination[-1] == 0
+        counts = loop.peers[0].device.counts
+        assert counts.requests == counts.executed == -(-size // max_message)
+
+
+@needs_transport
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
+def test_a_plan_posts_then_sends_where_its_peer_posted(fetch_add: bool) -> None:
+    """The test plays the peer: it posts, and signals in the end."""
+    source, destination = memory(5000), np.zeros(5000, np.uint8)
+    service = {"semaphores_offset": ControlSegment.semaphore_offset(0)}
+    with Loop(source, destination, channels=2, fetch_add=fetch_add, service=service, send_depth=4) as loop:
+        peer, shared = loop.peers[0], loop.service._shared
+        words = shared.plan_words
+        posts, sends = peer.channels
+        posted, signalled = (
+            ctypes.c_uint64.from_address(shared.memory.host_ptr + ControlSegment.semaphore_offset(channel))
+            for channel in (posts, sends)
+        )
+        number = loop.service.add_plan(
+            ProxyPlan(
+                posts=(PlanPost(posts, 5, (1 << 32) + 7),),
+                sends=(PlanSend(sends, peer.source_id, 100, 4000, post_channel=posts, dst_offset=50),),
+                receives=(PlanReceive(sends),),
+            )
+        )
+        for call in (1, 2, 3):
+            destination[:] = 0
+            words.done, words.bell = 0, number
+            loop.wait(lambda call=call: peer.words[0] == call << 41 | 6 << 32 | 7, "the post")
+            time.sleep(0.02)
+            assert not destination.any()
+            posted.value = call << 41 | peer.destination_id << 32 | 10
+            loop.wait(lambda call=call: peer.words[1] == call, "the signal")
+            assert (destination[60:4060] == source[100:4100]).all()
+            time.sleep(0.02)
+            assert words.done == 0
+            signalled.value = call
+            loop.wait(lambda: words.done == 1, "the plan's end")
+        counters = loop.service.counters(sends)
+        assert (counters.puts, counters.bytes, counters.signals) == (3, 12_000, 3)
+
+
+@needs_transport
+def test_a_put_of_nothing_makes_no_request() -> None:
+    with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
+        loop.push(0, PUT)
+        loop.flush()
+        assert loop.peers[0].device.counts.requests == 0
+
+
+@needs_transport
+@pytest.mark.parametrize("seed", range(8))
+def test_everything_happens_as_if_one_after_another(seed: int) -> None:
+    """Random triggers on three channels, puts over one another, and a device that dawdles."""
+    rng = random.Random(seed)
+    source, destination = memory(1 << 16, seed), np.zeros(1 << 12, np.uint8)
+    expected = destination.copy()
+    depth, cq_depth = rng.choice([1, 2, 5, 16, 128]), rng.choice([1, 3, 16, 256])
+    signals, flushes, written = [0, 0, 0], [0, 0, 0], 0
+    signalled: list[tuple[int, int, int]] = []
+    with Loop(
+        source,
+        destination,
+        channels=3,
+        send_depth=depth,
+        cq_depth=cq_depth,
+        max_message=rng.choice([1, 7, 64, 4096]),
+        fetch_add=bool(seed % 2),
+        service={"fifo_size": rng.choice([2, 64, 1024])},
+    ) as loop:
+        (peer,) = loop.peers
+        peer.device.dawdle(rng.choice([1, 3, 40]), seed)
+        for _ in range(600):
+            operation = Operation(rng.randint(1, 7))
+            channel = rng.randrange(3)
+            size = rng.randint(0, 300) if operation & PUT else 0
+            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
+            expected[end : end + size] = source[start : start + size]
+            written += size
+            ticket = loop.push(0, operation, size, source=start, destination=end, channel=channel)
+            if operation & SIGNAL:
+                signals[channel] += 1
+                signalled.append((peer.words[channel:].ctypes.data, signals[channel], written))
+            if operation & FLUSH:
+                flushes[channel] = ticket + 1
+        for channel in range(3):
+            loop.flush(channel=channel)
+        assert (destination == expected).all()
+        assert peer.device.signals == signalled
+        assert peer.words.tolist() == signals
+        assert all(peer.flushed(channel) > flushes[channel] for channel in range(3))
+
+
+# -- signals ---
+
+
+@needs_transport
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["inline-write", "fetch-add"])
+@pytest.mark.parametrize("depth", [2, 16, 128])
+def test_a_signal_arrives_behind_its_data(depth: int, fetch_add: bool) -> None:
+    sizes = [1 + 37 * i % 501 for i in range(400)]
+    source, destination = memory(501), np.zeros(501, np.uint8)
+    with Loop(source, destination, send_depth=depth, max_message=100, fetch_add=fetch_add) as loop:
+        (peer,) = loop.peers
+        peer.device.dawdle(5, depth)
+        for size in sizes:
+            loop.push(0, PUT | SIGNAL, size)
+        loop.flush()
+        before = np.cumsum(sizes).tolist()
+        assert peer.device.signals == [(peer.words.ctypes.data, i + 1, total) for i, total in enumerate(before)]
+        assert peer.words[0] == len(sizes)
+        assert peer.device.counts.inlined == (0 if fetch_add else len(sizes))
+        assert peer.scratch[0] == (len(sizes) - 1 if fetch_add else 0)  # the last one's old value
+
+
+# -- flushes ---
+
+
+@needs_transport
+def test_a_flush_with_nothing_outstanding_is_over_at_once() -> None:
+    with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
+        loop.peers[0].device.allow(0)
+        loop.flush()
+        assert loop.peers[0].flushed() == 1
+        assert loop.peers[0].device.counts.posts == 0
+
+
+@needs_transport
+def test_a_flush_word_comes_with_the_last_completion() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), max_message=16) as loop:
+        (peer,) = loop.peers
+        peer.device.allow(0)
+        ticket = loop.push(0, PUT | FLUSH, 64)
+        loop.wait(lambda: peer.device.counts.requests == 4, "the requests")
+        for executed in range(4):
+            loop.let_poll(0)
+            assert peer.device.counts.executed == executed
+            assert peer.flushed() == 0
+            peer.device.allow(1)
+        loop.wait(lambda: peer.flushed() == ticket + 1, "the flush")
+
+
+@needs_transport
+def test_an_observer_sees_outstanding_work_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    described = {"description": Description(0, 2, "job", "program")}
+    with Loop(memory(64), np.zeros(64, np.uint8), service=described) as loop:
+        (peer,) = loop.peers
+        ((path, publication),) = publications.find("job")
+        with Observer(publication) as observer, Tracer(path, publication) as tracer:
+
+            def progress() -> tuple[int, int]:
+                tracer.fetch()  # which has the worker go on recording
+                (connection,) = observer.snapshot().connections
+                return connection.completed, connection.outstanding
+
+            wait_until_traced(publication)
+            peer.device.allow(0)
+            for count in (1, 2, 3):
+                loop.push(0, PUT, 8)
+                loop.wait(lambda count=count: progress() == (0, count), "the puts are seen to be outstanding")
+            allowed = time.monotonic_ns()
+            peer.device.allow(3)
+            loop.wait(lambda: progress() == (3, 0), "the puts are seen to be complete")
+            triggers = tracer.stop().triggers
+            assert [t.trigger.operation for t in triggers] == [PUT] * 3
+            assert all(t.completed_ns is not None and t.issued_ns < allowed < t.completed_ns for t in triggers)
+
+
+@needs_transport
+def test_flushes_wait_each_for_what_is_before_it() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), channels=3) as loop:
+        (peer,) = loop.peers
+        peer.device.allow(0)
+        for channel in (0, 1, 0, 2):
+            loop.push(0, PUT | FLUSH, 8, channel=channel)
+            loop.let_poll(0)
+        assert peer.device.counts.posts == 4  # each has a completion of its own
+        for words in ([0, 0, 0], [1, 0, 0], [1, 2, 0], [3, 2, 0]):
+            loop.let_poll(0)
+            assert [peer.flushed(channel) for channel in range(3)] == words
+            peer.device.allow(1)
+        loop.wait(lambda: peer.flushed(2) == 4, "the last flush")
+
+
+@needs_transport
+def test_more_flushes_than_a_connection_notes_are_all_kept() -> None:
+    """They wait behind one put; what finds no room waits in the ring."""
+    with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 1024}) as loop:
+        (peer,) = loop.peers
+        peer.device.allow(0)
+        loop.push(0, PUT, 8)
+        ticket = loop.push(0, FLUSH, count=900)
+        loop.wait(lambda: loop.producer.taken(peer.channels[0]) >= OPERATIONS, "the first flushes")
+        assert peer.flushed() == 0
+        assert loop.producer.taken(peer.channels[0]) < 900
+        peer.device.allow(-1)
+        loop.wait(lambda: peer.flushed() == ticket + 1, "the last flush")
+
+
+# -- limits and back-pressure ---
+
+
+@needs_transport
+@pytest.mark.parametrize("cq_depth", [1, 4, 16, 64])
+@pytest.mark.parametrize("send_depth", [1, 3, 16])
+def test_a_flood_fills_the_queues_and_breaks_no_limit(send_depth: int, cq_depth: int) -> None:
+    source, destination = memory(4000), np.zeros(4000, np.uint8)
+    with Loop(source, destination, send_depth=send_depth, cq_depth=cq_depth, max_message=64) as loop:
+        (peer,) = loop.peers
+        peer.device.dawdle(send_depth, 1)
+        loop.push(0, PUT | SIGNAL, 4000, count=300)
+        loop.flush()
+        assert peer.device.breach is None
+        assert peer.device.counts.requests == 300 * 64
+        assert peer.device.counts.most_outstanding == min(send_depth, cq_depth)
+        assert (destination == source).all()
+
+
+@needs_transport
+def test_a_full_connection_holds_back_its_own_ring_alone() -> None:
+    source, destination = memory(64), np.zeros(64, np.uint8)
+    slots, puts = 64, 2000
+    with Loop(source, destination, peers=2, service={"fifos": 2, "fifo_size": slots}) as loop:
+        full, other = loop.peers
+        full.device.allow(0)
+        flood = threading.Thread(target=loop.push, args=(0, PUT | SIGNAL, 8), kwargs={"count": puts})
+        flood.start()
+        try:
+            # Two operations each, of which the send queue has 16. Where fewer than three find room, none is taken.
+            most = (16 + OPERATIONS - 2) // 2
+            loop.wait(lambda: loop.producer.taken(full.channels[0]) == most, "a full connection")
+            loop.push(1, PUT, 8, count=1000)
+            loop.flush(1)
+            assert other.device.counts.executed == 1000
+            assert loop.producer.taken(full.channels[0]) == most
+            assert full.device.counts.executed == 0
+            assert flood.is_alive()
+        finally:
+            full.device.allow(-1)
+            flood.join(60)
+        assert not flood.is_alive()
+        loop.flush(0)
+        assert full.device.signals == [(full.words.ctypes.data, i + 1, 8 * (i + 1)) for i in range(puts)]
+
+
+@needs_transport
+@pytest.mark.parametrize(("operation", "size"), [(FLUSH, 0), (PUT | SIGNAL | FLUSH, 8)], ids=["flushes", "puts"])
+def test_closing_drains_what_was_held_back_in_the_ring(operation: Operation, size: int) -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), service={"fifo_size": 2048}) as loop:
+        (peer,) = loop.peers
+        peer.device.allow(0)
+        loop.push(0, PUT, 8)
+        loop.push(0, operation, size, count=1500)
+        closing = threading.Thread(target=loop.service.close, args=(60.0,))
+        closing.start()
+        loop.let_poll(0)
+        assert closing.is_alive()
+        assert peer.flushed() == 0
+        peer.device.allow(-1)
+        closing.join(60)
+        assert not closing.is_alive()
+        assert peer.flushed() == 1501
+        assert peer.device.counts.executed == 1 + (2 * 1500 if size else 0)
+
+
+# -- chains ---
+
+
+def push_at_once(loop: Loop, puts: int) -> None:
+    """Puts that the worker finds in the ring all together."""
+    with Gate() as gate:
+        handler = loop.service.add_handler(lambda _: gate.wait())
+        loop.producer.push(Trigger(Operation.CUSTOM, handler))
+        loop.push(0, PUT, 8, count=puts)
+    loop.flush()
+
+
+@needs_transport
+@pytest.mark.parametrize(
+    ("send_depth", "puts", "posts", "longest"),
+    [(128, 5, 1, 5), (128, 32, 1, 32), (128, 33, 2, 32), (128, 100, 4, 32), (4, 2, 1, 2), (2, 9, 9, 1)],
+)
+def test_requests_are_posted_in_chains_with_the_last_signalled(
+    send_depth: int, puts: int, posts: int, longest: int
+) -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), send_depth=send_depth) as loop:
+        push_at_once(loop, puts)
+        counts = loop.peers[0].device.counts
+        assert (counts.posts, counts.requests, counts.signalled) == (posts, puts, posts)
+        assert counts.longest_chain == longest
+
+
+# -- failures ---
+
+
+@needs_transport
+@pytest.mark.parametrize("number", [1, 2, 20])
+def test_a_failed_request_ends_the_communicator_with_its_status(number: int) -> None:
+    def body(comm: Communicator) -> TransportError:
+        peer = FakePeer(comm.proxy, memory(64), np.zeros(64, np.uint8), rank=7)
+        peer.device.fail_request(number, REM_ACCESS_ERR)
+        Producer(comm.proxy).push(peer.trigger(PUT | FLUSH, 8), 30)
+        until(lambda: comm.group.failure.aborted, "the abort")
+        assert peer.flushed() < number
+        with pytest.raises(TransportError) as caught:
+            comm.synchronize()
+        comm.proxy.close()
+        with peer.device:
+            return caught.value
+
+    (error,) = run_ranks(1, body)
+    assert error.peer == 7
+    assert "to rank 7 " in str(error)
+    assert "IBV_WC_REM_ACCESS_ERR" in str(error)
+    assert "registered" in str(error)
+
+
+@needs_transport
+def test_the_failure_names_the_connection_and_first_status() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), peers=3) as loop:
+        loop.peers[1].device.fail_request(3, REM_ACCESS_ERR)
+        for peer in range(3):
+            loop.push(peer, PUT, 8, count=10)
+        failure = loop.fails()
+        assert failure.code == native.PROXYCCL_ERROR_TRANSPORT
+        assert failure.peer == 8
+        assert failure.status == lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR  # not that of those flushed behind it
+        assert failure.reason.startswith("completion: IBV_WC_REM_ACCESS_ERR, ")
+
+
+@needs_transport
+@pytest.mark.parametrize(("key", "name"), [("source", "LOC_PROT_ERR"), ("destination", "REM_ACCESS_ERR")])
+def test_memory_under_a_wrong_key_fails_at_the_device(key: str, name: str) -> None:
+    source, destination = memory(64), np.zeros(64, np.uint8)
+    with Loop(source, destination) as loop:
+        array = source if key == "source" else destination
+        wrong = loop.service.add_memory(array.ctypes.data, array.nbytes, LKEY + RKEY)
+        trigger = loop.peers[0].trigger(PUT, 8)
+        loop.producer.push(
+            replace(trigger, src_memory=wrong) if key == "source" else replace(trigger, dst_memory=wrong)
+        )
+        failure = loop.fails()
+        assert f"IBV_WC_{name}" in failure.reason
+        assert not destination.any()
+
+
+@needs_transport
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_post_that_is_refused_is_a_failure(number: int) -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), send_depth=2) as loop:
+        loop.peers[0].device.fail_post(number, errno.ENOMEM)
+        loop.push(0, PUT | FLUSH, 8, count=3)
+        failure = loop.fails()
+        assert (failure.status, failure.peer) == (errno.ENOMEM, 7)
+        assert "Cannot allocate memory" in failure.reason
+        assert loop.peers[0].flushed() < number
+
+
+@needs_transport
+def test_long_messages_do_not_wait_for_a_chain() -> None:
+    nbytes = 64 << 10
+    source, destination = memory(nbytes), np.zeros(nbytes, np.uint8)
+    with Loop(source, destination, max_message=nbytes) as loop:
+        loop.push(0, PUT, nbytes, destination=0, count=20)
+        loop.flush()
+        counts = loop.peers[0].device.counts
+        assert (counts.requests, counts.posts, counts.longest_chain) == (20, 20, 1)
+        assert (destination == source).all()
+
+
+@needs_transport
+def test_a_refused_post_of_a_full_chain_names_the_trigger() -> None:
+    """It is noticed while the trigger is acted on, not at a later poll."""
+    with Loop(memory(64), np.zeros(64, np.uint8), max_message=1, send_depth=2 * CHAIN) as loop:
+        loop.peers[0].device.fail_post(1, errno.EINVAL)
+        loop.push(0, PUT, 64, destination=0)
+        failure = loop.fails()
+        assert failure.trigger is not None
+        assert (failure.trigger.operation, failure.channel) == (PUT, loop.peers[0].channels[0])
+        assert failure.reason == "put: Invalid argument"
+        assert failure.peer == 7
+
+
+@needs_transport
+def test_polls_that_fail_are_a_failure() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8)) as loop:
+        loop.peers[0].device.fail_polls()
+        loop.push(0, PUT, 8)
+        failure = loop.fails()
+        assert (failure.status, failure.peer) == (errno.EIO, 7)
+        assert failure.reason == "completion: Input/output error"
+
+
+@needs_transport
+def test_a_refused_trigger_names_the_peer_that_it_was_for() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), peers=2) as loop:
+        loop.push(1, PUT, 65)
+        failure = loop.fails()
+        assert (failure.code, failure.peer) == (native.PROXYCCL_ERROR_BAD_TRIGGER, 8)
+        assert failure.reason == "the transfer leaves the source memory"
+
+
+@needs_transport
+def test_statuses_have_the_names_of_verbs() -> None:
+    with FakeDevice() as device:
+        names = device.status_names()
+    texts = [
+        find_transport("verbs").status_text(lib.PROXYCCL_VERBS_COMPLETION + status) for status in range(len(names) + 1)
+    ]
+    assert [text.split(", ")[0] for text in texts] == [*names, f"work completion status {len(names)}"]
+
+
+def test_a_status_is_put_into_words() -> None:
+    base = lib.PROXYCCL_VERBS_COMPLETION
+    assert find_transport("verbs").status_text(base + 12).startswith("IBV_WC_RETRY_EXC_ERR, ")
+    assert find_transport("verbs").status_text(errno.ENOMEM) == "Cannot allocate memory"
+    assert find_transport("copy").status_text(700) == ""
+
+
+# -- options ---
+
+SOME = VerbsOptions(qp=8, send_depth=16, cq_depth=16, max_message=4096, signal_rkey=SIGNAL_RKEY)
+
+
+@needs_transport
+def test_a_connection_knows_what_it_is() -> None:
+    with Loop(memory(8), np.zeros(8, np.uint8)) as loop:
+        connection = loop.peers[0].connection
+        assert (connection.transport, connection.peer, connection.owned) == ("verbs", 7, ())
+
+
+@pytest.mark.parametrize(
+    ("argument", "options"),
+    [
+        ("qp", {"qp": 0}),
+        ("qp", {"qp": -1}),
+        ("send_depth", {"send_depth": 0}),
+        ("send_depth", {"send_depth": 1 << 32}),
+        ("cq_depth", {"cq_depth": 0}),
+        ("max_message", {"max_message": 0}),
+        ("max_message", {"max_message": 1.5}),
+        ("signal_rkey", {"signal_rkey": None}),
+        ("scratch", {"fetch_add": True}),
+        ("scratch", {"fetch_add": True, "scratch": 4}),
+        ("scratch_lkey", {"fetch_add": True, "scratch": 8, "scratch_lkey": -1}),
+    ],
+)
+def test_options_that_cannot_be_are_refused_by_name(argument: str, options: dict[str, Any]) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError) as caught:
+            comm.proxy.connect("verbs", replace(SOME, **options), peer=0)
+        assert caught.value.argument == argument
+
+    run_ranks(1, body)
+
+
+if not BUILT:
+
+    def test_a_build_without_the_transport_says_what_to_install() -> None:
+        def body(comm: Communicator) -> None:
+            with pytest.raises(RuntimeUnavailableError, match="libibverbs-dev"):
+                comm.proxy.connect("verbs", SOME)
+
+        run_ranks(1, body)
+
+
+# -- pyverbs' objects ---
+
+
+def found_in(address: int, offset: int, qp_num: int) -> tuple[int, int, int]:
+    found = ffi.new("ProxycclVerbsQp *")
+    return lib.proxyccl_verbs_find_qp(address, offset, qp_num, found), found.qp, found.send_cq
+
+
+@needs_transport
+def test_a_queue_pair_is_found_in_its_holder() -> None:
+    with FakeDevice() as device:
+        holder = (ctypes.c_uint64 * 8)()
+        holder[5] = device.qp
+        address = ctypes.addressof(holder)
+        assert found_in(address, lib.PROXYCCL_VERBS_QP_OFFSET, device.qp_num) == (
+            lib.PROXYCCL_VERBS_FOUND,
+            device.qp,
+            device.cq,
+        )
+        assert found_in(address, 40, device.qp_num + 1) == (lib.PROXYCCL_VERBS_OTHER_QP, 0, 0)
+        assert found_in(address, 48, device.qp_num) == (lib.PROXYCCL_VERBS_NO_POINTER, 0, 0)
+
+
+@needs_transport
+def test_an_address_that_leads_nowhere_is_no_fault() -> None:
+    holder = (ctypes.c_uint64 * 8)(*[1 << 46] * 8)
+    assert found_in(8, 40, 1)[0] == lib.PROXYCCL_VERBS_NO_OBJECT
+    assert found_in(ctypes.addressof(holder), 40, 1)[0] == lib.PROXYCCL_VERBS_NO_POINTER
+    with mmap.mmap(-1, 2 * mmap.PAGESIZE) as pages:  # a queue pair can't end where memory does
+        last = ctypes.addressof(ctypes.c_char.from_buffer(pages)) + 2 * mmap.PAGESIZE - 8
+        holder[5] = last
+        finding = found_in(ctypes.addressof(holder), 40, 1)[0]
+    assert finding in (lib.PROXYCCL_VERBS_NO_POINTER, lib.PROXYCCL_VERBS_OTHER_QP)
+
+
+@needs_transport
+@pytest.mark.parametrize("part", ["pd", "send_cq", "recv_cq"])
+@pytest.mark.parametrize("where", ["nowhere", "another context"])
+def test_a_queue_pair_whose_parts_do_not_agree_is_not_believed(part: str, where: str) -> None:
+    """A copy of a real one, with one pointer changed."""
+    order = ("context", "qp_context", "pd", "send_cq", "recv_cq", "srq")
+    with FakeDevice() as device:
+        forged = (ctypes.c_uint64 * 16).from_buffer_copy(ctypes.string_at(device.qp, 128))
+        address = ctypes.addressof(forged)
+        found = ffi.new("ProxycclVerbsQp *")
+        assert lib.proxyccl_verbs_check_qp(address, device.qp_num, found) == lib.PROXYCCL_VERBS_FOUND
+        other = (ctypes.c_uint64 * 8)(address)
+        forged[order.index(part)] = 0 if where == "nowhere" else ctypes.addressof(other)
+        assert lib.proxyccl_verbs_check_qp(address, device.qp_num, found) == lib.PROXYCCL_VERBS_OTHER_PARTS
+
+
+# -- the bare loop ---
+
+
+def bare_writes(device: FakeDevice, source: NDArray[np.uint8], destination: NDArray[np.uint8], **changes: int) -> int:
+    """Nanoseconds, or a negative status."""
+    options = {
+        "qp": device.qp,
+        "cq": device.cq,
+        "local": source.ctypes.data,
+        "lkey": LKEY,
+        "remote": destination.ctypes.data,
+        "rkey": RKEY,
+        "bytes": source.nbytes,
+        "depth": 16,
+        "chain": 1,
+        "signal_every": 1,
+        "count": 100,
+        "timeout_ns": 30_000_000_000,
+        **changes,
+    }
+    device.register(LKEY, source)
+    device.register(RKEY, destination)
+    return bare_loops.write(**options)
+
+
+@needs_transport
+@pytest.mark.parametrize(
+    ("depth", "chain", "signal_every", "posts", "signalled"),
+    [(1, 1, 1, 1003, 1003), (16, 1, 1, 1003, 1003), (16, 1, 16, 1003, 63), (16, 8, 8, 126, 126), (16, 4, 13, 251, 78)],
+)
+def test_the_bare_loop_writes_as_often_as_it_is_told(
+    depth: int, chain: int, signal_every: int, posts: int, signalled: int
+) -> None:
+    source, destination = memory(100), np.zeros(100, np.uint8)
+    with FakeDevice(16) as device:
+        device.dawdle(7, 1)
+        changes = {"depth": depth, "chain": chain, "signal_every": signal_every, "count": 1003}
+        assert bare_writes(device, source, destination, **changes) > 0
+        counts = device.counts
+        assert counts.executed == counts.requests == 1003
+        assert (counts.posts, counts.signalled, counts.longest_chain) == (posts, signalled, chain)
+        assert counts.most_outstanding <= depth
+        assert (destination == source).all()
+
+
+@needs_transport
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qp": 0},
+        {"cq": 0},
+        {"count": 0},
+        {"depth": 0},
+        {"chain": 0},
+        {"chain": 65, "depth": 1000},
+        {"chain": 17},
+        {"signal_every": 0},
+        {"signal_every": 17},
+        {"chain": 8, "signal_every": 10},
+    ],
+    ids=str,
+)
+def test_the_bare_loop_refuses_what_it_could_not_finish(changes: dict[str, int]) -> None:
+    with FakeDevice() as device:
+        assert bare_writes(device, memory(8), np.zeros(8, np.uint8), **changes) == -errno.EINVAL
+        assert device.counts.posts == 0
+
+
+@needs_transport
+def test_the_bare_loop_says_what_failed() -> None:
+    source, destination = memory(8), np.zeros(8, np.uint8)
+    with FakeDevice() as device:
+        device.allow(5)
+        assert bare_writes(device, source, destination, timeout_ns=20_000_000) == -errno.ETIMEDOUT
+    with FakeDevice() as device:
+        device.fail_request(9, REM_ACCESS_ERR)
+        failed = -(lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR)
+        assert bare_writes(device, source, destination) == failed
+    with FakeDevice() as device:
+        device.fail_post(2, errno.ENOMEM)
+        assert bare_writes(device, source, destination) == -errno.ENOMEM
+    with FakeDevice() as device:
+        device.fail_polls()
+        assert bare_writes(device, source, destination) == -errno.EIO

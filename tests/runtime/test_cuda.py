@@ -1,0 +1,61 @@
+"""What the CUDA runtime says where it can't run; what it does where it can is in the tests that run on any runtime."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from proxyccl import RuntimeUnavailableError
+from proxyccl.device import cuda, open_driver, open_runtime
+from proxyccl.device._native import ffi, lib
+
+pytestmark = pytest.mark.host_only(reason="it asks for CUDA by name")
+
+
+def driver_is_here() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(driver_is_here(), reason="NVIDIA's driver is here")
+def test_a_missing_driver_is_named() -> None:
+    for attempt in (lambda: open_runtime("cuda"), lambda: open_driver("cuda")):
+        with pytest.raises(RuntimeUnavailableError, match="cuda: NVIDIA's driver is not installed"):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("driver", "compiler", "message"),
+    [
+        (11080, 11, r"supports CUDA 11\.8; 12\.0 or later is needed"),
+        (
+            12040,
+            13,
+            r"supports CUDA 12\.4 and is older than the compiler, NVRTC 13; .*pip install 'nvidia-cuda-nvrtc<13'",
+        ),
+    ],
+)
+def test_a_driver_that_is_too_old_is_refused(driver: int, compiler: int, message: str) -> None:
+    with pytest.raises(RuntimeUnavailableError, match=message):
+        cuda.check_versions(driver, compiler)
+
+
+def test_a_driver_runs_code_of_its_major_version_or_older() -> None:
+    cuda.check_versions(13000, 13)
+    cuda.check_versions(13000, 12)
+
+
+def test_operations_of_a_stream_have_the_drivers_layout() -> None:
+    """CUDA's struct is not included anywhere (stream_operations.h), so the binding's is compared, byte by byte."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    theirs, ours = driver.CUstreamBatchMemOpParams(), ffi.new("ProxycclStreamOperation *")
+    theirs.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_64
+    theirs.waitValue.address, theirs.waitValue.value64 = 0x1122334455667788, 0x0102030405060708
+    theirs.waitValue.flags = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
+    ours.kind, ours.address, ours.value = lib.PROXYCCL_STREAM_WAIT, 0x1122334455667788, 0x0102030405060708
+    assert bytes(ffi.buffer(ours)) == ctypes.string_at(theirs.getPtr(), ffi.sizeof(ours[0]))
+    assert int(driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WRITE_VALUE_64) == lib.PROXYCCL_STREAM_WRITE

@@ -1,0 +1,323 @@
+"""The device side compiles for AMD, with the real HIPRTC through hip-python; no GPU is needed.
+
+What the compiler makes of the accesses that synchronise is read back from its instructions: widths, scopes, and what is
+waited for. HIPRTC comes from Debian's testing distribution (support/hip/fetch_hiprtc.py); where it can't be had, these
+tests are skipped and say why.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.kernel_names import kernels_of_image
+from support.device_sources import (
+    ACCESSES,
+    ALGORITHMS,
+    HIDDEN_KERNELS,
+    REDUCTIONS,
+    USER_KERNEL,
+    headers,
+    reductions_of,
+    shipped_without_dtype,
+)
+from support.once import one_at_a_time
+from support.paths import ROOT, TESTS
+
+try:
+    from proxyccl.device.hip_compiler import compile_options
+except RuntimeUnavailableError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+HIP = TESTS / "support/hip"
+HIPRTC = ROOT / "build/hiprtc"
+LIBRARIES = HIPRTC / "root/usr/lib/x86_64-linux-gnu"
+ARCHITECTURES = ("gfx90a", "gfx942", "gfx950")
+
+
+class Hiprtc:
+    """The compiler, in a process of its own that runs under its own C library."""
+
+    def __init__(self) -> None:
+        self._worker = subprocess.Popen(
+            [
+                str(LIBRARIES / "ld-linux-x86-64.so.2"),
+                *("--library-path", str(LIBRARIES)),
+                *(sys.executable, str(HIP / "hiprtc_worker.py")),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "ROCM_PATH": str(HIPRTC)},
+        )
+
+    def compile(self, source: str, architecture: str) -> tuple[bytes, str]:
+        """(code object, its instructions). A warning fails the test as an error does."""
+        options = [*compile_options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}"]
+        request = {"source": source, "options": options, "architecture": architecture}
+        assert self._worker.stdin is not None
+        assert self._worker.stdout is not None
+        self._worker.stdin.write(json.dumps(request) + "\n")
+        self._worker.stdin.flush()
+        line = self._worker.stdout.readline()
+        assert line, f"the compiler's process ended with {self._worker.wait(10)}"
+        answer = json.loads(line)
+        assert (answer["status"], answer["log"]) == (0, ""), answer["log"]
+        return base64.b64decode(answer["code"]), answer["assembly"]
+
+    def close(self) -> None:
+        assert self._worker.stdin is not None
+        self._worker.stdin.close()
+        self._worker.wait(30)
+
+
+@pytest.fixture(scope="session")
+def hiprtc() -> Iterator[Hiprtc]:
+    with one_at_a_time(HIPRTC.with_name("hiprtc.lock")):
+        fetched = subprocess.run(
+            [sys.executable, str(HIP / "fetch_hiprtc.py"), str(HIPRTC)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+    if fetched.returncode == 2:
+        pytest.skip(f"no HIPRTC: {fetched.stdout.strip()}")
+    assert fetched.returncode == 0, fetched.stderr
+    compiler = Hiprtc()
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def exports(code: bytes, name: str) -> bool:
+    """Whether a code object has a kernel (its descriptor is called name.kd) and its parameter table."""
+    return f"\0{name}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
+
+
+def test_every_header_compiles_alone(hiprtc: Hiprtc) -> None:
+    # For one architecture: templates and inline functions leave nothing to the part of the compiler that differs.
+    for header in headers("hip"):
+        hiprtc.compile(f'#include "{header}"\n', "gfx942")
+
+
+# Every algorithm for every architecture; every element type for gfx942, half of them each for its neighbours, to
+# save time.
+INSTANCES = [
+    pytest.param(architecture, *reduction, id=f"{architecture}-{reduction[0]}")
+    for architecture, some in zip(ARCHITECTURES, (REDUCTIONS[::2], REDUCTIONS, REDUCTIONS[1::2]), strict=True)
+    for reduction in some
+]
+
+
+@pytest.mark.parametrize(("architecture", "dtype", "op"), INSTANCES)
+def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: str, op: str) -> None:
+    code, _ = hiprtc.compile(reductions_of(dtype, op), architecture)
+    for algorithm in ALGORITHMS:
+        assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
+
+
+@pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
+def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: str, path: Path) -> None:
+    names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
+    code, _ = hiprtc.compile(f'#include "{path.name}"\n', architecture)
+    for name in names:
+        assert exports(code, name)
+
+
+def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:
+    # HIP wants 64 bits to name the lanes of a warp of 64.
+    code, _ = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
+    for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
+        assert exports(code, name)
+
+
+def test_an_image_tells_which_kernels_it_has(hiprtc: Hiprtc, architecture: str) -> None:
+    assert kernels_of_image(hiprtc.compile(HIDDEN_KERNELS, architecture)[0]) == ["calls", "nothing", "plus_1"]
+
+
+PUBLISH = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" {
+__global__ void publish(uint64_t* data, uint64_t* flag) {
+  data[threadIdx.x] = 1;
+  syncThreadsSystem();
+  if (threadIdx.x == 0) storeReleaseSystem<uint64_t>(flag, 1);
+}
+__global__ void publish_packets(LL16Packet* packets, uint64_t* flag) {
+  packets[threadIdx.x].write({1, 2}, 3);
+  packets[threadIdx.x + blockDim.x].write({1, 2}, 3);
+  syncThreadsSystem();
+  if (threadIdx.x == 0) storeReleaseSystem<uint64_t>(flag, 1);
+}
+__global__ void publish_to_the_device(uint64_t* data, uint64_t* flag) {
+  data[threadIdx.x] = 1;
+  syncThreadsDevice();
+  if (threadIdx.x == 0) storeReleaseDevice<uint64_t>(flag, 1);
+}
+__global__ void wait_for_signal(Semaphore semaphore, Control* control) {
+  semaphore.wait(control, PROXYCCL_WAIT_SM_SIGNAL, 0, 0);
+}
+__global__ void wait_for_packet(LL16Packet* packet, uint64_t* out, Control* control) {
+  *out = readPacket(packet, 1, control, 0).x;
+}
+__global__ void wait_for_small_packet(LL8Packet* packet, uint64_t* out, Control* control) {
+  *out = readPacket(packet, 1, control, 0);
+}
+__global__ void wait_for_ring(Fifo fifo, Control* control) { fifo.sync(0, control); }
+__global__ void wait_for_grid(DeviceSyncer* syncer, Control* control) { syncer->sync(gridDim.x, control); }
+}
+"""
+
+
+class Instructions:
+    """The kernels' accesses to memory and what orders them, by kernel.
+
+    An entry is an opcode with the modifiers that say its scope ("global_store_dwordx2 sc0 sc1"); waits for memory and
+    barriers count as entries.
+    """
+
+    def __init__(self, assembly: str) -> None:
+        self.kernels: dict[str, list[tuple[int, str]]] = {}
+        self._jumps: dict[str, list[tuple[int, int]]] = {}
+        for line in assembly.splitlines():
+            if label := re.fullmatch(r"(\w+):", line):
+                entries = self.kernels[label[1]] = []
+                jumps = self._jumps[label[1]] = []
+                continue
+            if not (found := re.match(r"\s+(\S+)(.*?)//\s*([0-9A-F]+): ", line)):
+                continue
+            opcode, operands, address = found[1], found[2], int(found[3], 16)
+            if opcode.startswith(("global_", "flat_", "buffer_")):
+                scope = [word for word in operands.split() if word in {"sc0", "sc1", "nt", "glc", "slc"}]
+                entries.append((address, " ".join([opcode, *scope])))
+            elif opcode == "s_barrier" or (opcode == "s_waitcnt" and "vmcnt(0)" in operands):
+                entries.append((address, opcode))
+            elif opcode.startswith(("s_branch", "s_cbranch")):
+                words = int(operands.split()[0])
+                jumps.append((address, address + 4 + 4 * (words - (words >> 15 << 16))))
+
+    def __getitem__(self, kernel: str) -> list[str]:
+        return [entry for _, entry in self.kernels[kernel]]
+
+    def repeated(self, kernel: str) -> set[str]:
+        """The entries that lie within a loop."""
+        loops = [(target, jump) for jump, target in self._jumps[kernel] if target <= jump]
+        return {entry for address, entry in self.kernels[kernel] if any(a <= address <= b for a, b in loops)}
+
+
+class Scopes:
+    """How an architecture spells the accesses of a scope."""
+
+    def __init__(self, architecture: str) -> None:
+        old = architecture == "gfx90a"  # the page says whether a store goes past the caches
+        self.system_load = " glc" if old else " sc0 sc1"
+        self.system_store = "" if old else " sc0 sc1"
+        self.device_load = " glc" if old else " sc1"
+        self.device_store = "" if old else " sc1"
+        self.write_back = ["buffer_wbl2" + self.system_store, "s_waitcnt"]
+        self.invalidate = ["buffer_invl2", "buffer_wbinvl1_vol"] if old else ["buffer_inv sc0 sc1"]
+        self.device_write_back = ["s_waitcnt"] if old else ["buffer_wbl2 sc1", "s_waitcnt"]
+        self.device_invalidate = "buffer_wbinvl1_vol" if old else "buffer_inv sc1"
+
+
+def merged(entries: list[str]) -> list[str]:
+    """Without the second of two waits in a row."""
+    return [entry for i, entry in enumerate(entries) if entry != "s_waitcnt" or entries[i - 1 : i] != ["s_waitcnt"]]
+
+
+@pytest.fixture(scope="session")
+def assembled(hiprtc: Hiprtc) -> dict[str, Instructions]:
+    return {arch: Instructions(hiprtc.compile(ACCESSES + PUBLISH, arch)[1]) for arch in ARCHITECTURES}
+
+
+def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Instructions], architecture: str) -> None:
+    kernels, to = assembled[architecture], Scopes(architecture)
+    # Both words of a trigger past the caches; the second, with the parity bit, when all before it has arrived.
+    store = "global_store_dwordx2" + to.system_store
+    assert merged(kernels["store_trigger"]) == [store, *to.write_back, store]
+    # One store of 16 bytes, and nothing waits behind it.
+    assert kernels["write_ll16"] == ["global_store_dwordx4" + to.system_store]
+    assert kernels["write_ll8"] == [store]
+    assert kernels["read_ll16"][:2] == ["global_load_dwordx4" + to.system_load, "s_waitcnt"]
+    assert kernels["read_ll8"][:2] == ["global_load_dwordx2" + to.system_load, "s_waitcnt"]
+    # The first store is to the sender's own counter.
+    assert merged(kernels["signal"]) == ["global_store_dwordx2", *to.write_back, store]
+    assert kernels["relaxed_signal"] == ["global_store_dwordx2", store]
+    assert kernels["poll"][:3] == ["global_load_dwordx2" + to.system_load, "s_waitcnt", to.invalidate[0]]
+    # An element is one access where its alignment is its size, else one for each piece of its alignment.
+    assert kernels["read_int4"][0] == "global_load_dwordx4" + to.system_load
+    assert kernels["write_int4"] == ["global_store_dwordx4" + to.system_store]
+    assert kernels["write_packet"] == ["global_store_dwordx4" + to.system_store]
+    assert kernels["read_pair"][:2] == ["global_load_dword" + to.system_load] * 2
+    assert kernels["write_colour"] == ["global_store_byte" + to.system_store] * 3
+
+
+@pytest.mark.parametrize(
+    ("kernel", "store"), [("publish", "global_store_dwordx2"), ("publish_packets", "global_store_dwordx4")]
+)
+def test_every_wave_writes_back_before_the_block_meets(
+    assembled: dict[str, Instructions], architecture: str, kernel: str, store: str
+) -> None:
+    entries, to = merged(assembled[architecture][kernel]), Scopes(architecture)
+    barrier = entries.index("s_barrier")
+    before = entries[:barrier]
+    assert before[-len(to.write_back) :] == to.write_back
+    assert all(entry.startswith(store) for entry in before[: -len(to.write_back)])
+    assert entries[barrier + 1 :] == [*to.write_back, "global_store_dwordx2" + to.system_store]
+
+
+def test_a_grid_barrier_covers_the_stores_of_every_wave(assembled: dict[str, Instructions], architecture: str) -> None:
+    to = Scopes(architecture)
+    entries = merged(assembled[architecture]["publish_to_the_device"])
+    assert entries == [
+        *("global_store_dwordx2", *to.device_write_back),
+        "s_barrier",
+        *(*to.device_write_back, "global_store_dwordx2" + to.device_store),
+    ]
+    syncer = assembled[architecture]["wait_for_grid"]
+    assert syncer[: syncer.index("s_barrier")][-1] == "s_waitcnt"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "load"),
+    [
+        ("wait_for_signal", "global_load_dwordx2"),
+        ("wait_for_packet", "global_load_dwordx4"),
+        ("wait_for_small_packet", "global_load_dwordx2"),
+        ("wait_for_ring", "global_load_dwordx2"),
+    ],
+)
+def test_a_wait_reads_memory_each_time(
+    assembled: dict[str, Instructions], architecture: str, kernel: str, load: str
+) -> None:
+    assert {load + Scopes(architecture).system_load, "s_waitcnt"} <= assembled[architecture].repeated(kernel)
+
+
+def test_a_grid_wait_reads_memory_each_time(assembled: dict[str, Instructions], architecture: str) -> None:
+    to = Scopes(architecture)
+    wanted = {"global_load_dword" + to.device_load, "s_waitcnt", to.device_invalidate}
+    assert wanted <= assembled[architecture].repeated("wait_for_grid")
+
+
+def test_a_push_reads_the_host_only_under_the_lock(assembled: dict[str, Instructions], architecture: str) -> None:
+    entries, to = assembled[architecture]["push"], Scopes(architecture)
+    assert sum(entry.startswith("global_atomic_add_x2") for entry in entries) == 1
+    assert "global_load_dwordx2" + to.system_load in assembled[architecture].repeated("push")
+    assert entries[-1] == "global_store_dwordx2" + to.system_store
+    assert entries[-2] == "s_waitcnt"

@@ -1,0 +1,166 @@
+"""The device side compiles for NVIDIA, with the run-time compiler from PyPI; no GPU is needed.
+
+What the compiler makes of the accesses that synchronise is read back from its PTX: widths, orders and scopes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from proxyccl.device.kernel_names import kernels_of_image
+from support.device_sources import (
+    ACCESSES,
+    ALGORITHMS,
+    HIDDEN_KERNELS,
+    REDUCTIONS,
+    USER_KERNEL,
+    headers,
+    reductions_of,
+    shipped_without_dtype,
+)
+from support.nvrtc import CUBIN, PTX, Nvrtc
+
+pytestmark = pytest.mark.host_only(reason="a compiler alone")
+
+
+@pytest.fixture(scope="session")
+def nvrtc() -> Nvrtc:
+    return Nvrtc()
+
+
+def test_every_header_compiles_alone(nvrtc: Nvrtc) -> None:
+    # Into PTX: templates and inline functions leave nothing for the assembler to do.
+    for header in headers("cuda"):
+        nvrtc.compile(f'#include "{header}"\n', PTX)
+
+
+# What libcu++ declares under NVRTC, and so every CUDA header that needs it (<cuda/atomic>, <cooperative_groups.h>): the
+# headers themselves are no part of NVRTC's package.
+LIBCUXX_TYPES = """
+using int8_t = signed char;
+using int16_t = signed short;
+using int32_t = signed int;
+using int64_t = signed long long;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+using uintptr_t = uint64_t;
+"""
+
+
+@pytest.mark.parametrize("position", ["before", "after"])
+def test_the_integer_types_are_those_of_cudas_own_headers(nvrtc: Nvrtc, position: str) -> None:
+    ours = '#include "proxyccl/proxyccl.h"\n'
+    both = LIBCUXX_TYPES + ours if position == "before" else ours + LIBCUXX_TYPES
+    cubin = nvrtc.compile(f'{both}extern "C" __global__ void both(uint64_t* p) {{ ++*p; }}\n', CUBIN)
+    assert b".text.both\0" in cubin
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, ids=[dtype for dtype, _ in REDUCTIONS])
+def test_shipped_reductions_compile(nvrtc: Nvrtc, dtype: str, op: str) -> None:
+    cubin = nvrtc.compile(reductions_of(dtype, op), CUBIN)
+    for algorithm in ALGORITHMS:
+        name = f"{algorithm}_{dtype}_{op.lower()}"
+        assert f".text.{name}\0".encode() in cubin
+        assert f"proxyccl_parameters_{name}\0".encode() in cubin
+
+
+@pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
+def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> None:
+    names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
+    cubin = nvrtc.compile(f'#include "{path.name}"\n', CUBIN)
+    for name in names:
+        assert f".text.{name}\0".encode() in cubin
+
+
+@pytest.mark.parametrize("source", ["moves.h", "expert_dispatch.h", "host_library.h"])
+def test_shipped_kernels_leave_registers_for_a_whole_block(nvrtc: Nvrtc, source: str) -> None:
+    """A launch with more threads than a kernel's registers allow is refused, and no compile fails for it."""
+    instances = "FOR_EACH_ALGORITHM(float, float32, Sum, sum)\n" if source == "host_library.h" else ""
+    ptx = nvrtc.compile(f'#include "{source}"\n{instances}', PTX).decode()
+    assert ptx.count(".visible .entry") == ptx.count(".maxntid 512") > 0
+
+
+@pytest.mark.parametrize("arch", [CUBIN, "-arch=sm_80"])
+def test_a_kernel_that_uses_everything_compiles(nvrtc: Nvrtc, arch: str) -> None:
+    cubin = nvrtc.compile(USER_KERNEL, arch)
+    for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
+        assert f".text.{name}\0".encode() in cubin
+
+
+@pytest.mark.parametrize("arch", [CUBIN, "-arch=sm_80", "-arch=sm_100"])
+def test_an_image_tells_which_kernels_it_has(nvrtc: Nvrtc, arch: str) -> None:
+    assert kernels_of_image(nvrtc.compile(HIDDEN_KERNELS, arch)) == ["calls", "nothing", "plus_1"]
+
+
+# The accesses of each kernel in ACCESSES that carry an order or are volatile; plain ones (to a counter that one thread
+# owns, to the result) are left out.
+STRAIGHT = {
+    # A fence, then one 16-byte store that nobody sees in part: a release, whose second word engine/ring.h acquires.
+    "store_trigger": ["fence.acq_rel.sys", "st.relaxed.sys.global.b128"],
+    # 16 bytes in one access, at system scope: PTX gives volatile the meaning of relaxed.sys.
+    "write_ll16": ["st.volatile.global.v2.u64"],
+    "read_ll16": ["ld.volatile.global.v2.u64"],
+    "write_ll8": ["st.relaxed.sys.b64"],
+    "read_ll8": ["ld.relaxed.sys.b64"],
+    # The signal's release and the waiter's acquire, across the link.
+    "signal": ["st.release.sys.b64"],
+    "relaxed_signal": ["st.relaxed.sys.b64"],
+    "poll": ["ld.acquire.sys.b64"],
+    # An element is one access where its alignment is its size, else one for each piece of its alignment.
+    "read_int4": ["ld.relaxed.sys.global.b128"],
+    "write_int4": ["st.relaxed.sys.global.b128"],
+    "write_packet": ["st.relaxed.sys.global.b128"],
+    "read_pair": ["ld.relaxed.sys.b32"] * 2,
+    "write_colour": ["st.relaxed.sys.b8"] * 3,
+}
+# In a loop the compiler may repeat an access, so here it matters which there are, not how many.
+LOOPS = {
+    "push": {
+        "atom.add.relaxed.gpu.u64",  # the ticket
+        "ld.acquire.gpu.b64",  # room, as the cached tail tells
+        "atom.exch.acquire.gpu.b32",  # the refresh lock …
+        "ld.acquire.sys.b64",  # … the host's tail …
+        "st.release.gpu.b64",  # … into the cache …
+        "st.release.gpu.b32",  # … and the lock again
+        "ld.relaxed.gpu.b64",  # the value that a time-out reports
+        "fence.acq_rel.sys",  # the trigger's release …
+        "st.relaxed.sys.global.b128",  # … and its store
+    },
+    "sync_ring": {"ld.acquire.sys.b64"},
+    "sync_grid": {
+        "ld.relaxed.gpu.b32",  # the generation to leave
+        "atom.add.acq_rel.gpu.u32",  # arrival
+        "st.relaxed.gpu.b32",  # the count, back to 0
+        "st.release.gpu.b32",  # the next generation …
+        "ld.acquire.gpu.b32",  # … and the wait for it
+    },
+}
+
+
+def ordered_accesses(ptx: str, kernel: str) -> list[str]:
+    """The opcodes of a kernel's accesses that carry an order or are volatile."""
+    body = re.search(rf"\.entry {kernel}\(.*?^}}", ptx, re.DOTALL | re.MULTILINE)
+    assert body is not None, kernel
+    opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", body[0], re.MULTILINE)
+    orders = {"volatile", "relaxed", "acquire", "release", "acq_rel"}
+    return [opcode for opcode in opcodes if orders & set(opcode.split("."))]
+
+
+@pytest.fixture(scope="session")
+def accesses_ptx(nvrtc: Nvrtc) -> str:
+    return nvrtc.compile(ACCESSES, PTX).rstrip(b"\0").decode()
+
+
+@pytest.mark.parametrize("kernel", STRAIGHT)
+def test_an_access_is_one_instruction_of_the_right_kind(accesses_ptx: str, kernel: str) -> None:
+    assert ordered_accesses(accesses_ptx, kernel) == STRAIGHT[kernel]
+
+
+@pytest.mark.parametrize("kernel", LOOPS)
+def test_waits_have_the_right_orders_and_scopes(accesses_ptx: str, kernel: str) -> None:
+    assert set(ordered_accesses(accesses_ptx, kernel)) == LOOPS[kernel]

@@ -1,0 +1,137 @@
+"""ThreadSanitizer over the shipped kernels, the rings, the engine and the streams of the host runtime.
+
+Ranks are threads of one process, GPU threads are the sanitizer's fibers. Nothing is suppressed: any report fails the
+test. The extension modules are built once more, instrumented, and kernels are instrumented as they are compiled at run
+time. Only the fibers' switching is not: it tells the sanitizer what is a thread and what is a barrier.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxyccl.device.host import find_compiler
+from support.once import made_once, shared_directory
+from support.paths import PROGRAMS, ROOT
+
+pytestmark = [pytest.mark.host_only(reason="the host runtime's own"), pytest.mark.own_proxy(reason="sees one process")]
+
+PROGRAM = PROGRAMS / "under_tsan.py"
+SANITIZE = ("-fsanitize=thread", "-g", "-O1")
+EXIT_CODE = 66
+TIMEOUT = 300.0
+
+
+def sanitizer_library() -> str:
+    """The sanitizer's runtime, which must be in the process from its start."""
+    name = subprocess.run(
+        [*find_compiler(), "-print-file-name=libtsan.so"], capture_output=True, text=True, check=True, timeout=30
+    ).stdout.strip()
+    if not Path(name).is_absolute():
+        pytest.fail("ThreadSanitizer is missing: install libtsan (Debian: libtsan2, which g++ brings with it)")
+    return name
+
+
+def declared_extension(script: str, directory: Path) -> Any:
+    """The extension that a build script declares, its C source generated under `directory`."""
+    spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.ffi.distutils_extension(str(directory), verbose=False)
+
+
+def build_instrumented(directory: Path) -> None:
+    """Builds the extension modules of the tree under test, everything but the fibers instrumented."""
+    extensions = [
+        declared_extension(script, directory) for script in ("device/build_native.py", "proxy/build_engine.py")
+    ]
+
+    def build(command: list[str]) -> None:
+        subprocess.run([*find_compiler(), *command], cwd=ROOT, check=True, timeout=TIMEOUT)
+
+    def compile_command(extension: Any, source: str) -> list[str]:
+        flags = [f"-I{path}" for path in (*extension.include_dirs, sysconfig.get_path("include"))]
+        flags += [f"-D{name}={value}" for name, value in extension.define_macros]
+        flags += extension.extra_compile_args
+        if Path(source).name != "fibers.cpp":
+            flags += SANITIZE
+        language = "c++" if source.endswith(".cpp") else "c"
+        return ["-fPIC", *flags, "-x", language, "-c", source, "-o", str(object_of(source))]
+
+    def object_of(source: str) -> Path:
+        return directory / f"{Path(source).stem}.o"
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(build, [compile_command(e, source) for e in extensions for source in e.sources]))
+    for extension in extensions:
+        objects = [str(object_of(source)) for source in extension.sources]
+        build(["-shared", "-fsanitize=thread", *objects, "-o", str(directory / f"{extension.name}.so"), "-pthread"])
+
+
+@pytest.fixture(scope="session")
+def instrumented(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(shared_directory(tmp_path_factory) / "instrumented", build_instrumented)
+
+
+def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": sanitizer_library(),
+        # Not its interceptor of thread-local memory: it takes a block 16 bytes behind a page's start for one of an old
+        # C library, and dies of a size that it reads there. The allocator tells the sanitizer of that memory.
+        "TSAN_OPTIONS": f"exitcode={EXIT_CODE}:intercept_tls_get_addr=0",
+        "PROXYCCL_RUNTIME": "host",
+        "PROXYCCL_CXXFLAGS": " ".join(SANITIZE),
+        "PROXYCCL_REPORTS": "off",  # they copy counters while kernels that hang may still count: races that are meant
+    }
+    command = [sys.executable, str(PROGRAM), str(directory), *scenarios]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False)
+
+
+@pytest.mark.parametrize(
+    "scenarios",
+    [
+        ("all_reduce", "all_reduce_on_streams"),
+        ("moves", "symmetric_memory", "transfers"),
+        ("dispatch_combine",),
+        ("expert_parallel",),
+        ("ring", "copy_streams", "pinned_memory"),
+        ("plans",),
+        ("channels", "grid", "timeout"),
+    ],
+    ids="+".join,
+)
+def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> None:
+    result = run(instrumented, *scenarios)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [word for scenario in scenarios for word in (scenario, "done")]
+    assert "ThreadSanitizer" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("scenario", "where"),
+    [
+        ("planted_missing_barrier", "in reverse"),
+        ("planted_missing_grid_barrier", "in exchange"),
+        ("planted_relaxed_signal", "in pass"),
+        ("planted_missing_meeting", "in proxyccl::copyBytes"),
+        ("planted_reused_source", "proxyccl_host_copy"),
+        ("planted_reused_outbox", "copy_put"),
+        ("planted_write_beside_a_plan", "proxyccl_host_set"),
+    ],
+)
+def test_a_planted_race_is_reported(instrumented: Path, scenario: str, where: str) -> None:
+    result = run(instrumented, scenario)
+    assert result.returncode == EXIT_CODE, result.stderr
+    assert "WARNING: ThreadSanitizer: data race" in result.stderr
+    assert where in result.stderr

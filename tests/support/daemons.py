@@ -1,0 +1,136 @@
+"""Node daemons for tests, as processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.processes import stat_of
+
+_START_SECONDS = 180.0
+_END_SECONDS = 60.0
+
+
+@dataclass
+class RunningDaemon:
+    """A `proxyccl daemon`."""
+
+    path: Path
+    process: subprocess.Popen[bytes]
+    ended: int | None = None  # how, once it is told to
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return self.path.with_name(self.path.name + ".log").read_text()
+
+    def descriptors(self) -> int:
+        """Number of file descriptors that it holds."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def mappings(self) -> int:
+        """Number of shared memories that it maps."""
+        return Path(f"/proc/{self.process.pid}/maps").read_text().count("memfd:proxyccl")
+
+    def threads(self) -> int:
+        """Number of its threads."""
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
+
+    def resources(self) -> tuple[int, int, int]:
+        """All three."""
+        return self.descriptors(), self.mappings(), self.threads()
+
+    def settles(self, resources: tuple[int, int, int]) -> bool:
+        """Whether it comes to hold no more than these, in a while: clients are cleaned up when they have gone."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if all(now <= then for now, then in zip(self.resources(), resources, strict=True)):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(10)
+        connection.connect(str(self.path))
+        return connection
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """None of its threads runs within the block."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            deadline = time.monotonic() + 10
+            while any(state != "T" for state in self._thread_states()):
+                assert time.monotonic() < deadline, "the daemon does not stop"
+                time.sleep(0.002)
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def _thread_states(self) -> list[str]:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return [stat_of(path)[0] for path in tasks]
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Sends it a signal and waits for its end."""
+        if self.ended is None:
+            self.process.send_signal(number)
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits for its end."""
+        self.ended = self.process.wait(timeout=_END_SECONDS)
+
+
+@contextlib.contextmanager
+def running_daemon(path: Path, *arguments: str) -> Iterator[RunningDaemon]:
+    """A daemon that listens at a path, ended at the end of the block."""
+    command = [sys.executable, "-m", "proxyccl", "daemon", "--socket", str(path), *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "PROXYCCL_PROXY"}
+    log = path.with_name(path.name + ".log")
+    with log.open("w") as errors, subprocess.Popen(command, env=environment, stderr=errors) as process:
+        daemon = RunningDaemon(path, process)
+        try:
+            deadline = time.monotonic() + _START_SECONDS
+            while not _listens(path):
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, "the daemon does not listen"
+                time.sleep(0.02)
+            yield daemon
+            daemon.end()
+        finally:
+            process.kill()
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        try:
+            connection.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
+@contextlib.contextmanager
+def daemon_inside(path: Path) -> Iterator[Daemon]:
+    """A daemon in this process."""
+    with Daemon(path, DaemonOptions(threads=1)) as running:
+        serving = threading.Thread(target=running.serve)
+        serving.start()
+        try:
+            yield running
+        finally:
+            running.stop()
+            serving.join()

@@ -1,0 +1,56 @@
+"""What the tests run on: the runtime that PROXYCCL_RUNTIME names (the host's if it names none), and its devices.
+
+On the host every rank has a device of its own. GPUs are few. Ranks that are threads of one process need one each;
+processes may share one, but take turns, which makes every exchange between them slow.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from proxyccl import Runtime, open_runtime
+from proxyccl.device import open_driver
+from proxyccl.device.host import HostRuntime
+
+RUNTIME = os.environ.setdefault("PROXYCCL_RUNTIME", "host") or "host"
+ON_HOST = RUNTIME == "host"
+
+
+def device_count() -> int:
+    """Number of devices that the runtime offers; 1 on the host."""
+    return 1 if ON_HOST else open_driver(RUNTIME).device_count()
+
+
+def rank_runtime(rank: int) -> Runtime:
+    """A runtime of its own on the device that a rank of this number uses."""
+    return open_runtime(RUNTIME, local_rank=rank)
+
+
+def runtime_with_blocks(rank: int) -> Runtime:
+    """The same, with collectives of several blocks: on the host they have one unless asked for more."""
+    return HostRuntime(blocks=2) if ON_HOST else rank_runtime(rank)
+
+
+def most_ranks(*, processes: bool = False) -> int:
+    """The largest world size that is sensible here for ranks as threads, or as processes."""
+    if ON_HOST:
+        return 8
+    return max(2, device_count()) if processes else device_count()
+
+
+def require_devices(ranks: int) -> None:
+    """Skips the test where so many ranks that are threads can't have a device each."""
+    if ranks > most_ranks():
+        pytest.skip(f"needs {ranks} devices, and there are {device_count()}")
+
+
+def world_sizes(*sizes: int, processes: bool = False) -> list[int]:
+    """Those of the sizes that are sensible here."""
+    return [size for size in sizes if size <= most_ranks(processes=processes)]
+
+
+def processes(wanted: int) -> int:
+    """The wanted number of processes, or as many as are sensible here."""
+    return min(wanted, most_ranks(processes=True))

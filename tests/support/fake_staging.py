@@ -1,0 +1,254 @@
+"""Two ends of a staged connection in this process, each with a proxy service and a fake RDMA device of its own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Array, ProxyService, Runtime, Trigger
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.device._native import lib as native
+from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.runtime import EngineFunctions, PinnedMemory
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.trigger import Operation
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from proxyccl.proxy.verbs.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
+from support.devices import rank_runtime
+from support.fake_verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice, Producer, until
+from support.running import TIMEOUT
+
+
+def seen_as(memory: PinnedMemory, kind: type[np.generic]) -> NDArray[Any]:
+    """Pinned memory as an array."""
+    raw = (ctypes.c_char * memory.nbytes).from_address(memory.host_ptr)
+    return np.frombuffer(raw, kind)
+
+
+class OtherCalls:
+    """A runtime whose engine makes some other calls than the driver's."""
+
+    def __init__(self, runtime: Runtime, **calls: int) -> None:
+        self._runtime, self._calls = runtime, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+    def engine_functions(self) -> EngineFunctions:
+        """The driver's, but for those that are others."""
+        return replace(self._runtime.engine_functions(), **self._calls)
+
+
+class End:
+    """One end, with memory that is put from and memory that the other end puts to.
+
+    Args:
+        number: 0 or 1; the other end is rank 7 plus its own number.
+        nbytes: of the two memories.
+        channels: to the other end.
+        ring_bytes: of the rings in its area.
+        chunk_bytes: of a put, at a time.
+        depth: of the device's queues.
+        fetch_add: how the other end is signalled.
+        runtime: whose memory and copies; None for one of the device that the tests use.
+        calls: of the engine into the runtime that are others than the driver's.
+        service: options of the service.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        nbytes: int,
+        *,
+        channels: int = 1,
+        ring_bytes: int = 4096,
+        chunk_bytes: int = 1024,
+        depth: int = 64,
+        max_message: int = 4096,
+        fetch_add: bool = False,
+        runtime: Runtime | None = None,
+        calls: dict[str, int] | None = None,
+        service: dict[str, Any] | None = None,
+    ) -> None:
+        self.rank = 7 + number
+        self.runtime = OtherCalls(runtime or rank_runtime(0), **(calls or {}))
+        self.device = FakeDevice(depth, depth)
+        self.failures: list[ProxyFailure] = []
+        self.segment = create_segment(self.runtime, 0, TIMEOUT)  # type: ignore[arg-type]
+        self.word_memory = self.runtime.allocate_pinned(8 * channels)
+        self.words = seen_as(self.word_memory, np.uint64)
+        self.service = ProxyService(
+            self.runtime,  # type: ignore[arg-type]
+            self.segment.host_pointer,
+            self.segment.memory,
+            shared_offset=ControlSegment.service_offset,
+            semaphores_offset=self.word_memory.host_ptr - self.segment.memory.host_ptr,  # memory of its own here
+            on_failure=self.failures.append,
+            **(service or {}),
+        )
+        self.producer = Producer(self.service)
+        self.source = self._array(np.random.default_rng(number).integers(0, 256, nbytes, np.uint8))
+        self.destination = self._array(np.zeros(nbytes, np.uint8))
+        self.area = self.runtime.allocate_pinned(staged_area_bytes(ring_bytes))
+        self.write_targets = RemoteWriteTargets()
+        self.key = self.write_targets.add(self.destination.ptr, nbytes)
+        self._ring_bytes, self._chunk_bytes, self._depth, self._max_message = (
+            ring_bytes,
+            chunk_bytes,
+            depth,
+            max_message,
+        )
+        self._fetch_add = fetch_add
+        self._scratch = np.zeros(1, np.uint64)
+        self.channels: list[int] = []
+
+    def _array(self, values: NDArray[np.uint8]) -> Array:
+        return Array(
+            self.runtime,  # type: ignore[arg-type]
+            self.runtime.allocate(max(1, values.nbytes)),
+            values.shape,
+            as_dtype("uint8"),
+        ).upload(values)
+
+    def options(self, other: End) -> StagedOptions:
+        """Of the connection to the other end."""
+        wire = VerbsOptions(
+            qp=self.device.qp,
+            send_depth=self._depth,
+            cq_depth=self._depth,
+            max_message=self._max_message,
+            signal_rkey=RKEY,
+            fetch_add=self._fetch_add,
+            scratch=self._scratch.ctypes.data if self._fetch_add else 0,
+            scratch_lkey=SCRATCH_LKEY if self._fetch_add else 0,
+        )
+        return StagedOptions(
+            wire=wire,
+            area=self.area.host_ptr,
+            device_area=self.area.ptr,
+            area_lkey=LKEY,
+            peer_area=other.area.host_ptr,
+            ring_bytes=self._ring_bytes,
+            chunk_bytes=self._chunk_bytes,
+            write_targets=self.write_targets.address,
+            signals=self.word_memory.host_ptr,
+            signals_bytes=self.words.nbytes,
+        )
+
+    def connect(self, other: End) -> None:
+        """Connects it to the other end, which connects to this one likewise."""
+        self.device.register(LKEY, seen_as(self.area, np.uint8))
+        self.device.register(RKEY, seen_as(other.area, np.uint8))
+        self.device.register(SCRATCH_LKEY, self._scratch)
+        self.connection = self.service.connect("staged", self.options(other), peer=other.rank)
+        self.source_id = self.service.add_memory(self.source.ptr, self.source.nbytes)
+        self.destination_id = self.service.add_memory(other.destination.ptr, other.destination.nbytes, other.key)
+        for i in range(len(self.words)):
+            channel = self.service.reserve_channel(self.connection)
+            self.service.set_channel(channel, self.connection, other.word_memory.host_ptr + 8 * i)
+            self.channels.append(channel)
+
+    def push(
+        self,
+        operation: Operation,
+        size: int = 0,
+        *,
+        source: int = 0,
+        destination: int = 0,
+        channel: int = 0,
+        count: int = 1,
+    ) -> int:
+        """Pushes triggers, with offsets into the two memories. Returns the last one's ticket."""
+        trigger = Trigger(
+            operation, self.channels[channel], size, self.source_id, source, self.destination_id, destination
+        )
+        return self.producer.push(trigger, count)
+
+    def flushed(self, channel: int = 0) -> int:
+        """A channel's flush word."""
+        return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
+
+    def taken(self, channel: int = 0) -> int:
+        """Triggers that were taken out of a channel's ring so far."""
+        return self.producer.taken(self.channels[channel])
+
+    def fails(self) -> ProxyFailure:
+        """Waits until its proxy has failed."""
+        until(lambda: bool(self.failures), f"a failure of rank {self.rank}'s proxy")
+        return self.failures[0]
+
+    def abort(self) -> None:
+        """Has its workers return with whatever is outstanding."""
+        if not self.area.closed:
+            self.segment.raise_abort(ErrorRecord(native.PROXYCCL_ERROR_LOCAL, 0))
+
+    def close(self) -> None:
+        """Ends the service, which must end in time, and frees the rest."""
+        assert self.service.close(TIMEOUT), "the proxy does not end"
+        self.area.close()
+        self.segment.close()
+
+
+class Ends:
+    """Both ends, connected. Ended by an abort; leaving them asserts that no limit of a device was broken.
+
+    Args:
+        nbytes: of each end's memories.
+        options: of each `End`.
+        first: options of the first end alone.
+        second: of the second.
+    """
+
+    def __init__(
+        self,
+        nbytes: int = 4096,
+        *,
+        first: dict[str, Any] | None = None,
+        second: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.ends = [End(number, nbytes, **{**options, **(own or {})}) for number, own in enumerate((first, second))]
+        for number, end in enumerate(self.ends):
+            end.connect(self.ends[1 - number])
+
+    def __enter__(self) -> Ends:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in self.ends:
+            end.abort()
+        for end in self.ends:
+            end.close()
+        for end in self.ends:
+            end.device.__exit__(kind, error, trace)
+
+    def __iter__(self) -> Any:
+        return iter(self.ends)
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until a condition holds; no proxy must fail before."""
+        until(lambda: condition() or any(end.failures for end in self.ends), what)
+        assert not any(end.failures for end in self.ends), [end.failures for end in self.ends]
+
+    def flush(self, end: End, channel: int = 0) -> None:
+        """Flushes a channel, and waits for that."""
+        ticket = end.push(Operation.FLUSH, channel=channel)
+        self.wait(lambda: end.flushed(channel) > ticket, "a flush")
+
+    def let_poll(self, end: End) -> None:
+        """Waits until an end's worker has polled its device a few times more; some request must be outstanding."""
+        polls = end.device.counts.polls
+        self.wait(lambda: end.device.counts.polls >= polls + 5, "polls")
+
+
+COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+EVENT_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)

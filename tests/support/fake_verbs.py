@@ -1,0 +1,286 @@
+"""The device that the tests of the verbs transport post to (support/verbs), and a proxy service in front of some."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import cffi
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import ProxyService, Trigger
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.proxy import bare_loops
+from proxyccl.proxy.fifo import Fifo
+from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.trigger import Operation
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support.devices import rank_runtime
+from support.once import run_make
+from support.paths import ROOT
+from support.running import TIMEOUT
+
+LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
+
+
+@functools.cache
+def library() -> tuple[Any, Any]:
+    """cffi's view of the fake device: ffi and lib."""
+    run_make("fake-verbs")
+    ffi = cffi.FFI()
+    header = (ROOT / "tests/support/verbs/fake_device.h").read_text()
+    ffi.cdef("\n".join(line for line in header.split("\n") if not line.startswith("#")))
+    return ffi, ffi.dlopen(str(ROOT / "build/fake-verbs/libfake_device.so"))
+
+
+class FakeDevice:
+    """A queue pair to memory of this process. Leaving it asserts that no limit was broken."""
+
+    def __init__(self, send_depth: int = 16, cq_depth: int = 16) -> None:
+        self._ffi, self._lib = library()
+        self._device = self._lib.fake_open(send_depth, cq_depth)
+        self.qp: int = self._lib.fake_qp(self._device)
+        self.cq: int = self._lib.fake_cq(self._device)
+        self.qp_num: int = self._lib.fake_qp_num(self._device)
+
+    def __enter__(self) -> FakeDevice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        breach = self.breach
+        self._lib.fake_close(self._device)
+        assert breach is None or error is not None, breach
+
+    @property
+    def breach(self) -> str | None:
+        """The first breach of a limit."""
+        text = self._lib.fake_breach(self._device)
+        return self._ffi.string(text).decode() if text else None
+
+    @property
+    def counts(self) -> Any:
+        """A FakeCounts."""
+        counts = self._ffi.new("FakeCounts *")
+        self._lib.fake_counts(self._device, counts)
+        return counts
+
+    def register(self, key: int, array: NDArray[Any]) -> None:
+        """Makes an array's memory known under a key."""
+        self._lib.fake_register(self._device, key, array.ctypes.data, array.nbytes)
+
+    def allow(self, requests: int) -> None:
+        """Requests that may be executed from now on; -1: any number."""
+        self._lib.fake_allow(self._device, requests)
+
+    def dawdle(self, most: int, seed: int) -> None:
+        """Executes at most so many at each poll, and mostly fewer."""
+        self._lib.fake_dawdle(self._device, most, seed)
+
+    def fail_request(self, number: int, status: int) -> None:
+        """The request of this number, from 1, completes with an ibv_wc_status."""
+        self._lib.fake_fail_request(self._device, number, status)
+
+    def fail_post(self, number: int, error: int) -> None:
+        """The post of this number, from 1, returns an errno."""
+        self._lib.fake_fail_post(self._device, number, error)
+
+    def fail_polls(self) -> None:
+        """Polls fail from now on."""
+        self._lib.fake_fail_polls(self._device)
+
+    @property
+    def signals(self) -> list[tuple[int, int, int]]:
+        """(address of the word, value that it then held, bytes put before) of each signal executed."""
+        out: list[tuple[int, int, int]] = []
+        signal = self._ffi.new("FakeSignal *")
+        while self._lib.fake_signal(self._device, len(out), signal):
+            out.append((signal.remote, signal.value, signal.bytes_before))
+        return out
+
+    def status_names(self) -> list[str]:
+        """The names of verbs.h for its ibv_wc_statuses, in their order."""
+        names: list[str] = []
+        while name := self._lib.fake_status_name(len(names)):
+            names.append(self._ffi.string(name).decode())
+        return names
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Waits until a condition holds."""
+    deadline = time.monotonic() + 4 * TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, f"not in time: {what}"
+        time.sleep(0.0005)
+
+
+class Producer:
+    """Pushes triggers into the rings of a service, in a kernel's place."""
+
+    def __init__(self, service: ProxyService) -> None:
+        self._service = service
+        self._tickets: dict[Fifo, int] = {}
+
+    def push(self, trigger: Trigger, count: int = 1) -> int:
+        """Pushes copies of a trigger, waiting for room. Returns the last one's ticket."""
+        ring = self._service.fifo_for(trigger.channel)
+        first = self._tickets.get(ring, 0)
+        pushed = bare_loops.produce(ring, first, trigger.encode(), count, TIMEOUT)
+        self._tickets[ring] = first + pushed
+        assert pushed == count, "the ring stays full"
+        return first + count - 1
+
+    def taken(self, channel: int) -> int:
+        """Triggers that were taken out of a channel's ring so far."""
+        return self._service.fifo_for(channel).taken
+
+
+class FakePeer:
+    """A peer behind a fake device of its own: this process's memory, under another's keys.
+
+    Args:
+        service: that connects to it.
+        source: what puts read.
+        destination: what they write, and what the peer numbers its own.
+        rank: its rank.
+        channels: number of channels to it.
+        send_depth: of the send queue.
+        cq_depth: of the completion queue; None for as many.
+        max_message: bytes of a request, at most.
+        fetch_add: how it is signalled.
+    """
+
+    def __init__(
+        self,
+        service: ProxyService,
+        source: NDArray[np.uint8],
+        destination: NDArray[np.uint8],
+        *,
+        rank: int = 7,
+        channels: int = 1,
+        send_depth: int = 16,
+        cq_depth: int | None = None,
+        max_message: int = 4096,
+        fetch_add: bool = False,
+    ) -> None:
+        cq_depth = send_depth if cq_depth is None else cq_depth
+        self.service, self.rank = service, rank
+        self.device = FakeDevice(send_depth, cq_depth)
+        self.words = np.zeros(channels, np.uint64)
+        self.scratch = np.zeros(1, np.uint64)
+        keys: dict[int, NDArray[Any]] = {
+            LKEY: source,
+            RKEY: destination,
+            SIGNAL_RKEY: self.words,
+            SCRATCH_LKEY: self.scratch,
+        }
+        for key, array in keys.items():
+            self.device.register(key, array)
+        options = VerbsOptions(
+            qp=self.device.qp,
+            send_depth=send_depth,
+            cq_depth=cq_depth,
+            max_message=max_message,
+            signal_rkey=SIGNAL_RKEY,
+            fetch_add=fetch_add,
+            scratch=self.scratch.ctypes.data if fetch_add else 0,
+            scratch_lkey=SCRATCH_LKEY if fetch_add else 0,
+        )
+        self.connection = service.connect("verbs", options, peer=rank)
+        self.source_id = service.add_memory(source.ctypes.data, source.nbytes, LKEY)
+        self.destination_id = service.add_memory(destination.ctypes.data, destination.nbytes, RKEY)
+        self.channels = [service.reserve_channel(self.connection) for _ in range(channels)]
+        for i, channel in enumerate(self.channels):
+            service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
+
+    def trigger(
+        self, operation: Operation, size: int = 0, *, source: int = 0, destination: int = 0, channel: int = 0
+    ) -> Trigger:
+        """A trigger on one of the channels, with offsets into the two memories."""
+        number = self.channels[channel]
+        return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
+
+    def flushed(self, channel: int = 0) -> int:
+        """A channel's flush word."""
+        return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
+
+
+class Loop:
+    """A proxy service with some fake peers, of the ranks from 7, that share one destination.
+
+    Args:
+        source: what puts read.
+        destination: what they write.
+        peers: number of peers.
+        service: options of the service.
+        options: of each `FakePeer`.
+    """
+
+    def __init__(
+        self,
+        source: NDArray[np.uint8],
+        destination: NDArray[np.uint8],
+        *,
+        peers: int = 1,
+        service: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        runtime = rank_runtime(0)
+        self.failures: list[ProxyFailure] = []
+        self._segment = create_segment(runtime, 0, TIMEOUT)
+        self.service = ProxyService(
+            runtime,
+            self._segment.host_pointer,
+            self._segment.memory,
+            shared_offset=ControlSegment.service_offset,
+            on_failure=self.failures.append,
+            **(service or {}),
+        )
+        self.producer = Producer(self.service)
+        self.peers = [FakePeer(self.service, source, destination, rank=7 + i, **options) for i in range(peers)]
+
+    def __enter__(self) -> Loop:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for peer in self.peers:
+            peer.device.allow(-1)
+        ended = self.service.close(TIMEOUT)
+        assert ended or error is not None, "the proxy does not end"
+        if ended:
+            for peer in self.peers:
+                peer.device.__exit__(kind, error, trace)
+            self._segment.close()
+
+    def push(self, peer: int, operation: Operation, size: int = 0, *, count: int = 1, **where: int) -> int:
+        """Pushes triggers to a peer; see `FakePeer.trigger`. Returns the last one's ticket."""
+        return self.producer.push(self.peers[peer].trigger(operation, size, **where), count)
+
+    def flush(self, peer: int = 0, channel: int = 0) -> None:
+        """Flushes a channel, and waits for that."""
+        ticket = self.push(peer, Operation.FLUSH, channel=channel)
+        self.wait(lambda: self.peers[peer].flushed(channel) > ticket, "a flush")
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Waits until a condition holds; the proxy must not fail before."""
+        until(lambda: condition() or bool(self.failures), what)
+        assert not self.failures, self.failures[0]
+
+    def let_poll(self, peer: int) -> None:
+        """Waits until the worker has drained its rings and polled a few times more."""
+        device = self.peers[peer].device
+        polls = device.counts.polls
+        self.wait(lambda: device.counts.polls >= polls + 5, "polls")
+
+    def fails(self) -> ProxyFailure:
+        """Waits until the proxy has failed."""
+        until(lambda: bool(self.failures), "a failure of the proxy")
+        return self.failures[0]

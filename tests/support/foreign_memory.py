@@ -1,0 +1,87 @@
+"""Memory that another library allocates through the functions of memory_pool.h, called by name and address as torch
+calls them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+
+from proxyccl import Array, Runtime
+from proxyccl.device import memory_pool
+from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.memory_pool import MemoryPool
+
+_functions = ctypes.CDLL(memory_pool.library())
+_allocate, _free = getattr(_functions, memory_pool.ALLOCATE), getattr(_functions, memory_pool.FREE)
+_allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+_allocate.restype = ctypes.c_void_p
+_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+_free.restype = None
+
+
+def allocate(nbytes: int, device: int) -> int:
+    """The address, or 0."""
+    return _allocate(nbytes, device, None) or 0
+
+
+def free(ptr: int, nbytes: int, device: int) -> None:
+    """Frees what `allocate` gave."""
+    _free(ptr, nbytes, device, None)
+
+
+class ForeignMemory:
+    """Memory of a runtime's device that its owner frees when it likes."""
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        MemoryPool(runtime)  # makes the functions allocate on this device
+        self._runtime, self.nbytes, self.closed = runtime, nbytes, False
+        self.ptr = allocate(nbytes, runtime.device)
+        assert self.ptr
+
+    def close(self) -> None:
+        """Frees it."""
+        if not self.closed:
+            self.closed = True
+            free(self.ptr, self.nbytes, self._runtime.device)
+
+    def array(self, dtype: str = "uint8") -> Array:
+        """All of it as an array."""
+        element = as_dtype(dtype)
+        return Array(self._runtime, self, (self.nbytes // element.itemsize,), element)
+
+    def replaced(self) -> ForeignMemory:
+        """Other memory at the same address, after this was freed."""
+        assert self.closed
+        on_cuda, elsewhere = self._runtime.name == "cuda", []
+        places = None if on_cuda else _take_places_before(self.ptr, self.nbytes)
+        while True:
+            made = ForeignMemory(self._runtime, self.nbytes)
+            if made.ptr == self.ptr or not on_cuda or len(elsewhere) == 64:
+                break
+            elsewhere.append(made)
+        for memory in elsewhere:
+            memory.close()
+        del places
+        assert made.ptr == self.ptr, "the driver gives the address to nobody"
+        return made
+
+
+def _take_places_before(ptr: int, nbytes: int) -> list[mmap.mmap]:
+    """Mappings where the system would put one of this size before it does at this address."""
+    whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    wanted, taken = whole, []
+    for _ in range(10_000):
+        place = mmap.mmap(-1, wanted)
+        at = ctypes.addressof(ctypes.c_char.from_buffer(place))
+        if (at, wanted) == (ptr, whole):
+            place.close()
+            return taken
+        if wanted == whole and ptr < at < ptr + whole:  # there is room behind; take that
+            place.close()
+            wanted = at - ptr
+            continue
+        taken.append(place)
+        if at == ptr + whole:
+            wanted = whole
+    raise AssertionError("the system gives the address to nobody")

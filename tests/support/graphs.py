@@ -1,0 +1,75 @@
+"""CUDA graphs through the driver, and collective calls that are captured once and replayed on new values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from proxyccl import Communicator, Stream
+from support.reference import Call, poison
+
+
+def checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver's binding returned besides its status, which must be that of success."""
+    status, *values = result
+    assert int(status) == 0, status
+    return values[0] if values else None
+
+
+class Graph:
+    """Work that was captured from a stream, to be launched on it again and again."""
+
+    def __init__(self, stream: Stream, issue: Callable[[], None]) -> None:
+        from cuda.bindings import driver
+
+        self._driver = driver
+        self._stream = driver.CUstream(stream.handle)
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        checked(driver.cuStreamBeginCapture(self._stream, mode))
+        try:
+            issue()
+        finally:
+            graph = checked(driver.cuStreamEndCapture(self._stream))
+        self._executable = checked(driver.cuGraphInstantiate(graph, 0))
+        checked(driver.cuGraphDestroy(graph))
+
+    def launch(self) -> None:
+        """Queues the work once more."""
+        checked(self._driver.cuGraphLaunch(self._executable, self._stream))
+
+
+class Replayed:
+    """A collective call on arrays that stay, so that a graph can hold it.
+
+    The order is: `issue` once outside of a capture, which makes what a first call makes, `issue` inside, and then for
+    each replay `load`, the graph's launch, a synchronisation and `check`.
+    """
+
+    def __init__(self, comm: Communicator, call: Call, stream: Stream) -> None:
+        self._comm, self._call, self._stream = comm, call, stream
+        size_in, size_out = call.sizes(comm.world_size)
+        self._x = comm.empty(size_in, call.dtype)
+        # In place only where input and output are one array: the others take a view, which is the eager tests' matter.
+        self._out = self._x if call.in_place and size_in == size_out else comm.empty(size_out, call.dtype)
+        self.load(call.seed)
+
+    def issue(self) -> None:
+        """Makes the call."""
+        self._call.issue(self._comm, self._x, None if self._out is self._x else self._out, self._stream)
+
+    def load(self, seed: int) -> None:
+        """Writes new values, and poison where the result shall come."""
+        self._call = replace(self._call, seed=seed)
+        if self._out is not self._x:
+            self._out.upload(poison(self._out.size, self._out.dtype.numpy()))
+        self._x.upload(self._call.input(self._comm.rank, self._comm.world_size))
+
+    def check(self) -> None:
+        """Raises AssertionError unless the result is right for the values that were loaded."""
+        self._call.check(self._out.numpy(), self._comm.rank, self._comm.world_size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that go in on this rank."""
+        return self._x.nbytes

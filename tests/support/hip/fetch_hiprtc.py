@@ -1,0 +1,47 @@
+"""Puts AMD's real run-time compiler into a directory: Debian testing's HIPRTC, no root and no system package touched.
+
+PyPI has no HIPRTC, and the stable distributions' ones are too old for gfx942. Debian testing's is built against a newer
+C library than most machines have, so it comes with that and with the loader to start Python under it (about 60 MB down,
+250 MB unpacked).
+
+    python fetch_hiprtc.py DIRECTORY      exits with 0, or with 2 and the reason why it can't be had here
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from support.debian_packages import Apt, UnavailableError, fetch_program, fill_once, require_x86_64, unpack
+
+PACKAGES = ("libhiprtc6", "libhiprtc-builtins6", "libamd-comgr3")  # the last two it opens when it compiles
+LIBRARIES = Path("root/usr/lib/x86_64-linux-gnu")
+LOADER = LIBRARIES / "ld-linux-x86-64.so.2"
+
+
+def fill(directory: Path) -> None:
+    """Downloads and unpacks into `directory`."""
+    with tempfile.TemporaryDirectory(dir=directory) as downloads:
+        # With nothing installed apt takes everything that they need, the C library included.
+        apt = Apt(Path(downloads), "testing")
+        unpack(apt.download_with_dependencies(*PACKAGES), directory / "root")
+    # The bindings look for the unversioned name that only a development package has.
+    library = directory / "lib/libhiprtc.so"
+    library.parent.mkdir()
+    library.symlink_to(".." / LIBRARIES / "libhiprtc.so.6")
+    for file in (directory / LOADER, library):
+        if not file.exists():
+            raise UnavailableError(f"Debian's packages have no {file.name} any more")
+
+
+def fetch(directory: Path) -> None:
+    """Fills `directory`, unless that was done before."""
+    require_x86_64("Debian's HIPRTC")
+    fill_once(directory, " ".join(PACKAGES), fill)
+
+
+if __name__ == "__main__":
+    fetch_program(fetch)

@@ -1,0 +1,69 @@
+// The part of HIP's and HIPRTC's binary interface that the HIP runtime uses, as far as the forwarding libraries must
+// know it. Names, numbers and layouts are AMD's (ROCm 6.4); there are no headers to include where ROCm is not
+// installed.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#define HIP_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum hipError_t : int {
+  hipSuccess = 0,
+  hipErrorInvalidValue = 1,
+  hipErrorOutOfMemory = 2,
+  hipErrorNoDevice = 100,
+  hipErrorInvalidDevice = 101,
+  hipErrorInvalidImage = 200,
+  hipErrorMapFailed = 205,
+  hipErrorSharedObjectInitFailed = 303,
+  hipErrorInvalidHandle = 400,
+  hipErrorNotFound = 500,
+  hipErrorNotReady = 600,
+  hipErrorPeerAccessAlreadyEnabled = 704,
+  hipErrorHostMemoryAlreadyRegistered = 712,
+  hipErrorHostMemoryNotRegistered = 713,
+  hipErrorLaunchFailure = 719,
+  hipErrorUnknown = 999,
+};
+
+using hipStream_t = void*;
+using hipEvent_t = void*;
+using hipModule_t = void*;
+using hipFunction_t = void*;
+using hipDeviceptr_t = void*;
+
+inline const hipStream_t hipStreamPerThread = reinterpret_cast<hipStream_t>(2);
+
+// hipDeviceProp_tR0600, of which the runtime reads the members that have a name here.
+struct hipDeviceProp {
+  char name[256];
+  unsigned char uuid[16];
+  char unused0[16];
+  size_t totalGlobalMem;
+  char unused1[92];
+  int multiProcessorCount;
+  char unused2[768];
+  char gcnArchName[256];
+  char unused3[56];
+};
+static_assert(offsetof(hipDeviceProp, totalGlobalMem) == 288 && offsetof(hipDeviceProp, multiProcessorCount) == 388 &&
+              offsetof(hipDeviceProp, gcnArchName) == 1160 && sizeof(hipDeviceProp) == 1472);
+
+enum hipMemoryType : int { hipMemoryTypeUnregistered = 0, hipMemoryTypeHost = 1, hipMemoryTypeDevice = 2 };
+struct hipPointerAttribute_t {
+  hipMemoryType type;
+  int device;
+  void* devicePointer;
+  void* hostPointer;
+  int isManaged;
+  unsigned allocationFlags;
+};
+enum hipPointer_attribute : int { HIP_POINTER_ATTRIBUTE_BUFFER_ID = 7 };
+
+struct hipIpcMemHandle_t {
+  char reserved[64];
+};
+
+enum hiprtcResult : int { HIPRTC_SUCCESS = 0, HIPRTC_ERROR_INVALID_INPUT = 3, HIPRTC_ERROR_COMPILATION = 6 };
+using hiprtcProgram = void*;

@@ -1,0 +1,78 @@
+"""Calls of collectives on memory of a given kind: where an array lies, and how it is filled and read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from proxyccl import Array, Communicator
+from proxyccl.device.arrays import ArrayView
+from proxyccl.device.dtypes import as_dtype
+from support.device_arrays import barrier
+from support.reference import Call, Values, numpy_dtype, poison
+from support.running import TIMEOUT
+
+
+def view_of(base: Any, offset: int, count: int, dtype: str) -> ArrayView:
+    """`count` elements of an array's memory, `offset` bytes behind its start."""
+    whole = base.view() if isinstance(base, Array) else base
+    return replace(whole, ptr=whole.ptr + offset, shape=(count,), dtype=as_dtype(dtype), owner=base)
+
+
+def upload(comm: Communicator, view: ArrayView, values: Values) -> None:
+    comm.runtime.copy(view.ptr, values.ctypes.data, values.nbytes)
+
+
+def download(comm: Communicator, view: ArrayView) -> Values:
+    values = np.empty(view.shape, numpy_dtype(view.dtype.name))
+    comm.runtime.copy(values.ctypes.data, view.ptr, values.nbytes)
+    return values
+
+
+def symmetric(comm: Communicator, nbytes: int) -> Array:
+    """An array that all peers reach."""
+    array = comm.empty(nbytes, "uint8")
+    deadline = time.monotonic() + TIMEOUT
+    while comm.group.symmetric.reached(array.view()) is None:
+        assert time.monotonic() < deadline, "peers did not map the array"
+        time.sleep(0.001)
+    return array
+
+
+def make_call(comm: Communicator, call: Call, source: Any, target: Any, offset: int = 0) -> bytes:
+    """Makes a call with slices of two arrays, `offset` elements behind their start, and checks it."""
+    size_in, size_out = call.sizes(comm.world_size)
+    at = offset * as_dtype(call.dtype).itemsize
+    x, out = view_of(source, at, size_in, call.dtype), view_of(target, at, size_out, call.dtype)
+    if call.in_place and call.collective == "all_gather":
+        x = replace(x, ptr=out.ptr + comm.rank * call.count * out.dtype.itemsize)
+    if call.in_place and call.collective == "reduce_scatter":
+        out = replace(out, ptr=x.ptr + comm.rank * call.count * out.dtype.itemsize)
+    if not call.in_place or call.collective == "all_gather":
+        upload(comm, out, poison(size_out, numpy_dtype(call.dtype)))
+    upload(comm, x, call.input(comm.rank, comm.world_size))
+    barrier(comm)
+    call.issue(comm, x, out, None)
+    comm.synchronize()
+    result = download(comm, out)
+    call.check(result, comm.rank, comm.world_size)
+    return result.tobytes()
+
+
+def room_for(call: Call, world_size: int) -> int:
+    return (max(call.sizes(world_size)) + 64) * as_dtype(call.dtype).itemsize
+
+
+def registered(comm: Communicator, array: ArrayView) -> bool:
+    return comm.group.symmetric.reached(array) is not None
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

@@ -1,0 +1,111 @@
+"""What the tests of counters and traces share: kernels with a known number of triggers, and looks at a communicator's
+own proxies.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from proxyccl import Communicator
+from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.proxy.observe import publications
+from proxyccl.proxy.observe.publications import Publication
+from proxyccl.proxy.observe.reader import Observer, ServiceView
+from support.device_arrays import barrier
+from support.running import TIMEOUT
+
+KERNELS = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void mixed(DeviceHandle<ProxyChannel>* channels, int puts, int signals, int flushes) {
+  for (int i = 0; i < puts; ++i) channels[0].put(0, 0, 100);
+  for (int i = 0; i < signals; ++i) channels[0].signal();
+  for (int i = 0; i < flushes; ++i) channels[0].flush();
+}
+extern "C" __global__ void to_each(DeviceHandle<ProxyChannel>* channels, int count) {
+  for (int i = 0; i < count; ++i) {
+    channels[i].put(0, 0, 100);
+    channels[i].signal();
+  }
+}
+extern "C" __global__ void flush_large(DeviceHandle<ProxyChannel>* channels, uint64_t bytes, int times) {
+  for (int i = 0; i < times; ++i) {
+    channels[0].put(0, 0, bytes);
+    channels[0].flush();
+  }
+}
+extern "C" __global__ void empty_puts(DeviceHandle<ProxyChannel>* channels, int count) {
+  for (int i = 0; i < count; ++i) channels[0].put(0, 0, 0);
+  channels[0].flush();
+}
+extern "C" __global__ void custom(ProxyChannelDeviceHandle channel, int count) {
+  for (int i = 0; i < count; ++i) channel.custom(i);
+}
+"""
+
+
+def channels_of(comm: Communicator, nbytes: int = 1024) -> ChannelSet[ProxyChannel]:
+    """A channel to each other rank, from and to memory of so many bytes."""
+    channels = comm.proxy_channels(comm.empty(nbytes, "uint8"))
+    barrier(comm)
+    return channels
+
+
+def look(comm: Communicator) -> ServiceView:
+    """This rank's proxy, seen as another process would."""
+    ((_, publication),) = publications.find(comm.job, {comm.rank})
+    with Observer(publication) as observer:
+        return observer.snapshot()
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Waits until something is so, for a test's time at most."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"in vain: {what}")
+        time.sleep(0.002)
+
+
+def wait_until_traced(publication: Publication) -> None:
+    """Waits until a service records all that comes: until it is asked to, and each worker has ended the look at its
+    rings in which that may have come too late.
+    """
+    with Observer(publication) as observer:
+        workers = [observer.worker_stats(number) for number in range(publication.workers)]
+        wait_for(lambda: all(stats.trace_until for stats in workers), "it is traced")
+    wait_for_looks(publication)
+
+
+def wait_for_looks(publication: Publication) -> None:
+    """Waits until each worker of a service has ended the look at its rings that is under way, and begun another."""
+    with Observer(publication) as observer:
+        workers = [observer.worker_stats(number) for number in range(publication.workers)]
+        before = [stats.looks for stats in workers]
+        for stats, looks in zip(workers, before, strict=True):
+            wait_for(lambda stats=stats, looks=looks: stats.looks > looks, "its workers look")
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """The `proxyccl` command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "proxyccl", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+    )
+
+
+def output_of(process: subprocess.Popen[str]) -> str:
+    """What a command that ends well prints."""
+    out, error = process.communicate(timeout=3 * TIMEOUT)
+    assert process.returncode == 0, error
+    return out

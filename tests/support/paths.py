@@ -1,0 +1,8 @@
+"""Where things lie in the tree."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+PROGRAMS = TESTS / "support/programs"
+ROOT = TESTS.parent
+EXAMPLES = ROOT / "examples"

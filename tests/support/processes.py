@@ -1,0 +1,123 @@
+"""Ranks as plain processes, joined by files: for tests in which one dies and the others live on.
+
+An MPI launcher ends the whole job when a rank dies. This one does not, and shows what a launcher must offer at least.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from proxyccl import WaitTimeoutError
+
+
+class FileBootstrap:
+    """A bootstrap over a directory that the ranks share: each round of all_gather is one file a rank."""
+
+    def __init__(self, directory: str, rank: int, world_size: int) -> None:
+        self._directory = Path(directory)
+        self._round = 0
+        self.rank = rank
+        self.world_size = world_size
+
+    @classmethod
+    def from_environment(cls) -> FileBootstrap:
+        """The bootstrap of a process that `run_processes` started."""
+        return cls(os.environ["RENDEZVOUS"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        number, self._round = self._round, self._round + 1
+        written = self._directory / f".{number}-{self.rank}"
+        written.write_bytes(data)
+        written.rename(self._directory / f"{number}-{self.rank}")
+        files = [self._directory / f"{number}-{rank}" for rank in range(self.world_size)]
+        while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"the bootstrap's all_gather: ranks {missing} did not come in time",
+                    rank=self.rank,
+                    peer=missing[0],
+                    operation="bootstrap",
+                )
+            time.sleep(0.002)
+        return [file.read_bytes() for file in files]
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one process ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_processes(
+    world_size: int, program: Path, *arguments: str, timeout: float = 180.0, env: dict[str, str] | None = None
+) -> list[Ended]:
+    """Runs a program in `world_size` processes and waits for all. Raises TimeoutError, and leaves none behind."""
+    with tempfile.TemporaryDirectory() as rendezvous:
+        shared = {**os.environ, **(env or {}), "RENDEZVOUS": rendezvous, "WORLD_SIZE": str(world_size)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), *arguments],
+                env={**shared, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]
+        deadline = time.monotonic() + timeout
+        try:
+            outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired as error:
+            raise TimeoutError(f"a process of {program.name} {arguments} hangs") from error
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        return [Ended(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def processes_with(variable: str, value: str) -> list[int]:
+    """The processes of this machine that were started with an environment variable of this value."""
+    return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if f"{variable}={value}" in _started(pid)]
+
+
+def _started(pid: int) -> list[str]:
+    """The environment that a process was started with; nothing of one that has ended."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return []
+
+
+def is_job_daemon(pid: int) -> bool:
+    """Whether a process is a daemon that the ranks of a job started."""
+    try:
+        return b"job_main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def shared_memory_names() -> set[str]:
+    """What lies in /dev/shm, but for what others put there in a test run.
+
+    MPI keeps segments there, and leaves them when a rank is killed; so does the driver of a GPU.
+    """
+    others = ("mpich_shm_", "vader_segment", "sm_segment", "cuda.shm.")
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}

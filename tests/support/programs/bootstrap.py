@@ -1,0 +1,32 @@
+"""Communicators from MPI's world, from a part of it and from its ranks reversed, side by side."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+from mpi4py import MPI
+
+from proxyccl import Communicator
+from support.device_arrays import on_device, on_host
+
+world = MPI.COMM_WORLD
+half = world.Split(world.rank % 2, world.rank)
+reverse = world.Split(0, -world.rank)
+with (
+    Communicator(timeout=20) as everyone,
+    Communicator.from_mpi(half, timeout=20) as mine,
+    Communicator(reverse, timeout=20) as backwards,
+):
+    assert (everyone.rank, everyone.world_size) == (world.rank, world.size)
+    assert (mine.rank, mine.world_size) == (half.rank, half.size)
+    assert backwards.rank == world.size - 1 - world.rank
+    for comm, members in ((mine, half), (everyone, world), (backwards, reverse)):
+        x = on_device(comm, np.full(100, world.rank, np.int64))
+        comm.all_reduce(x)
+        assert (on_host(x) == members.allreduce(world.rank)).all()
+        assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
+sys.stdout.write(f"rank {world.rank}: correct\n")

@@ -1,0 +1,65 @@
+"""Collectives of arrays in a pool's segments, which come and go, and of registered arrays that are freed, between ranks
+that are processes; each prints that it got them right.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from proxyccl import Communicator
+from proxyccl.device.memory_pool import MemoryPool
+from support.device_arrays import barrier
+from support.foreign_memory import ForeignMemory
+from support.memory import make_call, registered, room_for, wait_until
+from support.reference import Call
+
+
+def freed_arrays(comm: Communicator, call: Call) -> None:
+    """No communicator follows the pool yet, so its memory is freed at once."""
+    room = room_for(call, comm.world_size)
+    source = comm.empty(room, "uint8")
+    for seed in range(3):
+        memory = ForeignMemory(comm.runtime, room)
+        registration = comm.register(memory.array())
+        assert registered(comm, memory.array().view())
+        make_call(comm, replace(call, seed=seed), source, memory.array())
+        barrier(comm)
+        memory.close()
+        again = memory.replaced()
+        make_call(comm, replace(call, seed=seed + 10), source, again.array())
+        assert not registered(comm, again.array().view())
+        comm.deregister(registration)
+        barrier(comm)
+        again.close()
+
+
+def segments(comm: Communicator, call: Call) -> None:
+    """Each is withdrawn, and unmapped by its peers, before it goes."""
+    pool, room = MemoryPool(comm.runtime), room_for(call, comm.world_size)
+    comm.group.symmetric.follow(pool)
+    for seed in range(5):
+        source, target = (ForeignMemory(comm.runtime, room) for _ in range(2))
+        make_call(comm, replace(call, seed=seed), source.array(), target.array())
+        wait_until(functools.partial(registered, comm, target.array().view()))
+        make_call(comm, replace(call, seed=seed + 10), source.array(), target.array())
+        barrier(comm)
+        source.close()
+        target.close()
+        wait_until(lambda: not pool.segments())
+
+
+with Communicator() as comm:
+    count = comm.runtime.launch_defaults.meeting_bytes // 4
+    for collective in ("all_gather", "all_reduce"):
+        call = Call(
+            collective, algorithm="two_shot" if collective == "all_reduce" else None, count=count, in_place=False
+        )
+        freed_arrays(comm, call)
+    segments(comm, call)
+    sys.stdout.write(f"rank {comm.rank}: correct\n")
+    sys.stdout.flush()

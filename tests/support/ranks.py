@@ -1,0 +1,131 @@
+"""Ranks that live as long as a test module: communicators are built once and run many cases.
+
+Each rank is one thread that runs what `Ranks.run` hands it. After a failure the next run starts on fresh communicators.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+from proxyccl import AbortedError, Communicator, Runtime, ThreadBootstrap
+from support.devices import require_devices
+from support.running import TIMEOUT
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """`world_size` communicators, each used by one thread.
+
+    Args:
+        world_size: number of ranks.
+        make_runtime: called with each rank for a runtime of its own; by default the communicator opens one.
+        options_of: called with each rank for options that only this one gets.
+        options: as for `Communicator`.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        make_runtime: Callable[[int], Runtime] | None = None,
+        options_of: Callable[[int], dict[str, Any]] | None = None,
+        **options: Any,
+    ) -> None:
+        require_devices(world_size)
+        self.world_size = world_size
+        self._make_runtime = make_runtime or (lambda _: None)
+        self._options_of = options_of or (lambda _: {})
+        self._options = {"timeout": TIMEOUT, **options}
+        self._threads = [ThreadPoolExecutor(1, thread_name_prefix=f"rank-{rank}") for rank in range(world_size)]
+        self._communicators: list[Communicator] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+        for thread in self._threads:
+            thread.shutdown()
+
+    def _close(self) -> None:
+        communicators, self._communicators = self._communicators, []
+        if communicators:
+            self._everywhere(lambda rank: communicators[rank].close())
+
+    def _open(self) -> None:
+        bootstraps = ThreadBootstrap.create(self.world_size)
+        self._communicators = self._everywhere(
+            lambda rank: Communicator(
+                bootstraps[rank], self._make_runtime(rank), **self._options, **self._options_of(rank)
+            )
+        )
+
+    def _everywhere(self, action: Callable[[int], T]) -> list[T]:
+        futures: list[Future[T]] = [thread.submit(action, rank) for rank, thread in enumerate(self._threads)]
+        errors = [error for future in futures if (error := future.exception(4 * TIMEOUT)) is not None]
+        for error in errors:  # a rank that was only told to stop is not the one to hear first
+            if not isinstance(error, AbortedError):
+                raise error
+        if errors:
+            raise errors[0]
+        return [future.result() for future in futures]
+
+    def run(self, body: Callable[[Communicator], T]) -> list[T]:
+        """body(communicator) on every rank at once: the results by rank, or the first rank's exception."""
+        if not self._communicators:
+            self._open()
+        communicators = self._communicators
+
+        def on_rank(rank: int) -> T:
+            try:
+                return body(communicators[rank])
+            except BaseException as error:
+                communicators[rank].abort(f"a test failed: {error}")
+                raise
+
+        try:
+            return self._everywhere(on_rank)
+        except BaseException:
+            self._close()
+            raise
+
+
+def open_descriptors() -> int:
+    """Number of file descriptors that this process holds."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def live_threads() -> int:
+    """Number of this process's threads, those without Python included."""
+    return len(os.listdir("/proc/self/task"))
+
+
+class Gate:
+    """Something that a handler can block on, and that a test opens in the end whatever happens."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+
+    def __enter__(self) -> Gate:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.open()
+
+    def open(self) -> None:
+        """Lets everybody through."""
+        self._open.set()
+
+    def wait(self) -> None:
+        """Waits until it is open, at most for a test's time."""
+        self._open.wait(4 * TIMEOUT)

@@ -1,0 +1,164 @@
+"""A client of the node daemon that says whatever it is told to, and a ring that floods it."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import json
+import socket
+import threading
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from proxyccl import Trigger
+from proxyccl.channels.control import ControlSegment, segment_bytes
+from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION
+from proxyccl.proxy.ring import ring_bytes
+from proxyccl.proxy.shared_words import SharedWords
+from support.daemons import RunningDaemon
+
+RING = 64
+OFFSET = ControlSegment.service_offset
+HELLO = {"hello": VERSION, "layout": LAYOUT}
+OPEN = {
+    "do": "open",
+    "runtime": "host",
+    "device_id": "host:0",
+    "fifo_size": RING,
+    "threads": 1,
+    "shared_offset": OFFSET,
+    "semaphores_offset": ControlSegment.semaphore_offset(0),
+}
+
+
+DONE = {"kind": "done"}
+DRAINED = {"kind": "drained", "drained": True}
+
+
+def frame_of(message: dict[str, Any]) -> bytes:
+    """A message as JSON, valid or not. Bytes travel in base64."""
+    return json.dumps(message, default=lambda data: base64.b64encode(data).decode()).encode()
+
+
+class RawClient:
+    """Says what it is told to, true or not."""
+
+    def __init__(self, daemon: RunningDaemon) -> None:
+        self.connection = daemon.connect()
+        self.segment = SharedMemory.allocate(segment_bytes())
+        self.ring = SharedMemory.allocate(ring_bytes(RING))
+        self.buffer = SharedMemory.allocate(4096)
+
+    def __enter__(self) -> RawClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.connection.close()
+
+    def say(self, frame: bytes | dict[str, Any], *descriptors: int) -> dict[str, Any] | None:
+        """The daemon's answer, or None where it hung up."""
+        data = frame if isinstance(frame, bytes) else frame_of(frame)
+        try:
+            socket.send_fds(self.connection, [data], list(descriptors))
+            answer = self.connection.recv(LONGEST_FRAME)
+        except (BrokenPipeError, ConnectionResetError):
+            return None
+        return json.loads(answer) if answer else None
+
+    def open(self, **changed: Any) -> dict[str, Any] | None:
+        """Says hello, and asks for a service with one ring."""
+        assert self.say(HELLO) is not None
+        return self.say(OPEN | changed, self.segment.descriptor, self.ring.descriptor)
+
+    def opens(self) -> bool:
+        """Whether that is done."""
+        answer = self.open()
+        return answer is not None and answer.keys() == {"kind", "observed"}
+
+    def use(self) -> dict[str, Any]:
+        """A memory and a channel to itself."""
+        handle = self.buffer.export(self.buffer.ptr, 4096)
+        memory = self.say({"do": "add_memory", "key": 0, "handle": handle, "nbytes": 4096})
+        connection = self.say({"do": "connect_copy", "peer": 0})
+        assert memory is not None
+        assert connection is not None
+        channel = self.say({"do": "reserve_channel", "connection": connection["number"]})
+        assert channel is not None
+        return {"first": memory["first"], "connection": connection["number"], "channel": channel["channel"]}
+
+    def set_channel(self, used: dict[str, Any], offset: int = 0, nbytes: int = 8) -> dict[str, Any]:
+        """A request to signal some bytes of the buffer on the channel of `use`."""
+        word = self.buffer.export(self.buffer.ptr + offset, nbytes)
+        return {"do": "set_channel", "channel": used["channel"], "connection": used["connection"], "word": word}
+
+    def plan(self, used: dict[str, Any]) -> dict[str, Any]:
+        """A plan that copies some bytes of the buffer on the channel of `use`."""
+        send = {
+            "channel": used["channel"],
+            "src_memory": used["first"],
+            "src_offset": 0,
+            "nbytes": 512,
+            "dst_memory": used["first"],
+            "dst_offset": 2048,
+        }
+        return {"sends": [send]}
+
+    @property
+    def plan_words(self) -> Any:
+        """The words through which a stream and its plans meet."""
+        return SharedWords(self.segment, OFFSET).plan_words
+
+    def ended(self) -> bool:
+        """Whether the daemon has hung up."""
+        try:
+            return self.connection.recv(LONGEST_FRAME) == b""
+        except ConnectionResetError:
+            return True
+
+
+class Ringing:
+    """A thread that writes a plan's number to the bell again and again, within the block."""
+
+    def __init__(self, words: Any, number: int) -> None:
+        self._words, self._number = words, number
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._words.bell = self._number
+
+    def __enter__(self) -> Ringing:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+class Flood:
+    """A ring that is always full of one trigger: a thread flips the bits that tell a lap from the next."""
+
+    def __init__(self, ring: SharedMemory, trigger: Trigger) -> None:
+        self._stop = threading.Event()
+        self._slots = np.frombuffer((ctypes.c_uint64 * (2 * RING)).from_address(ring.ptr), np.uint64)
+        self._slots[0::2], self._slots[1::2] = trigger.encode()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self._slots[1::2] ^= np.uint64(1 << 63)
+
+    def end(self) -> None:
+        """Stops the thread."""
+        self._stop.set()
+        self._thread.join()

@@ -1,0 +1,303 @@
+"""Collective calls as values: what each rank puts in, the call itself, and what must come out.
+
+The reference is computed in a wider type (integers exactly), apart from the code under test. Bounds for floating point
+follow from the accumulation that the library promises: n-1 roundings in the accumulator's type and one to the
+element's type.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Communicator
+from proxyccl.device.dtypes import reduction_dtypes
+from support.device_arrays import on_device, on_host
+
+ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
+MOVES = ("all_gather", "all_to_all", "broadcast")
+DTYPES = tuple(reduction_dtypes())
+OPS = ("sum", "prod", "min", "max", "avg")
+BITWISE_OPS = ("band", "bor", "bxor")
+_GUARD = 5  # elements behind each array that nobody may touch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Values = NDArray[Any]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The numpy dtype of a name, ml_dtypes' included."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def unit_roundoff(dtype: np.dtype[Any]) -> float:
+    """Half the distance from 1 to the next number."""
+    import ml_dtypes
+
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def poison(count: int, dtype: np.dtype[Any]) -> Values:
+    """An array whose every byte is 0xA5: no sensible number in any type."""
+    return np.full(count * dtype.itemsize, 0xA5, np.uint8).view(dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective call.
+
+    Attributes:
+        count: elements of one rank's share: of the whole array for all_reduce and broadcast.
+        offset: elements before the array in the memory that it is a view of.
+        in_place: whether the output is the input (its own share, for all_gather and reduce_scatter).
+        own_memory: whether the arrays lie in memory of `Communicator.empty`.
+        seed: of the input's values.
+        rounded_parts: partial results that are rounded to a 16-bit type before they are combined: the nodes' in a
+            hierarchy.
+    """
+
+    collective: str = "all_reduce"
+    dtype: str = "float32"
+    op: str = "sum"
+    algorithm: str | None = None
+    count: int = 1
+    offset: int = 0
+    in_place: bool = True
+    own_memory: bool = False
+    root: int = 0
+    seed: int = 0
+    rounded_parts: int = 0
+
+    def sizes(self, world_size: int) -> tuple[int, int]:
+        """Elements that go in and come out, on each rank."""
+        many = self.count * world_size
+        return {
+            "all_gather": (self.count, many),
+            "reduce_scatter": (many, self.count),
+            "all_to_all": (many, many),
+        }.get(self.collective, (self.count, self.count))
+
+    def values(self) -> Call:
+        """The call without what its result does not depend on."""
+        return replace(self, algorithm=None, offset=0, in_place=True, own_memory=False)
+
+    def input(self, rank: int, world_size: int) -> Values:
+        """What a rank puts in."""
+        return _inputs(self.values(), world_size)[rank]
+
+    def _base(
+        self, comm: Communicator, count: int, values: Values | None = None, at: int = 0, *, extra_offset: int = 0
+    ) -> tuple[Any, Any]:
+        """Poisoned memory with a guard before and behind, and the view of `count` elements in it.
+
+        The values, if any, begin at element `at` of the view.
+        """
+        dtype = numpy_dtype(self.dtype)
+        before = self.offset + extra_offset
+        base = poison(before + count + _GUARD, dtype)
+        if values is not None:
+            base[before + at : before + at + len(values)] = values
+        if self.own_memory and comm.runtime.name == "host":
+            shared = np.asarray(comm.empty(base.shape, self.dtype)).view(dtype)
+            shared[:] = base
+            base = shared
+        placed = on_device(comm, base)
+        return placed, placed[before : before + count]
+
+    def run(self, comm: Communicator, stream: Any = None) -> None:
+        """Makes the call on this rank and checks this rank's result. Raises AssertionError."""
+        self.start(comm, stream).finish()
+
+    def start(self, comm: Communicator, stream: Any = None) -> Started:
+        """Makes the call on this rank; with a stream its result is there after a synchronisation."""
+        size_in, size_out = self.sizes(comm.world_size)
+        values = self.input(comm.rank, comm.world_size)
+        if self.in_place:
+            own = slice(comm.rank * self.count, (comm.rank + 1) * self.count)
+            at = own.start if self.collective == "all_gather" else 0
+            base, whole = self._base(comm, max(size_in, size_out), values, at)
+            x = whole[own] if self.collective == "all_gather" else whole
+            out = whole[own] if self.collective == "reduce_scatter" else whole
+            bases = [base]
+        else:
+            base, x = self._base(comm, size_in, values)
+            out_base, out = self._base(comm, size_out, extra_offset=1)
+            bases = [base, out_base]
+        result = self.issue(comm, x, None if out is x else out, stream)
+        assert result is out, f"{self}: the call returned another array than its output"
+        by_levels = self.collective == "all_reduce" and self.algorithm in (None, "hierarchical")
+        parts = comm.topology.node_count if by_levels and comm.topology.has_levels() else 0
+        return Started(replace(self, rounded_parts=parts), comm, x, out, bases, stream)
+
+    def check(self, out: Values, rank: int, world_size: int) -> None:
+        """Raises AssertionError unless `out` is what must come out on a rank."""
+        expected, bound = _expected(self.values(), world_size, rank)
+        _compare(out, expected, bound, f"rank {rank} of {world_size}: {self}")
+
+    def issue(self, comm: Communicator, x: Any, out: Any, stream: Any) -> Any:
+        """Makes the call on arrays of these sizes, with `out` None in place; what it returned."""
+        call = getattr(comm, self.collective)
+        options: dict[str, Any] = {"out": out, "algorithm": self.algorithm, "stream": stream}
+        if self.collective in ("all_gather", "all_to_all") and out is None:
+            options["out"] = x  # these make a new array otherwise
+        if self.collective in ("all_reduce", "reduce_scatter"):
+            return call(x, self.op, **options)
+        if self.collective == "broadcast":
+            return call(x, self.root, **options)
+        return call(x, **options)
+
+
+@dataclass
+class Started:
+    """A call that was issued on one rank."""
+
+    call: Call
+    comm: Communicator
+    x: Any
+    out: Any
+    bases: list[Any]
+    stream: Any
+
+    def finish(self) -> bytes:
+        """Waits for the result, checks it, and returns its bytes."""
+        if self.stream is not None or self.comm.runtime.name != "host":
+            self.comm.synchronize(self.stream)
+        call, rank, world_size = self.call, self.comm.rank, self.comm.world_size
+        message = f"rank {rank} of {world_size}: {call}"
+        out = on_host(self.out)
+        call.check(out, rank, world_size)
+        for extra, placed in enumerate(self.bases):
+            base = on_host(placed)
+            before = call.offset + extra
+            edges = np.concatenate([base[:before], base[len(base) - _GUARD :]])
+            assert edges.tobytes() == poison(len(edges), base.dtype).tobytes(), f"{message}: wrote outside the array"
+        if not call.in_place:
+            untouched = call.input(rank, world_size)
+            assert on_host(self.x).tobytes() == untouched.tobytes(), f"{message}: changed its input"
+        return out.tobytes()
+
+
+def _compare(out: Values, expected: Values, bound: Values | None, message: str) -> None:
+    if bound is None:
+        if out.tobytes() != expected.tobytes():
+            wrong = np.flatnonzero(out != expected)
+            first = int(wrong[0]) if len(wrong) else -1
+            raise AssertionError(
+                f"{message}: {len(wrong)} of {len(out)} elements differ, first [{first}]: "
+                f"{out[first]} instead of {expected[first]}"
+            )
+        return
+    error = np.abs(out.astype(np.float64) - expected)
+    wrong = np.flatnonzero(~(error <= bound))
+    if len(wrong):
+        first = int(wrong[0])
+        raise AssertionError(
+            f"{message}: {len(wrong)} of {len(out)} elements are out of bounds, first [{first}]: "
+            f"{out[first]} instead of {expected[first]} ± {bound[first]}"
+        )
+
+
+_cache_lock = threading.RLock()
+
+
+def _cached(function: Callable[P, T]) -> Callable[P, T]:
+    """A small cache that ranks as threads share; each value is computed once."""
+    cached = functools.lru_cache(maxsize=64)(function)
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _cache_lock:
+            return cached(*args, **kwargs)
+
+    return locked
+
+
+@_cached
+def _inputs(call: Call, world_size: int) -> list[Values]:
+    dtype = numpy_dtype(call.dtype)
+    size, _ = call.sizes(world_size)
+    generators = [np.random.default_rng([call.seed, rank]) for rank in range(world_size)]
+    if call.collective not in ("all_reduce", "reduce_scatter"):
+        return [g.integers(0, 256, size * dtype.itemsize, dtype=np.uint8).view(dtype) for g in generators]
+    if dtype.kind in "iu":
+        most = 2 if call.op == "prod" else min(1000, np.iinfo(dtype).max // 16)  # no average of 16 ranks overflows
+        return [g.integers(-most if dtype.kind == "i" else 0, most + 1, size).astype(dtype) for g in generators]
+    if call.op == "prod":
+        return [g.uniform(0.5, 1.5, size).astype(dtype) for g in generators]
+    return [g.standard_normal(size).astype(dtype) for g in generators]
+
+
+def _reduced(call: Call, inputs: list[Values]) -> tuple[Values, Values | None]:
+    """The reduction of the inputs, and the bound of its error (None: exact)."""
+    dtype = numpy_dtype(call.dtype)
+    ranks = len(inputs)
+    if call.op in BITWISE_OPS:
+        combine = {"band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}[call.op]
+        return functools.reduce(combine, inputs), None
+    if call.op in ("min", "max"):
+        reduce = np.minimum if call.op == "min" else np.maximum
+        return functools.reduce(reduce, inputs).astype(dtype), None
+    if dtype.kind in "iu":
+        stack = np.stack(inputs).astype(np.int64)
+        if call.op == "prod":
+            return stack.prod(axis=0).astype(dtype), None
+        total = stack.sum(axis=0)
+        if call.op == "avg":
+            total = np.sign(total) * (np.abs(total) // ranks)  # truncates towards zero
+        return total.astype(dtype), None
+    accumulator = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    wide = np.stack(inputs).astype(np.longdouble if dtype == np.float64 else np.float64)
+    if call.op == "prod":
+        exact = wide.prod(axis=0)
+        magnitude = np.abs(exact)
+    else:
+        exact, magnitude = wide.sum(axis=0), np.abs(wide).sum(axis=0)
+        if call.op == "avg":
+            exact, magnitude = exact / ranks, magnitude / ranks
+    u = unit_roundoff(accumulator)
+    growth = ranks * u / (1 - ranks * u)  # n-1 combinations, and the division of an average
+    bound = growth * magnitude
+    if accumulator != dtype:
+        smallest = 2.0**-24 if dtype == np.float16 else 0.0  # half precision's subnormals
+        # Each part's rounding is relative to it: the parts of a sum make up its magnitude, a product's errors add up.
+        factor = call.rounded_parts if call.op == "prod" else min(call.rounded_parts, 1)
+        bound = bound + factor * (unit_roundoff(dtype) * magnitude + call.rounded_parts * smallest / 2)
+        bound = bound * (1 + unit_roundoff(dtype)) + unit_roundoff(dtype) * np.abs(exact) + smallest / 2
+    return exact.astype(np.float64), bound.astype(np.float64) + np.abs(exact).astype(np.float64) * 2.0**-53
+
+
+def ops_of(dtype: str) -> tuple[str, ...]:
+    """The operators that reduce a type."""
+    return OPS + BITWISE_OPS if numpy_dtype(dtype).kind in "iu" else OPS
+
+
+@_cached
+def _reduced_once(call: Call, world_size: int) -> tuple[Values, Values | None]:
+    return _reduced(call, _inputs(call, world_size))
+
+
+@_cached
+def _expected(call: Call, world_size: int, rank: int) -> tuple[Values, Values | None]:
+    inputs = _inputs(call, world_size)
+    if call.collective == "all_gather":
+        return np.concatenate(inputs), None
+    if call.collective == "all_to_all":
+        part = slice(rank * call.count, (rank + 1) * call.count)
+        return np.concatenate([values[part] for values in inputs]), None
+    if call.collective == "broadcast":
+        return inputs[call.root], None
+    if call.collective == "reduce_scatter":
+        part = slice(rank * call.count, (rank + 1) * call.count)
+        return _reduced(call, [values[part] for values in inputs])
+    return _reduced_once(call, world_size)

@@ -1,0 +1,87 @@
+"""Ranks for tests: as threads of this process, and as MPI processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from proxyccl import Communicator, Runtime, ThreadBootstrap
+from support.devices import require_devices
+
+T = TypeVar("T")
+TIMEOUT = 60.0
+"""Bound of waits inside tests that are not about time-outs: long, since the machine may be busy."""
+
+
+def run_ranks(
+    world_size: int,
+    body: Callable[[Communicator], T],
+    *,
+    timeout: float = TIMEOUT,
+    make_runtime: Callable[[int], Runtime] | None = None,
+    **options: Any,
+) -> list[T]:
+    """Runs body(communicator) in one thread a rank, whose runtime `make_runtime(rank)` makes if it is given.
+
+    Returns the results by rank, or raises the first rank's exception.
+    """
+    require_devices(world_size)
+    results: list[Any] = [None] * world_size
+    errors: list[BaseException | None] = [None] * world_size
+    bootstraps = ThreadBootstrap.create(world_size)
+
+    def rank_main(rank: int) -> None:
+        try:
+            own = {} if make_runtime is None else {"runtime": make_runtime(rank)}
+            with Communicator(bootstraps[rank], timeout=timeout, **own, **options) as communicator:
+                results[rank] = body(communicator)
+        except BaseException as error:
+            errors[rank] = error
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(world_size)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(4 * timeout + 60)
+    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+    for error in errors:
+        if error is not None:
+            raise error
+    return results
+
+
+def find_mpiexec() -> str:
+    """The launcher beside this interpreter, else the one on PATH."""
+    directories = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+    mpiexec = shutil.which("mpiexec", path=directories)
+    assert mpiexec is not None, "mpiexec is missing: pip install mpich"
+    return mpiexec
+
+
+def run_mpi(
+    world_size: int, program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program on `world_size` MPI processes of this machine, which have this process's environment."""
+    launcher = [find_mpiexec(), "-n", str(world_size), sys.executable, "-m", "mpi4py"]
+    return _run([*launcher, str(program), *arguments], timeout, env)
+
+
+def run_alone(
+    program: Path | str, *arguments: str, timeout: float = 120.0, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python program on one process, which has this one's environment."""
+    return _run([sys.executable, str(program), *arguments], timeout, env)
+
+
+def _run(command: list[str], timeout: float, env: dict[str, str] | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, check=False, env={**os.environ, **(env or {})}
+    )

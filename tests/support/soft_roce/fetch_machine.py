@@ -1,0 +1,84 @@
+"""Puts what the machine with Soft-RoCE is made of into a directory: no root and no system package touched.
+
+That is a kernel, QEMU, and the RDMA packages that are installed inside, all of the Debian release that runs here and
+only what is not installed already (about 100 MB down, 150 MB unpacked).
+
+    python fetch_machine.py DIRECTORY     exits with 0, or with 2 and the reason why it can't be had here
+
+The directory then has
+    root/       packages, unpacked over one another
+    kernel      the kernel
+    modules/    those of its modules that the machine loads, named in the order in which it does
+    python/     pyverbs and nothing else, for PYTHONPATH
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from kernel_image import uncompressed
+from kernel_modules import MODULES, in_load_order
+
+from support.debian_packages import (
+    INSTALLED,
+    Apt,
+    UnavailableError,
+    fetch_program,
+    fill_once,
+    machine_suite,
+    require_x86_64,
+    unpack,
+)
+from support.paths import ROOT
+
+KERNEL = "linux-image-amd64"
+PACKAGES = (
+    *("qemu-system-x86", "busybox-static"),
+    *("libibverbs1", "ibverbs-providers", "libibverbs-dev", "librdmacm1", "python3-pyverbs"),
+    *("iproute2", "perftest"),
+)
+PYVERBS = Path("usr/lib/python3/dist-packages/pyverbs")
+DIRECTORY = ROOT / "build/soft-roce"
+
+
+def fill(directory: Path) -> None:
+    """Downloads and unpacks into `directory`."""
+    root, modules, python = (directory / name for name in ("root", "modules", "python"))
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        apt = Apt(Path(temporary, "apt"), machine_suite(), INSTALLED)
+        unpack(apt.download_with_dependencies(*PACKAGES), root)
+        # By itself: it would have an initramfs made, and what it needs for that is not needed here.
+        unpacked = Path(temporary, "kernel")
+        unpack([apt.download(apt.dependency(KERNEL, r"linux-image-\S+"))], unpacked)
+        (image,) = unpacked.glob("boot/vmlinuz-*")
+        (directory / "kernel").write_bytes(uncompressed(image.read_bytes()))
+        (tree,) = unpacked.glob("lib/modules/*")
+        modules.mkdir()
+        for position, (name, module) in enumerate(in_load_order(tree).items()):
+            (modules / f"{position:02d}-{name}.ko").write_bytes(module)
+    python.mkdir()
+    (python / "pyverbs").symlink_to(Path("/") / PYVERBS)
+
+
+def require_pyverbs_for_this_python(directory: Path) -> None:
+    """Raises UnavailableError if Debian built pyverbs for another Python than this one."""
+    places = [place / PYVERBS for place in (directory / "root", Path("/"))]
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    if not any(place.glob(f"*{suffix}") for place in places):
+        raise UnavailableError(f"Debian {machine_suite()} has no pyverbs for Python {sysconfig.get_python_version()}")
+
+
+def fetch(directory: Path) -> None:
+    """Fills `directory`, unless that was done before."""
+    require_x86_64("the machine with Soft-RoCE")
+    fill_once(directory, " ".join((machine_suite(), *PACKAGES, *MODULES)), fill)
+    require_pyverbs_for_this_python(directory)
+
+
+if __name__ == "__main__":
+    fetch_program(fetch)

@@ -1,0 +1,56 @@
+"""The modules of an unpacked kernel that the machine loads, in the order in which it must load them."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+from support.debian_packages import UnavailableError
+
+MODULES = (
+    *("virtio_pci", "virtio_console", "virtio_net"),
+    *("9p", "9pnet_virtio", "overlay"),
+    *("veth", "sch_netem"),
+    *("rdma_rxe", "ib_uverbs", "rdma_ucm"),
+    *("crc32_generic", "crc32_pclmul"),  # rdma_rxe asks for CRC-32 by the algorithm's name
+)
+
+
+def named(path_or_name: str) -> str:
+    """A module's name as the kernel spells it: a file's name may have dashes instead."""
+    return Path(path_or_name).name.split(".ko")[0].replace("-", "_")
+
+
+def contents(path: Path) -> bytes:
+    """A module, uncompressed."""
+    return lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+
+
+def dependencies(module: bytes) -> list[str]:
+    """The names of the modules whose symbols a module uses, from its own .modinfo section."""
+    start = module.index(b"\0depends=") + len(b"\0depends=")
+    return [name for name in module[start : module.index(b"\0", start)].decode().split(",") if name]
+
+
+def in_load_order(tree: Path) -> dict[str, bytes]:
+    """MODULES and all that they depend on, by name, each behind what it needs.
+
+    `tree` is a lib/modules/VERSION. Raises UnavailableError if this kernel lacks one.
+    """
+    files = {named(path.name): path for path in tree.rglob("*.ko*")}
+    built_in = {named(line) for line in (tree / "modules.builtin").read_text().splitlines()}
+    found: dict[str, bytes] = {}
+
+    def add(name: str) -> None:
+        if name in built_in or name in found:
+            return
+        if name not in files:
+            raise UnavailableError(f"the kernel {tree.name} has no module {name}")
+        module = contents(files[name])
+        for dependency in dependencies(module):
+            add(named(dependency))
+        found[name] = module
+
+    for name in MODULES:
+        add(name)
+    return found

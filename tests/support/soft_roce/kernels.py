@@ -1,0 +1,59 @@
+"""Kernels of the tests over RDMA, in one source: compiling takes seconds where everything is emulated.
+
+python tests/support/soft_roce/kernels.py      compiles them, the example's and all Python files, outside of the machine
+"""
+
+import compileall
+import sys
+from pathlib import Path
+
+import proxyccl
+from proxyccl import open_runtime
+
+KERNELS = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+using Channels = DeviceHandle<ProxyChannel>*;
+extern "C" __global__ void exchange(Channels channels, int peers, int rank, unsigned long part) {
+  for (int i = 0; i < peers; ++i) channels[i].putWithSignal(rank * part, 0, part);
+  for (int i = 0; i < peers; ++i) channels[i].wait();
+}
+extern "C" __global__ void put(Channels channels, unsigned long dst, unsigned long src, unsigned long bytes) {
+  channels[0].putWithSignalAndFlush(dst, src, bytes);
+  channels[0].wait();
+}
+extern "C" __global__ void put_only(Channels channels, unsigned long bytes) {
+  channels[0].put(0, 0, bytes);
+  channels[0].flush();
+}
+extern "C" __global__ void leave(Channels channels, unsigned long bytes) { channels[0].put(0, 0, bytes); }
+extern "C" __global__ void wait(Channels channels) { channels[0].wait(); }
+extern "C" __global__ void flood(Channels channels, int puts, unsigned long bytes) {
+  for (int i = 0; i < puts; ++i) channels[0].put(i * bytes, i * bytes, bytes);
+  channels[0].signal();
+  channels[0].wait();
+  channels[0].flush();
+}
+extern "C" __global__ void count(Channels channels, int turns, unsigned long* values, unsigned long* sent) {
+  for (int i = 1; i <= turns; ++i) {
+    sent[0] = i;
+    __threadfence_system();
+    channels[0].putWithSignalAndFlush(8 * turns, 0, 8);
+    channels[0].wait();
+    values[i - 1] = loadAcquireSystem(reinterpret_cast<uint64_t*>(values + turns));
+  }
+}
+"""
+
+if __name__ == "__main__":
+    TESTS = Path(__file__).resolve().parent.parent.parent
+    EXAMPLES = TESTS.parent / "examples"
+    for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
+        compileall.compile_dir(directory, quiet=1)
+    sys.path.insert(0, str(EXAMPLES))
+
+    import gpu_data_interchange
+
+    runtime = open_runtime("host")
+    for source in (KERNELS, gpu_data_interchange.KERNEL):
+        runtime.compile(source)

@@ -1,0 +1,42 @@
+"""Ranks as two nodes: each has one of the machine's two devices, so what leaves a node crosses the wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from proxyccl import ProxyCCLError, RdmaOptions
+from support.ranks import Ranks
+from support.soft_roce.wire import DEVICES
+
+RANKS, LOCAL = 4, 2
+TIMEOUT = 60.0
+"""Bound of waits that are not about time-outs: everything is emulated here, and so takes 20 times as long."""
+_BOUND = 60.0
+
+
+def rdma_of(rank: int, local: int = LOCAL, **options: Any) -> dict[str, Any]:
+    """A rank's RDMA options: its node's device."""
+    return {"rdma": RdmaOptions(device=DEVICES[rank // local % len(DEVICES)], **options)}
+
+
+def two_nodes(local: int = LOCAL, **options: Any) -> Ranks:
+    """Two nodes of `local` ranks; options as for `RdmaOptions`."""
+    return Ranks(
+        2 * local,
+        options_of=lambda rank: rdma_of(rank, local, **options),
+        local_world_size=local,
+        timeout=TIMEOUT,
+    )
+
+
+def failure_of(call: Callable[[], object]) -> ProxyCCLError:
+    """What the call raises, which must come in time."""
+    began = time.monotonic()
+    with pytest.raises(ProxyCCLError) as caught:
+        call()
+    assert time.monotonic() - began < _BOUND
+    return caught.value

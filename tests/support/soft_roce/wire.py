@@ -1,0 +1,58 @@
+"""The machine's Soft-RoCE devices, and the wire between them, which tests disturb and cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+IN_MACHINE = "SOFT_ROCE_DEVICES" in os.environ
+DEVICES = tuple(os.environ.get("SOFT_ROCE_DEVICES", "").split(","))
+INTERFACES = tuple(os.environ.get("SOFT_ROCE_INTERFACES", "").split(","))
+ADDRESSES = tuple(os.environ.get("SOFT_ROCE_ADDRESSES", "").split(","))
+WIRE_SCRIPT = Path(__file__).with_name("wire.sh")
+
+
+def run(*command: str) -> str:
+    """A tool's output. Raises CalledProcessError where it fails, with what it wrote in a note."""
+    try:
+        done = subprocess.run(command, check=True, timeout=30, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        error.add_note(error.stdout + error.stderr)
+        raise
+    return done.stdout
+
+
+def packets_sent(interface: str) -> int:
+    """How many packets have left an end of the wire since the machine started."""
+    return int(Path("/sys/class/net", interface, "statistics/tx_packets").read_text())
+
+
+class Wire:
+    """What is between the two devices; end n is that of device n."""
+
+    def __init__(self) -> None:
+        self._disturbed: set[str] = set()
+        self._cut = False
+
+    def disturb(self, *netem: str) -> None:
+        """Has what leaves either end go through netem, with tc's words: disturb("loss", "3%", "delay", "1ms")."""
+        for interface in INTERFACES:
+            run("tc", "qdisc", "replace", "dev", interface, "root", "netem", *netem)
+            self._disturbed.add(interface)
+
+    def cut(self, end: int) -> None:
+        """Sets one end down, until `restore`.
+
+        Both devices' ports go down. What the device of this end sends fails at once; what the other sends is lost.
+        """
+        run("ip", "link", "set", INTERFACES[end], "down")
+        self._cut = True
+
+    def restore(self) -> None:
+        """An undisturbed wire with both ends up; returns when both devices are active."""
+        while self._disturbed:
+            run("tc", "qdisc", "del", "dev", self._disturbed.pop(), "root")
+        if self._cut:
+            run("sh", str(WIRE_SCRIPT), "restore")
+            self._cut = False

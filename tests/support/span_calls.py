@@ -1,0 +1,132 @@
+"""Collectives by proxy on parts of arrays: the calls of one rank, each checked against what numpy makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Communicator
+from proxyccl.device.array_view import ArrayView
+from proxyccl.device.dtypes import as_dtype
+
+COLLECTIVES = ("all_gather", "all_to_all", "broadcast")
+SLACK = 200
+POISON = 0xA5
+
+Kind = Literal["registered", "empty", "private"]
+KINDS: tuple[Kind, ...] = ("registered", "empty", "private")
+
+
+def values(seed: int, rank: int, nbytes: int) -> NDArray[np.uint8]:
+    """The input of a rank."""
+    return np.random.default_rng((seed, rank)).integers(0, 256, nbytes, np.uint8)
+
+
+def allocate(comm: Communicator, nbytes: int, kind: Kind) -> ArrayView:
+    """An array of bytes; of a private one peers know nothing."""
+    if kind == "private":
+        memory = comm.runtime.allocate(nbytes)
+        return ArrayView(
+            memory.ptr, (nbytes,), as_dtype("uint8"), (comm.runtime.name, comm.runtime.device), True, memory
+        )
+    array = comm.empty(nbytes, "uint8")
+    if kind == "registered":
+        comm.register(array)
+    return array.view()
+
+
+class SpanCalls:
+    """Two arrays of each rank, and calls on parts of them that begin elsewhere on every rank.
+
+    Args:
+        comm: the ranks; all make it together.
+        most: bytes of the longest input or output.
+        kinds: of the array for inputs, and of that for outputs and for both of a call in place.
+        allocate: makes such an array.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        most: int,
+        kinds: tuple[Kind, Kind] = ("empty", "empty"),
+        allocate: Callable[[Communicator, int, Kind], ArrayView] = allocate,
+    ) -> None:
+        self.comm = comm
+        self.arrays = [allocate(comm, most + SLACK, kind) for kind in kinds]
+
+    def span(self, number: int, offset: int, nbytes: int) -> ArrayView:
+        """Bytes of an array."""
+        whole = self.arrays[number]
+        assert 0 <= offset <= whole.nbytes - nbytes
+        return replace(whole, ptr=whole.ptr + offset, shape=(nbytes,))
+
+    def spans(self, collective: str, share: int, seed: int, *, in_place: bool) -> tuple[ArrayView, ArrayView]:
+        """Input and output of a call on this rank; its `share` is what one rank sends to one."""
+        comm = self.comm
+        whole = share * comm.world_size
+        size_in = whole if collective == "all_to_all" else share
+        size_out = share if collective == "broadcast" else whole
+        begin = (11 * comm.rank + 3 * seed) % SLACK
+        out = self.span(1, begin, size_out)
+        if not in_place:
+            return self.span(0, (5 * comm.rank + seed) % SLACK, size_in), out
+        at = comm.rank * share if collective == "all_gather" else 0
+        return self.span(1, begin + at, size_in), out
+
+    def expected(self, collective: str, share: int, seed: int, root: int) -> NDArray[np.uint8]:
+        """The output of a call on this rank."""
+        comm = self.comm
+        ranks = range(comm.world_size)
+        if collective == "broadcast":
+            return values(seed, root, share)
+        if collective == "all_gather":
+            return np.concatenate([values(seed, rank, share) for rank in ranks])
+        own = slice(comm.rank * share, (comm.rank + 1) * share)
+        return np.concatenate([values(seed, rank, share * comm.world_size)[own] for rank in ranks])
+
+    def issue(self, collective: str, x: ArrayView, out: ArrayView, root: int = 0, stream: Any = None) -> None:
+        """Makes a call."""
+        options = {"root": root} if collective == "broadcast" else {}
+        getattr(self.comm, collective)(x, out=out, algorithm="proxy", stream=stream, **options)
+
+    def load(self, x: ArrayView, out: ArrayView, seed: int) -> None:
+        """Writes an input, and poison around it and where the output shall come."""
+        for array in self.arrays:
+            found = np.full(array.nbytes, POISON, np.uint8)
+            if array.owner is x.owner:
+                at = x.ptr - array.ptr
+                found[at : at + x.nbytes] = values(seed, self.comm.rank, x.nbytes)
+            self.comm.runtime.copy(array.ptr, found.ctypes.data, found.nbytes)
+
+    def read(self, number: int) -> NDArray[np.uint8]:
+        """What an array holds."""
+        found = np.empty(self.arrays[number].nbytes, np.uint8)
+        self.comm.runtime.copy(found.ctypes.data, self.arrays[number].ptr, found.nbytes)
+        return found
+
+    def check(self, collective: str, share: int, x: ArrayView, out: ArrayView, seed: int, root: int = 0) -> None:
+        """Raises AssertionError unless the output is right and nothing around it was touched."""
+        found, begin = self.read(1), out.ptr - self.arrays[1].ptr
+        end = begin + out.nbytes
+        assert (found[begin:end] == self.expected(collective, share, seed, root)).all(), (collective, share, seed)
+        assert (found[:begin] == POISON).all()
+        assert (found[end:] == POISON).all()
+        if x.owner is not out.owner:
+            at = x.ptr - self.arrays[0].ptr
+            assert (self.read(0)[at : at + x.nbytes] == values(seed, self.comm.rank, x.nbytes)).all()
+
+    def run(self, collective: str, share: int, seed: int, *, in_place: bool = False, root: int = 0) -> None:
+        """One call from its input to its check."""
+        x, out = self.spans(collective, share, seed, in_place=in_place)
+        self.load(x, out, seed)
+        stream = None if self.comm.runtime.name == "host" else self.comm.runtime.create_stream()
+        self.issue(collective, x, out, root, stream)
+        if share == 0 and in_place:
+            return
+        self.comm.synchronize(stream)
+        self.check(collective, share, x, out, seed, root)

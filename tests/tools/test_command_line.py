@@ -1,0 +1,285 @@
+"""The `proxyccl` command: what it prints for people, what it writes for programs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import __version__
+from proxyccl.channels.collectives import tuned
+from proxyccl.channels.collectives.selection import ALGORITHMS, CASES, Selector, SizeTable
+from proxyccl.channels.tools import bench_collectives, bench_ring, info
+from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.device import RUNTIMES
+from proxyccl.device.host import HostRuntime, cpu_name
+from support.devices import processes
+from support.running import run_alone, run_mpi
+
+_INSTALLED = Path(sys.executable).with_name("proxyccl")
+COMMAND = (str(_INSTALLED),) if _INSTALLED.exists() else ("-m", "proxyccl")  # a tree may be used in place
+SMALL_RING = ("bench", "ring", "-n", "2000", "-r", "1")
+
+
+def proxyccl(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def refused(*arguments: str) -> str:
+    result = proxyccl(*arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_info_tells_what_there_is_and_how_to_get_the_rest() -> None:
+    result = proxyccl("info")
+    assert result.returncode == 0, result.stderr
+    assert f"ProxyCCL {__version__}" in result.stdout
+    for word in (*RUNTIMES, "host:0", "pyverbs", "mpi4py", "mpiexec", "compiler", "cache"):
+        assert word in result.stdout
+
+
+def machine_of(ranks: int, cpu: str) -> tuned.Machine:
+    return tuned.Machine(cpu, 2, "cuda", "H200", (ranks,), {"mapped": ranks - 1}, "process")
+
+
+def test_info_shows_the_measured_tables_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path))
+    (none,) = info._tuning()
+    assert not none.available
+    assert f"no tables in {tmp_path / 'tuning'}" in none.detail
+    assert "proxyccl tune" in none.advice
+
+    selector = Selector.for_ranks(4, "cuda").with_table("all_gather", SizeTable(((1 << 20, "kernels"),), "proxy"))
+    path = tuned.save(machine_of(4, cpu_name()), selector)
+    tuned.save(machine_of(4, "another CPU"), selector)
+    of_machine, *rows = info._tuning()
+    assert str(path) in of_machine.detail
+    assert "cuda runtime, 4 ranks on H200, links 3 mapped, proxy process" in of_machine.detail
+    assert len(rows) == len(CASES)
+    details = {row.detail for row in rows}
+    assert {"all_gather of all types, symmetric arrays: kernels to 1 MiB, then proxy"} < details
+    assert "broadcast of all types, other arrays: kernels" in details
+
+    path.write_text("{}")
+    (broken,) = info._tuning()
+    assert not broken.available
+    assert f"ignored: invalid tuning file from {path}" in broken.detail
+
+
+def test_tune_keeps_tables_that_info_shows(tmp_path: Path) -> None:
+    cache = {"PROXYCCL_CACHE": str(tmp_path)}
+    result = run_mpi(2, *COMMAND, "tune", "-t", "0.01", env=cache)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (path,) = (tmp_path / "tuning").iterdir()
+    assert str(path) in result.stdout
+    listed = run_alone(*COMMAND, "info", env=cache).stdout
+    for case in CASES:
+        assert str(case) in result.stdout
+        assert str(case) in listed
+
+
+def test_tune_needs_several_ranks() -> None:
+    assert "ranks: expected several; start it with mpiexec" in refused("tune")
+
+
+def test_info_as_json() -> None:
+    result = proxyccl("info", "--json")
+    assert result.returncode == 0, result.stderr
+    results = json.loads(result.stdout)
+    runtimes = {entry["name"]: entry for entry in results["runtimes"]}
+    assert set(runtimes) == set(RUNTIMES)
+    assert runtimes["host"]["available"]
+    assert results["versions"]["proxyccl"] == __version__
+    assert results["machine"]["cores"] >= 1
+    assert {entry["name"] for entry in results["mpi"]} == {"mpi4py", "mpiexec"}
+    for section in ("runtimes", "devices", "rdma", "mpi", "kernels"):
+        for entry in results[section]:
+            assert entry["detail"], f"{section}/{entry['name']} gives no reason"
+
+
+def test_info_lists_rdma_devices_and_one_line_of_what_is_missing(tmp_path: Path) -> None:
+    devices = tmp_path / "class/infiniband"
+    port = devices / "rxe0/ports/1"
+    port.mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "link_layer").write_text("Ethernet\n")
+    (port / "rate").write_text("2.5 Gb/sec (1X SDR)\n")
+    (devices / "down0/ports/1").mkdir(parents=True)
+    found = {finding.name: finding for finding in info._rdma(tmp_path)}
+    assert found["rxe0"].available
+    assert found["rxe0"].detail == "port 1 active, ethernet, 2.5 Gbit/s, no GID"
+    assert not found["down0"].available
+    missing = [finding for finding in info._rdma(tmp_path / "nowhere") if not finding.available]
+    assert [finding.name for finding in missing] == ["missing"]
+    assert f"no RDMA device in {tmp_path / 'nowhere/class/infiniband'}" in missing[0].detail
+    assert "rdma_rxe" in missing[0].advice
+
+
+def test_info_says_what_to_install_where_there_is_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (finding,) = info._compiler()
+    assert not finding.available
+    assert "apt install g++" in finding.advice
+
+
+def test_info_names_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PROXYCCL_CACHE", str(tmp_path / "file" / "cache"))
+    (finding,) = info._cache()
+    assert not finding.available
+    assert "PROXYCCL_CACHE" in finding.advice
+
+
+def test_bench_ring_measures_the_engine_beside_the_bare_loop(tmp_path: Path) -> None:
+    path = tmp_path / "ring.json"
+    result = proxyccl(*SMALL_RING, "--json", str(path))
+    assert result.returncode == 0, result.stderr
+    results = json.loads(path.read_text())
+    rows = {row["trigger"]: row for row in results["drain"]}
+    assert rows[bench_ring.BARE]["over_bare"] == 1.0
+    assert {"put of 0 bytes", "signal", "flush", "put of 8 bytes"} <= set(rows)
+    assert all(row["median_per_s"] > 0 for row in (*results["drain"], *results["kernels"]))
+    assert all(row["bare"]["median_per_s"] > 0 for row in results["kernels"])
+    assert results["round_trip"]["best_ns"] > 0
+    assert results["round_trip"]["bare"]["best_ns"] > 0
+    assert results["idle"]["policy"]["max_sleep_us"] > 0
+    for name in rows:
+        assert name in result.stdout
+
+
+@pytest.mark.host_only(reason="GPUs' compilers are libraries")
+def test_bench_ring_without_a_compiler_still_measures_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    path = tmp_path / "ring.json"
+    assert bench_ring.run(seconds=1, repeats=1, fifo_size=64, json=path, triggers=1000) == 0
+    results = json.loads(path.read_text())
+    assert results["kernels"] is None
+    assert "compiler" in results["kernels_missing"]
+    assert "not measured" in capsys.readouterr().err
+
+
+def bench(tmp_path: Path, ranks: int, *arguments: str) -> dict[str, Any]:
+    path = tmp_path / "results.json"
+    sizes = ("-b", "100", "-e", "40K", "-f", "20", "-n", "2", "-w", "1", "--json", str(path))
+    result = run_mpi(ranks, *COMMAND, "bench", *arguments, *sizes)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "OK" in result.stdout
+    results: dict[str, Any] = json.loads(path.read_text())
+    assert results["world_size"] == ranks
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in results["results"])
+    return results
+
+
+def test_bench_all_reduce_runs_each_algorithm_beside_mpi(tmp_path: Path) -> None:
+    ranks = processes(3)
+    rows = bench(tmp_path, ranks, "all_reduce", "--algorithm", "each")["results"]
+    assert {row["algorithm"] for row in rows} == {"auto", *ALGORITHMS} - {"hierarchical"}  # of one node
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    assert sizes == [size - size % (4 * ranks) for size in (100, 2000, 40000)]
+    for row in rows:
+        assert row["mpi_time_us"] > 0
+        assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 2 * (ranks - 1) / ranks)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_to_all", "broadcast"])
+def test_bench_of_the_other_collectives(tmp_path: Path, collective: str) -> None:
+    rows = bench(tmp_path, 2, collective, "-d", "int64")["results"]
+    assert all(row["mpi_time_us"] > 0 for row in rows)
+
+
+def test_bench_all_reduce_with_a_type_that_mpi_lacks(tmp_path: Path) -> None:
+    rows = bench(tmp_path, 1, "all_reduce", "-d", "bfloat16", "-o", "avg")["results"]
+    assert all(row["mpi_time_us"] is None and row["busbw_gbs"] == 0 for row in rows)
+
+
+def test_a_wrong_result_is_counted() -> None:
+    class OneRank:
+        rank, world_size = 0, 1
+        runtime = HostRuntime()
+
+    options = bench_collectives.Options("all_reduce", 400, 400, 2, "float32", "sum", "auto", 1, 0, 1.0, None)
+    case = bench_collectives._Case(OneRank(), None, options, 400, seed=1)  # type: ignore[arg-type]
+    case._output[:] = case._expected
+    assert case.wrong() == 0
+    case._output[7] += 1
+    assert case.wrong() == 1
+    case.poison()
+    assert case.wrong() == case.count
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 2, 0.5), ("broadcast", 8, 1.0)],
+)
+def test_bus_factors_are_those_of_nccl_tests(collective: str, ranks: int, factor: float) -> None:
+    assert bench_collectives.bus_factor(collective, ranks) == factor
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "COMMAND"),
+        (("dance",), "dance"),
+        (("bench",), "BENCHMARK"),
+        (("bench", "ring", "-n", "0"), "expected a whole number from 1, not '0'"),
+        (("bench", "ring", "-n", "10", "--fifo-size", "48"), "fifo_size: must be a power of two"),
+        (
+            ("bench", "ring", "--json", "/no/such/directory/x.json"),
+            "expected a file in an existing directory, not",
+        ),
+        (("bench", "all_reduce", "-b", "many"), "expected a size in bytes, such as 512, 32K or 4M, not 'many'"),
+        (("bench", "all_reduce", "-b", "1M", "-e", "1K"), "larger than --max-bytes"),
+        (("bench", "all_reduce", "-f", "1"), "expected a whole number from 2, not '1'"),
+        (("bench", "all_reduce", "-d", "float17"), "float17"),
+        (("bench", "all_reduce", "-o", "median"), "median"),
+        (
+            ("bench", "all_reduce", "-a", "magic"),
+            "unknown 'magic' for all_reduce; expected one of auto, each, one_shot",
+        ),
+        (
+            ("daemon", "--metrics", "70000"),
+            "argument --metrics: expected a port from 0 to 65535, not '70000'",
+        ),
+        (
+            ("bench", "broadcast", "-a", "ring"),
+            "unknown 'ring' for broadcast; expected one of auto, each, kernels, proxy",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(*arguments)
+
+
+def test_output_that_nobody_reads_is_no_failure() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        result = subprocess.run(
+            [sys.executable, *COMMAND, "info"], stdout=closed, stderr=subprocess.PIPE, timeout=120, check=False
+        )
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_a_table_aligns_titles_units_and_values(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table((Column("name", "", 6, left=True), Column("time", "(µs)", 7, ".1f")))
+    table.header()
+    table.row("ring", np.float64(12.34))
+    table.row("proxy", None)
+    assert capsys.readouterr().out.splitlines() == [
+        "name       time",
+        "           (µs)",
+        "ring       12.3",
+        "proxy         -",
+    ]

@@ -1,0 +1,187 @@
+"""The examples run as their README says, and check themselves; the demo reports what they did, and what went wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxyccl.device.kernel_names import kernel_names
+from proxyccl.proxy.verbs.devices import missing
+from support.devices import RUNTIME, processes, world_sizes
+from support.nvrtc import CUBIN, Nvrtc
+from support.paths import EXAMPLES, ROOT
+from support.running import run_mpi
+
+NOT_PROGRAMS = {"demo.py", "traffic.py"}
+# Ranks of a busy machine: numpy's own threads would only fight them for the cores.
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+
+
+def run_example(world_size: int, name: str, *options: str) -> str:
+    """The example's output; fails with its errors unless it ends well."""
+    done = run_mpi(world_size, EXAMPLES / name, *options, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """What the RESULT line for programs says."""
+    lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
+    assert len(lines) == 1, output
+    result: dict[str, Any] = json.loads(lines[0].removeprefix("RESULT "))
+    return result
+
+
+def kernel_source(path: Path) -> str | None:
+    """The text that a module assigns to KERNEL, without running the module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
+            return str(ast.literal_eval(node.value))
+    return None
+
+
+KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (source := kernel_source(path)) is not None}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        (name, world_size)
+        for name, wanted in {
+            "all_reduce.py": (2,),
+            "all_to_all.py": (2, 3),
+            "packets.py": (2, 3),
+            "overlap.py": (2,),
+            "fused.py": (2, 3),
+            "custom_kernel.py": (2, 3),
+            "expert_parallel.py": (1, 3),
+            "expert_parallel_digits.py": (1, 3, 4),
+        }.items()
+        for world_size in world_sizes(*wanted, processes=True)
+    ],
+)
+def test_an_example_checks_its_result_and_says_so(name: str, world_size: int) -> None:
+    last = run_example(world_size, name).splitlines()[-1]
+    assert last.startswith("OK: ")
+
+
+def test_the_expert_parallel_example_runs_with_torch() -> None:
+    torch = pytest.importorskip("torch")
+    if RUNTIME == "hip" and torch.version.cuda:
+        pytest.skip("torch is built for CUDA")
+    last = run_example(processes(2), "expert_parallel.py", "--torch", "--hidden", "256").splitlines()[-1]
+    assert last.startswith(f"OK: {processes(2)} ranks, torch on c")
+
+
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_an_example_between_ranks_says_that_one_is_too_few(name: str) -> None:
+    done = run_mpi(1, EXAMPLES / name)
+    assert done.returncode != 0
+    assert f"{name} needs at least 2 ranks" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(missing() is None, reason="this machine has RDMA")
+@pytest.mark.parametrize("world_size", world_sizes(2, processes=True))
+def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> None:
+    done = run_mpi(world_size, EXAMPLES / "gpu_data_interchange.py")
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("gpu_data_interchange.py: ")]
+    assert "no RDMA between ranks" in line
+    assert str(missing()) in line
+    assert "Traceback" not in done.stderr
+    assert "Success" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "epochs", "algorithm"),
+    [
+        case
+        for case in (
+            (1, 64, 4, None),
+            (2, 51, 4, "proxy"),
+            (3, 50, 4, None),
+            (4, 51, 4, "proxy"),
+            (4, 3, 1, "ring"),  # in each batch at least one rank's share is empty
+        )
+        if world_sizes(case[0], processes=True)
+    ],
+)
+def test_data_parallel_training_ends_where_one_process_ends(
+    world_size: int, batch: int, epochs: int, algorithm: str | None
+) -> None:
+    options = ["--epochs", str(epochs), "--batch", str(batch), "--json"]
+    if algorithm is not None:
+        options += ["--algorithm", algorithm]
+    result = result_of(run_example(world_size, "digits_data_parallel.py", *options))
+    assert result["world_size"] == world_size
+    assert result["difference"] <= 1e-5
+    assert result["accuracy"] == result["reference_accuracy"] > 0.9
+    if algorithm == "proxy":
+        # A gradient is short, so each rank sends it whole to every other, which takes one crossing.
+        crossing = (world_size - 1) * result["payload_bytes"]
+        assert result["channel"] == "ProxyChannel"
+        assert result["proxy"]["bytes"] == pytest.approx(crossing, rel=0.01)
+        assert result["proxy"]["puts"] > 0
+        assert result["proxy"]["triggers"] == 0
+    else:
+        assert result["channel"] == ("none" if world_size == 1 else "SmChannel")
+        assert result["proxy"] == {"triggers": 0, "puts": 0, "bytes": 0}
+
+
+def run_demo(*options: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLES / "demo.py"), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_the_demo_reports_both_trainings_over_both_channels() -> None:
+    done = run_demo("--ranks", "2", environment={})
+    assert done.returncode == 0, done.stdout + done.stderr
+    table = done.stdout[done.stdout.index("training  ") :]
+    for channel in ("SmChannel", "ProxyChannel"):
+        assert len(re.findall(rf"\b{channel}\b", table)) == 2
+    assert "All 4 trainings end where one process ends" in table
+
+
+def test_the_demo_fails_with_the_reason_when_a_training_does() -> None:
+    done = run_demo("--ranks", "2", environment={"PROXYCCL_RUNTIME": "abacus"})
+    assert done.returncode == 1
+    assert "demo failed: digits_data_parallel.py ended with exit code" in done.stderr
+    assert "abacus" in done.stderr
+
+
+@pytest.mark.host_only(reason="there a compiler alone must do; on a GPU the examples themselves run")
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_an_example_s_kernels_compile_for_a_gpu_as_they_are(name: str) -> None:
+    names = kernel_names(KERNELS[name])
+    exports = "".join(f"PROXYCCL_EXPORT_KERNEL({kernel})\n" for kernel in names)
+    cubin = Nvrtc().compile(f'{KERNELS[name]}\n#include "proxyccl/kernel.h"\n{exports}', CUBIN)
+    for kernel in names:
+        assert f".text.{kernel}\0".encode() in cubin
+
+
+def test_the_custom_kernel_is_the_readmes() -> None:
+    path = EXAMPLES / "custom_kernel.py"
+    docstring = ast.parse(path.read_text()).body[0]
+    lines = path.read_text().splitlines()[docstring.end_lineno :]
+    assert "\n".join(lines).strip() in (ROOT / "README.md").read_text()
+    device = [line for line in KERNELS[path.name].splitlines() if line.strip()]
+    python = [line for line in lines if line.strip()]
+    assert len(device) <= 25
+    assert len(python) - len(device) <= 25
+
+
+def test_the_readme_has_a_line_for_every_example() -> None:
+    readme = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"[{path.name}]({path.name})" in readme

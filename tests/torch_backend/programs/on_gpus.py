@@ -1,0 +1,91 @@
+"""One case on 2 GPUs, started by torchrun: ``on_gpus.py CASE``. Rank 0 prints OK."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import proxyccl.torch  # noqa: F401  before torch 2.15 the backend is not found by itself
+
+COUNT = 1 << 22
+
+
+def streams(device: torch.device) -> None:
+    """Asynchronous calls follow the current stream, and what follows `wait` follows them."""
+    for _ in range(20):
+        x = torch.zeros(COUNT, device=device)
+        torch.cuda._sleep(1_000_000)
+        x += 1
+        dist.all_reduce(x, async_op=True).wait()
+        assert (x == 2).all()
+        x = torch.ones(COUNT, device=device)
+        work = dist.all_reduce(x, async_op=True)
+        del x, work
+        other = torch.full((COUNT,), -1.0, device=device)  # would take the memory of x if nothing recorded it
+        torch.cuda.synchronize()
+        assert (other == -1).all()
+    y = torch.ones(COUNT, device=device)
+    future = dist.all_reduce(y, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+    assert (future.wait() == 4).all()
+
+
+def capture(device: torch.device) -> None:
+    """Captured calls replay, synchronous and asynchronous ones."""
+    x = torch.ones(4096, device=device)
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x)
+        dist.all_reduce(x, async_op=True).wait()
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (x == 4 * value).all()
+
+
+def transfers(device: torch.device) -> None:
+    """Sends and receives of two ranks, alone and in one batch."""
+    rank = dist.get_rank()
+    x, y = torch.full((COUNT,), float(rank), device=device), torch.empty(COUNT, device=device)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)])
+    for work in works:
+        work.wait()
+    assert (y == 1 - rank).all()
+    if rank == 0:
+        dist.send(x + 7, 1)
+    else:
+        dist.recv(y, 0)
+        assert (y == 7).all()
+
+
+def mixed(device: torch.device) -> None:
+    """Tensors of both devices in one group, and the barrier on the device."""
+    assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
+    for x in (torch.ones(8), torch.ones(8, device=device)):
+        dist.all_reduce(x)
+        assert (x == 2).all()
+    dist.barrier(device_ids=[device.index])
+
+
+def main() -> None:
+    case = sys.argv[1]
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
+    {"streams": streams, "capture": capture, "transfers": transfers, "mixed": mixed}[case](device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()
+    if device.index == 0:
+        print("OK", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""The process group's calls on CPU tensors, by ranks that are threads; no test starts a process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap  # noqa: E402
+from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
+
+T = TypeVar("T")
+RANKS = 3
+TIMEOUT = timedelta(seconds=20)
+MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, torch.float8_e4m3fn)
+
+
+def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT) -> list[T]:
+    """body(group) on every rank at once: the results by rank, or the first rank's exception."""
+    store = dist.HashStore()
+
+    def on_rank(rank: int) -> T:
+        group = ProcessGroupProxyCCL(store, rank, ranks, timeout)
+        try:
+            return body(group)
+        except BaseException:
+            group.abort()
+            raise
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return [future.result(60) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
+
+
+def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
+    """torch's options of a call."""
+    made = getattr(torch._C._distributed_c10d, f"{kind}Options")()
+    made.asyncOp = not waits
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:
+    """The tensor after an all_reduce."""
+    group.allreduce([tensor], options("Allreduce", reduceOp=op)).wait()
+    return tensor
+
+
+@pytest.mark.parametrize("dtype", sorted(REDUCIBLE, key=str), ids=str)
+def test_all_reduce_of_every_type(dtype: Any) -> None:
+    def body(group: Any) -> None:
+        values = torch.tensor([[1, 2], [3, 4]]) + group.rank()
+        total = torch.tensor([[6, 9], [12, 15]])
+        assert torch.equal(all_reduced(group, values.to(dtype, copy=True)), total.to(dtype))
+        assert torch.equal(all_reduced(group, values.to(dtype, copy=True).t()), total.to(dtype).t())  # not contiguous
+        assert torch.equal(
+            all_reduced(group, values.to(dtype), dist.ReduceOp.MAX), (torch.tensor([[3, 4], [5, 6]])).to(dtype)
+        )
+
+    run(body)
+
+
+def test_all_reduce_of_bool_complex_and_bits() -> None:
+    def body(group: Any) -> None:
+        rank, op = group.rank(), dist.ReduceOp
+        flags = torch.tensor([rank == 0, True, False])
+        assert all_reduced(group, flags.clone()).tolist() == [True, True, False]
+        assert all_reduced(group, flags.clone(), op.PRODUCT).tolist() == [False, True, False]
+        assert all_reduced(group, flags.clone(), op.BXOR).tolist() == [True, RANKS % 2 == 1, False]
+        assert all_reduced(group, torch.tensor([1 + 2j]), op.AVG).tolist() == [1 + 2j]
+        bits = torch.tensor([1 << rank, 7], dtype=torch.uint8)
+        assert all_reduced(group, bits.clone(), op.BOR).tolist() == [7, 7]
+        assert all_reduced(group, bits.clone(), op.BAND).tolist() == [0, 7]
+        scaled = all_reduced(group, torch.tensor([2.0]), dist._make_nccl_premul_sum(0.5))
+        assert scaled.tolist() == [RANKS * 1.0]
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "op", "error", "message"),
+    [
+        (torch.ones(2), dist.ReduceOp.BAND, ValueError, "no BAND of torch.float32; expected integers"),
+        (torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX, ValueError, "no MAX of complex numbers"),
+        (torch.ones(2, dtype=torch.bool), dist.ReduceOp.AVG, ValueError, "no AVG of bool"),
+        (torch.ones(2, dtype=torch.float8_e5m2), dist.ReduceOp.SUM, TypeError, "float8_e5m2 can't be reduced"),
+        (torch.eye(2).to_sparse(), dist.ReduceOp.SUM, RuntimeError, "expected a dense tensor"),
+    ],
+    ids=["bits", "complex", "bool", "float8", "sparse"],
+)
+def test_what_can_not_be_reduced_is_refused(tensor: Any, op: Any, error: type[Exception], message: str) -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(error, match=message):
+            all_reduced(group, tensor.clone(), op)
+        assert all_reduced(group, torch.ones(1)).item() == RANKS  # the group goes on
+
+    run(body)
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_every_type_is_moved(dtype: Any) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+
+        def of(source: int, size: int = 5) -> Any:
+            return torch.arange(size).add(10 * source).to(torch.uint8).repeat_interleave(16).view(dtype)
+
+        size = len(of(0))
+        tensor = of(rank)
+        group.broadcast([tensor], options("Broadcast", rootRank=1)).wait()
+        assert tensor.view(torch.uint8).equal(of(1).view(torch.uint8))
+        whole = torch.empty(RANKS * size, dtype=dtype)
+        group._allgather_base(whole, of(rank), options("Allgather")).wait()
+        for peer, part in enumerate(whole.chunk(RANKS)):
+            assert part.view(torch.uint8).equal(of(peer).view(torch.uint8))
+
+    run(body)
+
+
+def test_lists_may_hold_tensors_of_different_sizes() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        outs = [torch.zeros(peer + 1, 2) for peer in range(RANKS)]
+        outs[1] = torch.zeros(2, 2).t()  # not contiguous
+        group.allgather([outs], [torch.full((rank + 1, 2), float(rank))], options("Allgather")).wait()
+        assert all((out == peer).all() for peer, out in enumerate(outs))
+
+        sent = [torch.full((rank + 2 * peer,), float(rank)) for peer in range(RANKS)]
+        received = [torch.zeros(peer + 2 * rank) for peer in range(RANKS)]
+        group.alltoall(received, sent, options("AllToAll")).wait()
+        assert all((out == peer).all() for peer, out in enumerate(received))
+
+        out = torch.zeros(rank + 1)
+        parts = [torch.full((peer + 1,), float(peer)) for peer in range(RANKS)]
+        group.reduce_scatter([out], [parts], options("ReduceScatter")).wait()
+        assert (out == RANKS * rank).all()
+
+    run(body)
+
+
+def test_gather_scatter_and_reduce_have_a_root() -> None:
+    def body(group: Any) -> None:
+        rank, root = group.rank(), 1
+        outs = [[torch.zeros(2) for _ in range(RANKS)]] if rank == root else []
+        group.gather(outs, [torch.full((2,), float(rank))], options("Gather", rootRank=root)).wait()
+        if rank == root:
+            assert [out[0].item() for out in outs[0]] == [0, 1, 2]
+        out = torch.zeros(2)
+        ins = [[torch.full((2,), float(peer)) for peer in range(RANKS)]] if rank == root else []
+        group.scatter([out], ins, options("Scatter", rootRank=root)).wait()
+        assert (out == rank).all()
+        tensor = torch.ones(3)
+        group.reduce([tensor], options("Reduce", rootRank=root)).wait()
+        assert (tensor == (RANKS if rank == root else 1)).all()
+
+    run(body)
+
+
+def test_all_to_all_single_with_splits() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        even = torch.zeros(RANKS, 2)
+        group.alltoall_base(even, torch.full((RANKS, 2), float(rank)), [], [], options("AllToAll")).wait()
+        assert even[:, 0].tolist() == [0, 1, 2]
+        sent, received = [rank, 0, 2], [[0, 0, 2], [1, 0, 2], [2, 0, 2]]
+        splits = [received[peer][rank] for peer in range(RANKS)]
+        out = torch.zeros(sum(splits), 2)
+        group.alltoall_base(out, torch.full((sum(sent), 2), float(rank)), splits, sent, options("AllToAll")).wait()
+        assert out[:, 0].tolist() == [float(peer) for peer, n in enumerate(splits) for _ in range(n)]
+        with pytest.raises(RuntimeError, match="Split sizes doesn't match"):
+            group.alltoall_base(out, torch.zeros(4, 2), splits, [1, 1, 1], options("AllToAll"))
+
+    run(body)
+
+
+def test_coalesced_calls() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        tensors = [torch.ones(3), torch.ones(2, dtype=torch.int32), torch.full((2, 2), 2.0)]
+        group.allreduce_coalesced(tensors, options("AllreduceCoalesced")).wait()
+        assert [tensor.flatten()[0].item() for tensor in tensors] == [RANKS, RANKS, 2 * RANKS]
+        outs = [torch.zeros(RANKS * 2), torch.zeros(RANKS, dtype=torch.int8)]
+        ins = [torch.full((2,), float(rank)), torch.full((1,), rank, dtype=torch.int8)]
+        group.all_gather_single_coalesced(outs, ins, options("Allgather")).wait()
+        assert outs[0].tolist() == [0, 0, 1, 1, 2, 2]
+        assert outs[1].tolist() == [0, 1, 2]
+        shares = [torch.zeros(1), torch.zeros(2)]
+        wholes = [torch.arange(3.0), torch.arange(6.0)]
+        group.reduce_scatter_single_coalesced(shares, wholes, options("ReduceScatter")).wait()
+        assert shares[0].tolist() == [RANKS * rank]
+        assert shares[1].tolist() == [RANKS * 2.0 * rank, RANKS * (2.0 * rank + 1)]
+
+    run(body)
+
+
+def test_calls_between_the_coalescing_calls_end_with_the_last() -> None:
+    def body(group: Any) -> None:
+        tensor = torch.ones(4)
+        group.start_coalescing()
+        group.allreduce([tensor], options("Allreduce", waits=False))
+        group.broadcast([tensor], options("Broadcast", waits=False))
+        group.end_coalescing().wait()
+        assert (tensor == RANKS).all()
+
+    run(body)
+
+
+def test_an_asynchronous_call_returns_before_the_others_come() -> None:
+    last_may_come = threading.Event()
+
+    def body(group: Any) -> None:
+        tensor = torch.ones(4)
+        if group.rank() == RANKS - 1:
+            assert last_may_come.wait(30)
+        works = [group.allreduce([tensor], options("Allreduce", waits=False)) for _ in range(3)]
+        if group.rank() == 0:
+            assert not any(work.is_completed() for work in works)
+            last_may_come.set()
+        assert works[-1].wait()
+        assert all(work.is_completed() and work.is_success() for work in works)  # they run in order
+        assert (tensor == RANKS**3).all()
+        assert works[-1].get_future().wait() == [tensor]
+
+    run(body)
+
+
+def test_sends_and_receives_cross() -> None:
+    """Each rank sends to both sides before it receives, more than fits into scratch memory; alone and coalesced."""
+    size = 1 << 20
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        right, left = (rank + 1) % RANKS, (rank - 1) % RANKS
+        for coalesced in (False, True):
+            outs = {peer: torch.zeros(size) for peer in (right, left)}
+            if coalesced:
+                group.start_coalescing()
+            works = [group.send([torch.full((size,), float(rank))], peer, 0) for peer in (right, left)]
+            works += [group.recv([outs[peer]], peer, 0) for peer in (left, right)]
+            if coalesced:
+                assert works == [None] * 4
+                works = [group.end_coalescing()]
+            for work in works:
+                work.wait()
+            assert all((out == peer).all() for peer, out in outs.items())
+
+    run(body)
+
+
+def test_recv_from_any_source_is_refused() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(RuntimeError, match="no recv from any source"):
+            group.recv_anysource([torch.zeros(1)], 0)
+
+    run(body, ranks=1)
+
+
+def test_a_group_can_be_split() -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        part = group.split(group._store, [2, 0], None)
+        if rank == 1:
+            assert part is None
+            return
+        assert (part.rank(), part.size()) == ((0, 2) if rank == 2 else (1, 2))
+        assert all_reduced(part, torch.full((1,), float(rank))).item() == 2
+        part.shutdown()
+
+    run(body)
+
+
+def test_errors_are_torchs_with_our_texts() -> None:
+    all_have_called = threading.Barrier(RANKS)
+
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(1))
+        all_have_called.wait(30)
+        if group.rank() == 0:
+            group.abort()
+        with pytest.raises(dist.DistBackendError, match=r"proxyccl: AbortedError: .*ended the communicator"):
+            all_reduced(group, torch.ones(1))
+
+    run(body)
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    def body(group: Any) -> None:
+        if group.rank() == 0:
+            with pytest.raises(dist.DistBackendError, match=r"Timed out with WaitTimeoutError: .*ranks \[1\]"):
+                all_reduced(group, torch.ones(1))
+
+    run(body, ranks=2, timeout=timedelta(seconds=0.5))
+
+
+def test_a_mismatch_is_named_and_keeps_its_type() -> None:
+    def body(group: Any) -> None:
+        with pytest.raises(ValueError, match="count"):
+            all_reduced(group, torch.ones(2 + group.rank()))
+
+    run(body, ranks=2)
+
+
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_monitored_barrier_names_who_is_missing(wait_all_ranks: bool) -> None:
+    def body(group: Any) -> None:
+        group.monitored_barrier(TIMEOUT, wait_all_ranks)
+        if group.rank() == 0:
+            missing = "Ranks 1, 2 failed" if wait_all_ranks else "Rank 1 failed"
+            with pytest.raises(RuntimeError, match=missing):
+                group.monitored_barrier(timedelta(milliseconds=100), wait_all_ranks)
+            with pytest.raises(RuntimeError, match="Rank 0 timed out"):
+                group.monitored_barrier(timedelta(0))
+
+    run(body)
+
+
+def test_a_call_after_shutdown_is_refused() -> None:
+    def body(group: Any) -> None:
+        group.shutdown()
+        with pytest.raises(dist.DistBackendError, match="ClosedError: the process group was shut down"):
+            all_reduced(group, torch.ones(1))
+        work = group.allreduce([torch.ones(1)], options("Allreduce", waits=False))
+        with pytest.raises(dist.DistBackendError, match="ClosedError"):
+            work.wait()
+
+    run(body, ranks=1)
+
+
+@pytest.mark.parametrize("kind", ["HashStore", "FileStore", "TCPStore"])
+def test_ranks_meet_over_every_store(kind: str, tmp_path: Any) -> None:
+    if kind == "HashStore":
+        shared = dist.HashStore()
+        stores = [shared, shared]
+    elif kind == "FileStore":
+        stores = [dist.FileStore(str(tmp_path / "store"), 2) for _ in range(2)]
+    else:
+        server = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
+        stores = [server, dist.TCPStore("localhost", server.port, 2, is_master=False, wait_for_workers=False)]
+
+    def on_rank(rank: int) -> list[list[bytes]]:
+        bootstrap = StoreBootstrap(dist.PrefixStore("meeting", stores[rank]), rank, 2)
+        return [bootstrap.all_gather(bytes([rank] * n), 10, lambda: None) for n in (0, 1, 5, 2)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for rounds in pool.map(on_rank, range(2)):
+            assert rounds == [[bytes(n), b"\1" * n] for n in (0, 1, 5, 2)]

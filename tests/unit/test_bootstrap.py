@@ -1,0 +1,256 @@
+"""Bootstraps: everyone's bytes to everyone, bounded; over threads, files, MPI, and what torch's interface asks for."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    ArgumentError,
+    Bootstrap,
+    Communicator,
+    ExchangeError,
+    MismatchError,
+    ThreadBootstrap,
+    TorchBootstrap,
+    WaitTimeoutError,
+)
+from proxyccl.channels.bootstrap import as_bootstrap
+from support.device_arrays import on_device, on_host
+from support.devices import processes, require_devices
+from support.paths import PROGRAMS
+from support.processes import FileBootstrap
+from support.running import run_mpi
+
+T = TypeVar("T")
+
+
+def together(bootstraps: list[Any], action: Callable[[Any], T]) -> list[T]:
+    require_devices(len(bootstraps))
+    with ThreadPoolExecutor(len(bootstraps)) as pool:
+        return list(pool.map(action, bootstraps, timeout=30))
+
+
+def patient() -> None:
+    """Never gives up."""
+
+
+def make(kind: str, world_size: int, directory: Path) -> list[Any]:
+    if kind == "threads":
+        return ThreadBootstrap.create(world_size)
+    return [FileBootstrap(str(directory), rank, world_size) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("kind", ["threads", "files"])
+def test_everyone_gets_everyones_bytes_in_rank_order(kind: str, tmp_path: Path) -> None:
+    def body(bootstrap: Bootstrap) -> list[list[bytes]]:
+        return [
+            bootstrap.all_gather(bytes([bootstrap.rank]) * (bootstrap.rank * turn), 10, patient) for turn in range(20)
+        ]
+
+    for result in together(make(kind, 4, tmp_path), body):
+        assert result == [[bytes([rank]) * (rank * turn) for rank in range(4)] for turn in range(20)]
+
+
+@pytest.mark.parametrize("kind", ["threads", "files"])
+def test_a_rank_that_does_not_come_is_named_within_the_time_out(kind: str, tmp_path: Path) -> None:
+    bootstraps = make(kind, 3, tmp_path)
+    started = time.monotonic()
+    for bootstrap in bootstraps[:2]:
+        with pytest.raises(WaitTimeoutError, match="2") as caught:
+            bootstrap.all_gather(b"", 0.2, patient)
+        assert caught.value.rank == bootstrap.rank
+    assert time.monotonic() - started < 5
+    assert caught.value.peer == 2
+
+
+@pytest.mark.parametrize("kind", ["threads", "files"])
+def test_giving_up_ends_the_wait(kind: str, tmp_path: Path) -> None:
+    class GivenUpError(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GivenUpError
+
+    with pytest.raises(GivenUpError):
+        make(kind, 2, tmp_path)[0].all_gather(b"", 30, give_up)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
+def test_the_number_of_threads_is_positive(world_size: Any) -> None:
+    with pytest.raises(ArgumentError, match="world_size"):
+        ThreadBootstrap.create(world_size)
+
+
+def test_a_communicator_needs_no_more_than_the_protocol(tmp_path: Path) -> None:
+    def body(bootstrap: Bootstrap) -> float:
+        with Communicator(bootstrap, timeout=20) as comm:
+            return float(on_host(comm.all_reduce(on_device(comm, np.ones(3, np.float32))))[0])
+
+    assert together(make("files", 3, tmp_path), body) == [3.0] * 3
+
+
+def test_an_incomplete_communicator_times_out() -> None:
+    with pytest.raises(WaitTimeoutError, match=r"ranks \[1\]"):
+        Communicator(ThreadBootstrap.create(2)[0], timeout=0.3)
+
+
+def test_a_rank_that_misses_a_registration_ends_the_communicator() -> None:
+    def body(bootstrap: Bootstrap) -> tuple[BaseException, BaseException]:
+        with Communicator(bootstrap, timeout=1) as comm:
+            x = comm.empty(16)
+
+            def register() -> None:
+                if comm.rank == 0:
+                    comm.register(x)
+                while comm.rank == 1:
+                    comm.check()
+                    time.sleep(0.01)
+
+            with pytest.raises(WaitTimeoutError, match="bootstrap") as caught:
+                register()
+            with pytest.raises(WaitTimeoutError, match="bootstrap") as again:
+                comm.all_reduce(x)
+            return caught.value, again.value
+
+    for first, again in together(ThreadBootstrap.create(2), body):
+        assert first is again
+        assert isinstance(first, WaitTimeoutError)
+        assert (first.rank, first.peer, first.operation) == (0, 1, "bootstrap")
+
+
+def test_ranks_that_set_up_different_things_are_told_so() -> None:
+    calls: list[Callable[[Communicator, Any], object]] = [
+        lambda comm, x: comm.register(x),
+        lambda comm, x: comm.all_reduce(x),
+        lambda comm, x: comm.close(),
+    ]
+
+    def body(bootstrap: Bootstrap) -> BaseException:
+        with Communicator(bootstrap, timeout=20) as comm:
+            x = comm.empty(16)
+            comm.all_gather_bytes(b"", "all are ready")
+            with pytest.raises(MismatchError) as caught:
+                calls[bootstrap.rank](comm, x)
+            return caught.value
+
+    for error in together(ThreadBootstrap.create(3), body):
+        assert isinstance(error, MismatchError)
+        assert error.argument == "collective"
+
+
+def test_mpi_communicators_and_their_parts_are_bootstraps() -> None:
+    world_size = processes(4)
+    result = run_mpi(world_size, PROGRAMS / "bootstrap.py")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("correct") == world_size
+
+
+# -- torch ---
+
+
+class Group:
+    """A torch process group's stand-in: the calls that the bootstrap makes, over threads."""
+
+    __module__ = "torch.distributed"
+
+    def __init__(self, bootstrap: ThreadBootstrap) -> None:
+        self.bootstrap = bootstrap
+
+
+@pytest.fixture
+def torch_distributed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    import pickle
+
+    def all_gather_object(out: list[Any], value: Any, group: Group) -> None:
+        if value == b"fail":
+            raise RuntimeError("Timed out after 1 second")
+        out[:] = map(pickle.loads, group.bootstrap.all_gather(pickle.dumps(value), 20, patient))
+
+    distributed = types.ModuleType("torch.distributed")
+    world = threading.local()
+    distributed.__dict__.update(
+        is_initialized=lambda: True,
+        group=world,
+        get_rank=lambda group: group.bootstrap.rank,
+        get_world_size=lambda group: group.bootstrap.world_size,
+        all_gather_object=all_gather_object,
+    )
+    torch = types.ModuleType("torch")
+    torch.__dict__["distributed"] = distributed
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    return distributed
+
+
+@pytest.mark.usefixtures("torch_distributed")
+def test_a_process_group_joins_ranks() -> None:
+    def body(bootstrap: ThreadBootstrap) -> float:
+        with Communicator.from_torch(Group(bootstrap), timeout=20) as comm:
+            assert (comm.rank, comm.world_size) == (bootstrap.rank, 3)
+            return float(on_host(comm.all_reduce(on_device(comm, np.ones(3, np.float32))))[0])
+
+    assert together(ThreadBootstrap.create(3), body) == [3.0] * 3
+
+
+def test_a_process_group_must_be_there_and_hold_this_process(torch_distributed: types.ModuleType) -> None:
+    (bootstrap,) = ThreadBootstrap.create(1)
+    made, owned = as_bootstrap(Group(bootstrap))
+    assert owned
+    assert isinstance(made, TorchBootstrap)
+    with pytest.raises(WaitTimeoutError, match="Timed out after 1 second"):
+        made.all_gather(b"fail", 1, patient)
+    bootstrap.rank = -1
+    with pytest.raises(ArgumentError, match="not a member"):
+        TorchBootstrap(Group(bootstrap))
+    torch_distributed.__dict__["is_initialized"] = lambda: False
+    with pytest.raises(ArgumentError, match="init_process_group"):
+        TorchBootstrap()
+
+
+class GarblingBootstrap:
+    """A rank whose message in one exchange keeps its purpose and is garbage behind that. Counted from 0 are those that
+    carry anything.
+    """
+
+    def __init__(self, bootstrap: ThreadBootstrap, exchange: int) -> None:
+        self._bootstrap = bootstrap
+        self._left = exchange
+        self.rank, self.world_size = bootstrap.rank, bootstrap.world_size
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        purpose, _, carried = data.partition(b"\0")
+        if carried and self._left == 0:
+            data = purpose + b"\0\xff\xfe{"
+        self._left -= bool(carried)
+        return self._bootstrap.all_gather(data, timeout, give_up)
+
+    def close(self) -> None:
+        self._bootstrap.close()
+
+
+@pytest.mark.parametrize("exchange", range(7))
+def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int) -> None:
+    """Hosts, topology, control segments, the proxy's place, the job; a registration; the first collective's scratch."""
+
+    def body(bootstrap: Bootstrap) -> BaseException:
+        expected = pytest.raises(ExchangeError, match=r"invalid .* from rank 1: expected JSON")
+        with expected as caught, Communicator(bootstrap, timeout=20) as comm:
+            comm.register(comm.empty(16))
+            comm.all_reduce(comm.empty(16))
+        return caught.value
+
+    bootstraps: list[Any] = list(ThreadBootstrap.create(2))
+    bootstraps[1] = GarblingBootstrap(bootstraps[1], exchange)
+    for error in together(bootstraps, body):
+        assert isinstance(error, ExchangeError)
+        assert (error.peer, error.operation) == (1, "bootstrap")

@@ -1,0 +1,248 @@
+"""Sockets between ranks of different hosts: how two ranks find each other, and what one hears when the other ends."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from msgspec import structs
+
+from proxyccl import PeerLostError, open_runtime
+from proxyccl.channels.control import Presence, create_segment
+from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_addresses
+from proxyccl.channels.watcher import Watcher
+
+TIMEOUT = 20.0
+RECORD = ErrorRecord(code=3, rank=1, peer=2, operation=4, channel=5, status=-6, expected=1 << 63, seen=8, offset=9)
+CALLER_THAT_IS_KILLED = """
+import os, signal, sys
+from proxyccl.channels.host_links import Listener
+from proxyccl.channels.host_links import OFFER
+Listener(1).join([0], [OFFER.decode(sys.argv[1].encode(), "rank 0")], 20, lambda: None)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def patient() -> None:
+    """Never gives up."""
+
+
+def joined(world_size: int) -> list[dict[int, HostLink]]:
+    """The links of ranks that are all on different hosts, by rank."""
+    listeners = [Listener(rank) for rank in range(world_size)]
+    offers = [listener.offer for listener in listeners]
+
+    def join(rank: int) -> dict[int, HostLink]:
+        peers = [peer for peer in range(world_size) if peer != rank]
+        return listeners[rank].join(peers, offers, TIMEOUT, patient)
+
+    try:
+        with ThreadPoolExecutor(world_size) as pool:
+            return list(pool.map(join, range(world_size), timeout=2 * TIMEOUT))
+    finally:
+        for listener in listeners:
+            listener.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[HostLink, HostLink]]:
+    """Rank 0's link to rank 1, and the reverse."""
+    links = joined(2)
+    try:
+        yield links[0][1], links[1][0]
+    finally:
+        links[0][1].close()
+        links[1][0].close()
+
+
+def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
+    """What the peer said, as soon as it says something."""
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    assert poll.poll(TIMEOUT * 1000), "nothing is said"
+    return link.receive()
+
+
+def call(listener: Listener, hello: bytes) -> socket.socket:
+    """Somebody's connection to a listener."""
+    offer = listener.offer
+    connection = socket.create_connection((offer.addresses[0], offer.port), timeout=TIMEOUT)
+    connection.sendall(hello)
+    return connection
+
+
+def hello(rank: int, token: bytes) -> bytes:
+    return struct.pack("<I16s", rank, token)
+
+
+def token_of(listener: Listener) -> bytes:
+    return listener.offer.token
+
+
+def test_each_rank_gets_a_link_to_every_other() -> None:
+    links = joined(4)
+    for rank, own in enumerate(links):
+        assert sorted(own) == [peer for peer in range(4) if peer != rank]
+        assert all(link.peer == peer for peer, link in own.items())
+    for rank, own in enumerate(links):
+        for link in own.values():
+            link.send(ErrorRecord(code=1, rank=rank))
+    for own in links:
+        for peer, link in own.items():
+            assert heard(link) == ErrorRecord(code=1, rank=peer)
+            link.close()
+
+
+def test_nothing_is_heard_from_a_peer_that_says_nothing(pair: tuple[HostLink, HostLink]) -> None:
+    assert [link.receive() for link in pair] == [None, None]
+
+
+def test_an_abort_passes_with_its_whole_record(pair: tuple[HostLink, HostLink]) -> None:
+    pair[0].send(RECORD)
+    pair[0].close()  # what follows does not hide it
+    assert heard(pair[1]) == RECORD
+
+
+def test_a_record_in_pieces_is_heard_when_it_is_whole(pair: tuple[HostLink, HostLink]) -> None:
+    pair[0]._socket.send(b'{"code": 3, ')
+    assert heard(pair[1]) is None
+    pair[0]._socket.send(b'"rank": 1}\n')
+    assert heard(pair[1]) == ErrorRecord(code=3, rank=1)
+
+
+def test_a_peer_that_closes_says_goodbye(pair: tuple[HostLink, HostLink]) -> None:
+    pair[0].close()
+    assert heard(pair[1]) is Presence.LEFT
+
+
+def test_a_peer_that_is_killed_is_lost() -> None:
+    listener = Listener(0)
+    program = [sys.executable, "-c", CALLER_THAT_IS_KILLED, OFFER.encode(listener.offer).decode()]
+    with subprocess.Popen(program) as process:
+        link = listener.join([1], [], TIMEOUT, patient)[1]
+        listener.close()
+        assert heard(link) == "lost"
+        assert process.wait(TIMEOUT) == -9
+    link.close()
+
+
+def test_a_rank_that_closes_behind_an_abort_tells_its_peers(pair: tuple[HostLink, HostLink]) -> None:
+    own = create_segment(open_runtime("host"), 1, TIMEOUT)
+    watcher = Watcher(1, own, {}, {}, {0: pair[1]})
+    own.raise_abort(RECORD)
+    watcher.close()
+    assert heard(pair[0]) == RECORD
+    own.close()
+
+
+def test_telling_a_peer_that_is_gone_is_no_error(pair: tuple[HostLink, HostLink]) -> None:
+    pair[1].close()
+    for _ in range(3):
+        pair[0].send(RECORD)
+
+
+def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
+    listener = Listener(0)
+    own = token_of(listener)
+    strangers = [
+        call(listener, hello(1, bytes(16))),  # a wrong token
+        call(listener, hello(7, own)),  # a rank that is not awaited
+        call(listener, b"GET /"),
+    ]
+    peer = call(listener, hello(1, own))
+    links = listener.join([1], [], TIMEOUT, patient)
+    assert list(links) == [1]
+    assert peer.recv(100) == own
+    assert [stranger.recv(100) for stranger in strangers] == [b""] * len(strangers)
+    links[1].close()
+    listener.close()
+    for connection in (peer, *strangers):
+        connection.close()
+
+
+def test_a_rank_that_nobody_calls_says_whom_it_missed() -> None:
+    listener = Listener(0)
+    with pytest.raises(PeerLostError, match="rank 1 of another host did not connect in time") as caught:
+        listener.join([1, 2], [], 0.3, patient)
+    assert (caught.value.rank, caught.value.peer) == (0, 1)
+    listener.close()
+
+
+def test_a_rank_that_nobody_answers_says_what_it_tried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        for port, failure in ((silent.getsockname()[1], "no answer"), (unused.getsockname()[1], "refused")):
+            offer = Offer(["127.0.0.1"], port, bytes(16))
+            listener = Listener(1)
+            with pytest.raises(PeerLostError, match=rf"no connection to rank 0 .*127\.0\.0\.1: .*{failure}") as caught:
+                listener.join([0], [offer], 0.3, patient)
+            assert (caught.value.rank, caught.value.peer) == (1, 0)
+            listener.close()
+
+
+def test_many_addresses_of_a_peer_make_one_link() -> None:
+    callee, caller = Listener(0), Listener(1)
+    addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer.addresses]  # the first leads nowhere
+    offer = structs.replace(callee.offer, addresses=addresses)
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
+        links = caller.join([0], [offer], TIMEOUT, patient)
+        accepted = called.result(TIMEOUT)[1]
+    accepted.send(RECORD)
+    assert heard(links[0]) == RECORD
+    for link in (links[0], accepted):
+        link.close()
+    callee.close()
+    caller.close()
+
+
+def test_an_echo_is_no_answer() -> None:
+    """TCP connects a port to itself if nobody listens there and the system happens to choose it for the caller."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(TIMEOUT)
+
+        def echo() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.settimeout(TIMEOUT)
+                connection.sendall(connection.recv(100))
+
+        echoed = pool.submit(echo)
+        offer = Offer(["127.0.0.1"], server.getsockname()[1], b"\xab" * 16)
+        listener = Listener(1)
+        with pytest.raises(PeerLostError, match="somebody else listens there"):
+            listener.join([0], [offer], TIMEOUT, patient)
+        echoed.result(TIMEOUT)
+        listener.close()
+
+
+def test_giving_up_ends_both_kinds_of_wait() -> None:
+    class GivenUpError(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GivenUpError
+
+    listener = Listener(1)
+    with pytest.raises(GivenUpError):
+        listener.join([2], [], TIMEOUT, give_up)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        offer = Offer(["127.0.0.1"], silent.getsockname()[1], bytes(16))
+        with pytest.raises(GivenUpError):
+            listener.join([0], [offer], TIMEOUT, give_up)
+    listener.close()
+
+
+def test_a_host_offers_addresses_that_others_may_reach() -> None:
+    addresses = host_addresses()
+    assert addresses
+    assert all(map(socket.inet_aton, addresses))
+    loopback = [address.startswith("127.") for address in addresses]
+    assert all(loopback) or not any(loopback)

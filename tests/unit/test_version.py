@@ -1,0 +1,29 @@
+"""pyproject.toml alone says the version; the package, the command line and the changelog agree with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+
+import pytest
+
+import proxyccl
+from proxyccl.channels.tools.results import versions
+
+
+@pytest.fixture
+def version(pytestconfig: pytest.Config) -> str:
+    project = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["project"]
+    return str(project["version"])
+
+
+def test_the_package_reports_the_version_of_the_project(version: str) -> None:
+    assert proxyccl.__version__ == version
+    assert importlib.metadata.version("proxyccl") == version
+    assert versions()["proxyccl"] == version
+
+
+def test_the_changelog_begins_with_the_version_of_the_project(version: str, pytestconfig: pytest.Config) -> None:
+    headings = re.findall(r"^## (\S+) - ", (pytestconfig.rootpath / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[0] == version
