@@ -8,8 +8,7 @@
 // Each of the two kinds of data has PROXYCCL_PIPELINE_DEPTH buffers of its own, taken in turn, and nothing guards them
 // but this. A rank that is about to
 //   - scatter piece k + 1 has finished step k - 1, so it has every peer's results of piece k - 2: those have reduced
-//   it,
-//     and its buffer is free;
+//     that piece, and its buffer is free;
 //   - hand round the results of piece k has every peer's data of piece k, which those scattered after they had finished
 //     step k - 2: they have stored the results of piece k - 3, and its buffer is free.
 // What the proxy is to send is staged in buffers that are taken likewise: data that has arrived has been read.

@@ -21,11 +21,12 @@ typedef struct ProxycclLink {
   uint32_t peer; /* its rank in the communicator, which errors name */
 } ProxycclLink;
 
-/* Scratch memory, the same on each rank:
- *   PROXYCCL_ROUND_BUFFERS of exchange_bytes      what peers sent in a round (exchange.h)
- *   PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes   what peers sent of a piece (all_reduce_two_shot.h,
- * all_reduce_by_proxy.h) outputs [lanes][world_size]                   where peers' outputs lie (outputs.h) and from
- * staging_offset the same buffers for what the proxy is to send; absent where all peers are mapped.
+/* Scratch memory, the same on each rank, in this order:
+ * - PROXYCCL_ROUND_BUFFERS of exchange_bytes: what peers sent in a round (exchange.h);
+ * - PROXYCCL_PIPELINE_BUFFERS of pipeline_bytes: what peers sent of a piece (all_reduce_two_shot.h and its twin by
+ *   proxy);
+ * - outputs [lanes][world_size]: where peers' outputs lie (outputs.h);
+ * - from staging_offset on, the same buffers for what the proxy is to send; absent where all peers are mapped.
  */
 enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */

@@ -49,44 +49,34 @@ struct Element<BFloat16> {
 
 // combine() is associative up to rounding. finish() gets the combined value and the number of ranks. Minimum and
 // maximum propagate NaN. The average of integers truncates towards zero, as in NCCL.
-struct Sum {
+struct Unscaled {
+  template <class A>
+  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
+    return a;
+  }
+};
+struct Sum : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a + b;
   }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
-  }
 };
-struct Prod {
+struct Prod : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a * b;
   }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
-  }
 };
-struct Min {
+struct Min : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a < b || a != a ? a : b;
   }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
-  }
 };
-struct Max {
+struct Max : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a > b || a != a ? a : b;
-  }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
   }
 };
 struct Avg {
@@ -100,34 +90,22 @@ struct Avg {
   }
 };
 // Of integers' bits.
-struct Band {
+struct Band : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a & b;
   }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
-  }
 };
-struct Bor {
+struct Bor : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a | b;
   }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
-  }
 };
-struct Bxor {
+struct Bxor : Unscaled {
   template <class A>
   static PROXYCCL_DEVICE A combine(A a, A b) {
     return a ^ b;
-  }
-  template <class A>
-  static PROXYCCL_DEVICE A finish(A a, uint32_t) {
-    return a;
   }
 };
 
