@@ -23,6 +23,7 @@ from support.device_arrays import on_device, on_host
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")
 MOVES = ("all_gather", "all_to_all", "broadcast")
 DTYPES = tuple(reduction_dtypes())
+SOME_DTYPES = ("float32", "bfloat16", "int8")  # one of each kind of accumulator
 OPS = ("sum", "prod", "min", "max", "avg")
 BITWISE_OPS = ("band", "bor", "bxor")
 _GUARD = 5  # elements behind each array that nobody may touch
