@@ -1,0 +1,30 @@
+/* Included before all other text: the compiler's atomic built-ins become accesses to checked memory. So the shipped
+ * headers and C files are explored as they are; the host's platform header supplies their named orders.
+ */
+#ifndef PROXYCCL_CHECKED_BUILTINS_H
+#define PROXYCCL_CHECKED_BUILTINS_H
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "checked_memory.h"
+
+#define __atomic_load_n(p, order) ((__typeof__(*(p)))checked_load((p), sizeof *(p), order, CHECKED_HERE))
+#define __atomic_store_n(p, value, order) checked_store((p), (uint64_t)(value), sizeof *(p), order, CHECKED_HERE)
+#define __atomic_exchange_n(p, value, order) \
+  ((__typeof__(*(p)))checked_exchange((p), (uint64_t)(value), sizeof *(p), order, CHECKED_HERE))
+#define __atomic_fetch_add(p, value, order) \
+  ((__typeof__(*(p)))checked_fetch_add((p), (uint64_t)(value), sizeof *(p), order, CHECKED_HERE))
+#define __atomic_compare_exchange_n(p, expected, desired, weak, success, failure) \
+  checked_compare_exchange((p), (expected), (uint64_t)(desired), sizeof *(p), success, failure, CHECKED_HERE)
+#define __atomic_thread_fence(order) checked_fence(order, CHECKED_HERE)
+#define __builtin_frame_address(level) checked_frame()
+#define __builtin_memcpy(to, from, bytes) checked_copy((to), (from), (bytes), CHECKED_HERE)
+#define memmove(to, from, bytes) checked_copy((to), (from), (bytes), CHECKED_HERE)
+
+#ifdef __cplusplus /* for the engine's C headers */
+#define _Alignas alignas
+#endif
+
+#endif

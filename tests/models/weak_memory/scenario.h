@@ -1,0 +1,17 @@
+/* A scenario: what some threads do with the shipped code, and what must hold whatever the schedule. */
+#ifndef PROXYCCL_SCENARIO_H
+#define PROXYCCL_SCENARIO_H
+
+#include <stdint.h>
+
+struct Scenario {
+  const char* name;
+  uint32_t threads;             /* 2 to 4 */
+  void (*begin)();              /* before each execution: initial values and declarations */
+  void (*run)(uint32_t thread); /* each thread's part */
+};
+
+extern const Scenario kScenarios[];
+extern const unsigned kScenarioCount;
+
+#endif

@@ -1,0 +1,603 @@
+// The scenarios. Their threads call the shipped device code and the shipped engine; only what a driver does, and what a
+// program does with its data, is written here.
+#include "scenario.h"
+
+#include "proxyccl/packet.h"
+#include "proxyccl/proxy_channel.h"
+#include "proxyccl/sync.h"
+
+extern "C" {
+#include "announcements.h"
+#include "copy_transport.h"
+#include "transports.h"
+#include "worker.h"
+}
+
+namespace {
+
+using namespace proxyccl;
+
+constexpr uint64_t kNever = ~0ull;  // a bound that no wait passes
+
+uint64_t read(const uint64_t& word) { return checked_read(&word, CHECKED_HERE); }
+void write(uint64_t& word, uint64_t value) { checked_write(&word, value, CHECKED_HERE); }
+
+template <class T>
+void declareAtomic(T& word, T value = 0) {
+  word = value;
+  checked_atomic(&word, sizeof word);
+}
+void declareData(uint64_t& word) {
+  word = 0;
+  checked_data(&word);
+}
+template <class T>
+void declarePrivate(T& object) {
+  checked_private(&object, sizeof object);
+}
+
+// A control block that nobody touches but to read its bound.
+ProxycclControl quiet;
+void declareQuietControl() {
+  quiet.timeout_ns = kNever;
+  declarePrivate(quiet);
+}
+
+// -- a ring and the worker that drains it ---
+
+constexpr uint32_t kMaxSlots = 4;
+
+ProxycclTrigger slots[kMaxSlots];
+uint64_t tail, head, tail_cache;
+uint32_t refresh_lock;
+ProxycclService service;
+ProxycclWorker worker;
+ProxycclWorkerStats stats;
+ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
+
+#ifdef PROXYCCL_WIDE_TRIGGERS
+void declareSlot(ProxycclTrigger& slot) { checked_wide(&slot); }
+#else
+void declareSlot(ProxycclTrigger& slot) {
+  checked_atomic(&slot.word0, sizeof slot.word0);
+  checked_atomic(&slot.word1, sizeof slot.word1);
+}
+#endif
+
+ProxycclFifo beginRing(uint32_t size_log2, ProxycclConnection* connection, uint32_t channels) {
+  for (uint32_t i = 0; i < 1u << size_log2; ++i) {
+    slots[i] = {};
+    declareSlot(slots[i]);
+  }
+  tail_cache = tail = 0;
+  checked_growing(&tail, sizeof tail);
+  checked_growing(&tail_cache, sizeof tail_cache);
+  declareAtomic(head);
+  declareAtomic(refresh_lock);
+  declareQuietControl();
+  declarePrivate(stats);
+  declarePrivate(counters);
+  service.control = &quiet;
+  service.counters = counters;
+  worker.service = &service;
+  worker.stats = &stats;
+  worker.rings[0] = {slots, &tail, size_log2, 0, 0};
+  worker.ring_count = worker.connection_count = 1;
+  declarePrivate(worker.connection_count);
+  worker.connections[0] = connection;
+  worker.timed[0].flushed = nullptr;
+  connection->progress = {};
+  for (uint32_t i = 0; i < channels; ++i) {
+    service.channels[i].connection = connection;
+    service.channels[i].outbound = 0;
+  }
+  return {slots, &tail, &head, &tail_cache, &refresh_lock, size_log2, 0};
+}
+
+// Runs the worker until it has taken so many triggers and nothing is outstanding.
+void drain(uint64_t triggers) {
+  ProxycclExitInfo info;
+  for (;;) {
+    uint32_t progress = 0;
+    int held = 0, outstanding = 0;
+    CHECK(proxyccl_worker_visit_ring(&worker, &worker.rings[0], &info, &progress, &held) == CONTINUE);
+    CHECK(proxyccl_worker_poll(&worker, &info, &progress, &outstanding) == CONTINUE);
+    CHECK(worker.rings[0].next <= triggers);
+    if (worker.rings[0].next == triggers && !outstanding) return;
+    if (progress == 0) checked_yield(CHECKED_HERE);
+  }
+}
+
+// -- ring: several producers, each with a channel and messages of its own ---
+//
+// The connection reads a put's source at once, as a CPU's copy does. So after sync() a producer may write it again.
+
+template <uint32_t Producers, uint32_t Messages, uint32_t SizeLog2>
+struct RingScenario {
+  static inline ProxycclFifo fifo;
+  static inline uint64_t data[Producers][Messages];
+  static inline uint32_t taken[Producers];
+
+  static uint64_t contents(uint32_t producer, uint32_t message) { return 100 * (producer + 1) + message; }
+
+  static int put(ProxycclConnection*, const ProxycclMemory*, uint64_t dst_offset, const ProxycclMemory* src,
+                 uint64_t src_offset, uint64_t bytes) {
+    const uint32_t index = static_cast<uint32_t>(src_offset / sizeof(uint64_t));
+    const uint32_t producer = index / Messages, message = index % Messages;
+    CHECK(dst_offset == src_offset && bytes == sizeof(uint64_t));  // both words are those of one trigger
+    CHECK(message == taken[producer]);                             // each once, in the order of its producer
+    ++taken[producer];
+    CHECK(read(reinterpret_cast<const uint64_t*>(src->base)[index]) == contents(producer, message));
+    return 0;
+  }
+  static int poll(ProxycclConnection*, uint32_t*) { return 0; }
+  static int idle(const ProxycclConnection*) { return 1; }
+
+  static void begin() {
+    static ProxycclTransport transport;
+    static ProxycclConnection connection;
+    transport.put = put;
+    transport.poll = poll;
+    transport.idle = idle;
+    connection.transport = &transport;
+    fifo = beginRing(SizeLog2, &connection, Producers);
+    service.memories[0] = {reinterpret_cast<char*>(data), sizeof data, 0, 0, nullptr};
+    for (uint32_t producer = 0; producer < Producers; ++producer) {
+      taken[producer] = 0;
+      for (uint64_t& word : data[producer]) declareData(word);
+    }
+  }
+
+  static void run(uint32_t thread) {
+    if (thread == Producers) {
+      drain(Producers * Messages);
+      return;
+    }
+    const Fifo ring{fifo};
+    uint64_t ticket = kNoTicket;
+    for (uint32_t message = 0; message < Messages; ++message) {
+      write(data[thread][message], contents(thread, message));
+      const uint64_t offset = (thread * Messages + message) * sizeof(uint64_t);
+      ticket = ring.push(makeTrigger(PROXYCCL_OP_DATA, thread, 0, offset, 0, offset, sizeof(uint64_t)), &quiet);
+      CHECK(ticket != kNoTicket);
+    }
+    CHECK(ring.sync(ticket, &quiet));
+    for (uint64_t& word : data[thread]) write(word, 0);
+  }
+};
+
+// -- channel: a kernel puts, signals and flushes; the peer waits for the signal and reads ---
+
+// A stream of the driver: what is issued to it is executed in order, by a thread of its own.
+struct Stream {
+  struct Operation {
+    void* destination;
+    const void* source;  // null: the value is stored
+    uint64_t value;
+  };
+  Operation operations[16];
+  uint64_t issued, executed, closed, recorded;
+
+  void begin() {
+    declareAtomic(issued);
+    declareAtomic(executed);
+    declareAtomic(closed);
+    recorded = 0;
+  }
+  int issue(Operation operation) {
+    const uint64_t count = __atomic_load_n(&issued, __ATOMIC_RELAXED);
+    CHECK(count < sizeof operations / sizeof operations[0]);
+    operations[count] = operation;
+    __atomic_store_n(&issued, count + 1, __ATOMIC_RELEASE);
+    return 0;
+  }
+  void run() {
+    for (uint64_t count = 0;;) {
+      // In this order: once it is closed, nothing more is issued.
+      const uint64_t ended = __atomic_load_n(&closed, __ATOMIC_ACQUIRE);
+      if (count == __atomic_load_n(&issued, __ATOMIC_ACQUIRE)) {
+        if (ended) return;
+        checked_yield(CHECKED_HERE);
+        continue;
+      }
+      const Operation& operation = operations[count];
+      if (operation.source != nullptr)
+        checked_copy(operation.destination, operation.source, operation.value, CHECKED_HERE);
+      else
+        __atomic_store_n(static_cast<uint64_t*>(operation.destination), operation.value, __ATOMIC_RELEASE);
+      __atomic_store_n(&executed, ++count, __ATOMIC_RELEASE);
+    }
+  }
+
+  static Stream& of(void* stream) { return *static_cast<Stream*>(stream); }
+  static int copy(void* to, const void* from, size_t bytes, void* stream) {
+    return of(stream).issue({to, from, bytes});
+  }
+  static int write64(void* stream, uint64_t* address, uint64_t value, unsigned) {
+    return of(stream).issue({address, nullptr, value});
+  }
+  static int record(void*, void* stream) {
+    of(stream).recorded = __atomic_load_n(&of(stream).issued, __ATOMIC_RELAXED);
+    return PROXYCCL_RUNTIME_SUCCESS;
+  }
+  static int query(void* stream) {
+    const uint64_t executed = __atomic_load_n(&of(stream).executed, __ATOMIC_ACQUIRE);
+    return executed >= of(stream).recorded ? PROXYCCL_RUNTIME_SUCCESS : PROXYCCL_RUNTIME_NOT_READY;
+  }
+};
+
+// With a stream the driver copies; otherwise the engine does.
+template <bool WithStream>
+struct ChannelScenario {
+  static constexpr uint64_t kRounds = 2;
+  enum Thread { kKernel, kEngine, kPeer, kStream };
+
+  static inline Stream stream;
+  static inline ProxycclProxyChannel handle;
+  static inline uint64_t source, destination[kRounds], flushed, inbound, expected[2];
+
+  static void begin() {
+    static ProxycclConnection* connection;
+    static const ProxycclRuntimeTable runtime = {Stream::copy, Stream::write64, Stream::record, Stream::query};
+    static const ProxycclCopyOptions options = {&stream, &stream};
+    if (connection != nullptr) connection->transport->destroy(connection);
+    connection = proxyccl_copy_transport.create(&options, &runtime);
+    const ProxycclFifo fifo = beginRing(1, connection, 1);
+    if (WithStream) stream.begin();
+    for (uint64_t& word : destination) declareData(word);
+    declareData(source);
+    flushed = inbound = expected[0] = expected[1] = 0;
+    checked_growing(&flushed, sizeof flushed);
+    checked_growing(&inbound, sizeof inbound);
+    declarePrivate(expected);
+    char* const from = reinterpret_cast<char*>(&source);
+    char* const to = reinterpret_cast<char*>(destination);
+    service.memories[0] = {from, sizeof source, 0, 0, WithStream ? nullptr : from};
+    service.memories[1] = {to, sizeof destination, 0, 0, WithStream ? nullptr : to};
+    service.channels[0].remote_semaphore = &inbound;
+    service.channels[0].flushed = &flushed;
+    handle = {fifo, {&inbound, expected, nullptr, nullptr}, &flushed, nullptr, &quiet, 0, 0, 1, 0};
+  }
+
+  static void run(uint32_t thread) {
+    const ProxyChannelDeviceHandle channel{handle};
+    if (thread == kKernel) {
+      for (uint64_t round = 0; round < kRounds; ++round) {
+        write(source, round + 1);
+        const uint64_t offset = round * sizeof(uint64_t);
+        if (round % 2 == 0) {
+          channel.putWithSignal(offset, 0, sizeof(uint64_t));
+          CHECK(channel.flush());
+        } else {
+          CHECK(channel.putWithSignalAndFlush(offset, 0, sizeof(uint64_t)));
+        }
+      }
+      write(source, 0);
+    } else if (thread == kEngine) {
+      drain(kRounds / 2 * 3);
+      if (WithStream) __atomic_store_n(&stream.closed, 1, __ATOMIC_RELEASE);
+    } else if (thread == kPeer) {
+      for (uint64_t round = 0; round < kRounds; ++round) {
+        CHECK(channel.wait());
+        CHECK(read(destination[round]) == round + 1);
+      }
+    } else {
+      stream.run();
+    }
+  }
+};
+
+// -- semaphores: two ranks write each other's memory in turn ---
+
+struct SemaphoreScenario {
+  static constexpr uint64_t kRounds = 3;
+
+  struct Side {
+    uint64_t inbound, expected[2], outbound, received;
+  };
+  static inline Side sides[2];
+
+  static void begin() {
+    declareQuietControl();
+    for (Side& side : sides) {
+      side = {};
+      checked_growing(&side.inbound, sizeof side.inbound);
+      declareData(side.received);
+      declarePrivate(side.expected);
+    }
+  }
+
+  static void run(uint32_t thread) {
+    Side& own = sides[thread];
+    Side& peer = sides[1 - thread];
+    const Semaphore semaphore{{&own.inbound, own.expected, &peer.inbound, &own.outbound}};
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      if (thread == 1) {
+        CHECK(semaphore.wait(&quiet, PROXYCCL_WAIT_SM_SIGNAL, 0, 0));
+        CHECK(read(own.received) == round);
+      }
+      write(peer.received, round);
+      semaphore.signal();
+      if (thread == 0) {
+        while (!semaphore.poll()) {}
+        CHECK(read(own.received) == round);
+      }
+    }
+  }
+};
+
+// -- the grid's barrier: what each block wrote before it is read by all behind it, and rewritten behind the next ---
+
+struct GridScenario {
+  static constexpr uint32_t kBlocks = 3, kRounds = 2;
+
+  static inline DeviceSyncer syncer;
+  static inline uint64_t written[kBlocks];
+
+  static void begin() {
+    declareQuietControl();
+    declareAtomic(syncer.arrived);
+    declareAtomic(syncer.generation);
+    for (uint64_t& word : written) declareData(word);
+  }
+
+  static void run(uint32_t block) {
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      write(written[block], round);
+      CHECK(syncer.sync(kBlocks, &quiet));
+      for (const uint64_t& word : written) CHECK(read(word) == round);
+      CHECK(syncer.sync(kBlocks, &quiet));
+    }
+  }
+};
+
+// -- packets, one each way, that are used again and again ---
+
+template <class Packet>
+struct PacketScenario {
+  static constexpr uint32_t kFlags = 3;
+
+  static inline Packet packets[2];
+
+  static void begin() {
+    declareQuietControl();
+    for (Packet& packet : packets) {
+      packet = {};
+      for (size_t i = 0; i < sizeof packet; i += sizeof(uint64_t))
+        checked_atomic(reinterpret_cast<char*>(&packet) + i, sizeof(uint64_t));
+    }
+  }
+
+  static LL16Packet::Payload payload(LL16Packet*, uint32_t flag) { return {10 * flag, 10 * flag + 1}; }
+  static LL8Packet::Payload payload(LL8Packet*, uint32_t flag) { return 10 * flag; }
+  static bool same(LL16Packet::Payload a, LL16Packet::Payload b) { return a.x == b.x && a.y == b.y; }
+  static bool same(LL8Packet::Payload a, LL8Packet::Payload b) { return a == b; }
+
+  static void run(uint32_t thread) {
+    Packet* const own = &packets[thread];
+    for (uint32_t flag = 1; flag <= kFlags; ++flag) {
+      if (thread == 0) packets[1].write(payload(own, flag), flag);
+      CHECK(same(readPacket(own, flag, &quiet), payload(own, flag)));
+      if (thread == 1) packets[0].write(payload(own, flag), flag);
+    }
+  }
+};
+
+// -- failures ---
+
+void declareRecord(ProxycclErrorRecord& record) {
+  checked_atomic(&record.state, sizeof record.state);
+  checked_atomic(&record.code, sizeof record.code);
+  checked_atomic(&record.rank, sizeof record.rank);
+  checked_atomic(&record.expected, sizeof record.expected);
+}
+
+// Rank 0 fails. A kernel of rank 1 that waits for it is stopped, goes on with what it has and signals rank 2, whose
+// wait may so succeed. When rank 2's kernel has ended, its CPU must know who failed, and why.
+struct AbortScenario {
+  static constexpr uint32_t kRanks = 3;
+  static constexpr uint64_t kExpected = 7;
+
+  static inline ProxycclControl controls[kRanks];
+  static inline ProxycclControl* peers[kRanks][kRanks - 1];
+  static inline uint64_t inbound[kRanks], expected[kRanks][2], outbound[kRanks];
+
+  static void begin() {
+    for (uint32_t rank = 0; rank < kRanks; ++rank) {
+      ProxycclControl& control = controls[rank];
+      control = {};
+      control.rank = rank;
+      control.timeout_ns = kNever;
+      control.peers = peers[rank];
+      control.peer_count = kRanks - 1;
+      for (uint32_t i = 0; i < kRanks - 1; ++i) peers[rank][i] = &controls[i < rank ? i : i + 1];
+      checked_atomic(&control.abort, sizeof control.abort);
+      checked_atomic(&control.failed_rank, sizeof control.failed_rank);
+      declareRecord(control.error);
+      declarePrivate(control);
+      expected[rank][0] = expected[rank][1] = outbound[rank] = 0;
+      declareAtomic(inbound[rank]);
+    }
+    declarePrivate(expected);
+  }
+
+  static void run(uint32_t rank) {
+    Control* const control = &controls[rank];
+    const uint32_t next = (rank + 1) % kRanks;
+    const Semaphore semaphore{{&inbound[rank], expected[rank], &inbound[next], &outbound[rank]}};
+    if (rank == 0) {
+      recordError(control, PROXYCCL_ERROR_TIMEOUT, {PROXYCCL_WAIT_SM_SIGNAL, 2, 0, kExpected}, 0);
+      return;
+    }
+    const bool came = semaphore.wait(control, PROXYCCL_WAIT_SM_SIGNAL, rank - 1, 0);
+    if (rank == 1) {
+      CHECK(!came);
+      semaphore.signal();
+      return;
+    }
+    CHECK(loadAcquireSystem(&control->failed_rank) == 1);
+    const ProxycclErrorRecord& record = controls[0].error;
+    CHECK(loadAcquireSystem(&record.state) == PROXYCCL_RECORD_VALID);
+    CHECK(loadRelaxedSystem(&record.code) == PROXYCCL_ERROR_TIMEOUT);
+    CHECK(loadRelaxedSystem(&record.expected) == kExpected);
+  }
+};
+
+// A rank's CPU learns that another has failed before any wait is stopped; it must then find the record.
+struct NameScenario {
+  static constexpr uint64_t kExpected = 7;
+
+  static inline ProxycclControl failing, told;
+  static inline ProxycclControl* const peers[] = {&told};
+
+  static void begin() {
+    failing = told = {};
+    failing.rank = 4;
+    failing.peers = peers;
+    failing.peer_count = 1;
+    declareRecord(failing.error);
+    checked_atomic(&told.failed_rank, sizeof told.failed_rank);
+    declarePrivate(failing);
+    declarePrivate(told);
+  }
+
+  static void run(uint32_t thread) {
+    if (thread == 0) {
+      recordError(&failing, PROXYCCL_ERROR_TIMEOUT, {PROXYCCL_WAIT_SM_SIGNAL, 2, 0, kExpected}, 0);
+      return;
+    }
+    while (loadAcquireSystem(&told.failed_rank) == 0) checked_yield(CHECKED_HERE);
+    CHECK(loadAcquireSystem(&told.failed_rank) == failing.rank + 1);
+    CHECK(loadAcquireSystem(&failing.error.state) == PROXYCCL_RECORD_VALID);
+    CHECK(loadRelaxedSystem(&failing.error.expected) == kExpected);
+  }
+};
+
+// Two threads of a rank fail at the same time: its CPU reads the record of one of them, and not of both.
+struct RecordScenario {
+  static inline ProxycclControl control;
+
+  static void begin() {
+    control = {};
+    declareRecord(control.error);
+    checked_atomic(&control.abort, sizeof control.abort);
+    declarePrivate(control);
+  }
+
+  static void run(uint32_t thread) {
+    if (thread < 2) {
+      recordError(&control, PROXYCCL_ERROR_TIMEOUT + thread, {PROXYCCL_WAIT_FLUSH, PROXYCCL_NO_PEER, 0, thread}, 0);
+      return;
+    }
+    while (loadAcquireSystem(&control.error.state) != PROXYCCL_RECORD_VALID) checked_yield(CHECKED_HERE);
+    CHECK(loadRelaxedSystem(&control.error.code) ==
+          PROXYCCL_ERROR_TIMEOUT + loadRelaxedSystem(&control.error.expected));
+  }
+};
+
+// A CPU asks what a kernel waits for, and reads the answer; then it ends the wait.
+struct QuestionScenario {
+  static constexpr uint32_t kQuestion = 5, kPeer = 1;
+
+  static inline ProxycclControl control;
+  static inline uint64_t inbound, expected[2];
+
+  static void begin() {
+    control = {};
+    control.timeout_ns = kNever;
+    ProxycclWait& wait = control.waits[kPeer];
+    checked_atomic(&wait.answered, sizeof wait.answered);
+    checked_atomic(&wait.kind, sizeof wait.kind);
+    checked_atomic(&wait.expected, sizeof wait.expected);
+    checked_atomic(&control.asked, sizeof control.asked);
+    declarePrivate(control);
+    expected[0] = expected[1] = 0;
+    declarePrivate(expected);
+    declareAtomic(inbound);
+  }
+
+  static void run(uint32_t thread) {
+    if (thread == 0) {
+      const Semaphore semaphore{{&inbound, expected, nullptr, nullptr}};
+      CHECK(semaphore.wait(&control, PROXYCCL_WAIT_PROXY_SIGNAL, kPeer, 0));
+      return;
+    }
+    storeRelaxedSystem(&control.asked, kQuestion);
+    const ProxycclWait& wait = control.waits[kPeer];
+    while (loadAcquireSystem(&wait.answered) != kQuestion) checked_yield(CHECKED_HERE);
+    CHECK(loadRelaxedSystem(&wait.kind) == PROXYCCL_WAIT_PROXY_SIGNAL);
+    CHECK(loadRelaxedSystem(&wait.expected) == 1);
+    storeReleaseSystem<uint64_t>(&inbound, 1);
+  }
+};
+
+// -- announcements: a rank announces memory, then other memory in its place; a peer maps what it finds and replies ---
+
+struct AnnouncementScenario {
+  static constexpr uint32_t kBytes = 2;
+
+  static inline ProxycclAnnouncements table;
+  static inline uint64_t mapped;
+
+  static void begin() {
+    ProxycclAnnouncement& entry = table.entries[0];
+    ProxycclAnnouncementReply& reply = table.replies[0][0];
+    entry = {};
+    reply = {};
+    checked_atomic(&entry.version, sizeof entry.version);
+    checked_atomic(&entry.handle_bytes, sizeof entry.handle_bytes);
+    checked_atomic(&entry.for_proxies, sizeof entry.for_proxies);
+    for (uint32_t i = 0; i < kBytes; ++i) checked_atomic(&entry.handle[i], sizeof entry.handle[i]);
+    checked_atomic(&reply.version, sizeof reply.version);
+    checked_atomic(&reply.address, sizeof reply.address);
+    declareAtomic<uint64_t>(table.changes);
+    declareData(mapped);
+  }
+
+  static void run(uint32_t thread) {
+    if (thread == 0) {
+      proxyccl_announce(&table, 0, "aa", kBytes);
+      proxyccl_announce(&table, 0, "bb", kBytes);
+      uint64_t address;
+      while (!proxyccl_announcement_reached(&table, 0, 0, &address)) checked_yield(CHECKED_HERE);
+      CHECK(address == 40);
+      CHECK(read(mapped) == 4);
+      return;
+    }
+    for (uint32_t version = 0; version != 4;) {
+      const uint64_t changes = proxyccl_announcement_changes(&table);
+      ProxycclAnnouncement copy;
+      version = proxyccl_announcement_read(&table, 0, &copy);
+      CHECK(changes < 2 || version == 4);
+      if (version != 4) checked_yield(CHECKED_HERE);
+      if (version == 0) continue;
+      const char written = version == 2 ? 'a' : 'b';
+      CHECK(copy.handle_bytes == kBytes && copy.handle[0] == written && copy.handle[1] == written);
+      write(mapped, version);
+      proxyccl_announcement_reply(&table, 0, 0, version, 10 * version);
+    }
+  }
+};
+
+}  // namespace
+
+#define SCENARIO(name, threads, ...) {name, threads, __VA_ARGS__::begin, __VA_ARGS__::run}
+
+const Scenario kScenarios[] = {
+    SCENARIO("ring_of_2_with_2_producers", 3, RingScenario<2, 2, 1>),
+    SCENARIO("ring_of_2_with_2_producers_and_3_laps", 3, RingScenario<2, 3, 1>),
+    SCENARIO("ring_of_2_with_3_producers", 4, RingScenario<3, 2, 1>),
+    SCENARIO("ring_of_4_with_3_producers", 4, RingScenario<3, 4, 2>),
+    SCENARIO("channel_by_the_cpu", 3, ChannelScenario<false>),
+    SCENARIO("channel_by_a_stream", 4, ChannelScenario<true>),
+    SCENARIO("semaphores", 2, SemaphoreScenario),
+    SCENARIO("grid", 3, GridScenario),
+    SCENARIO("packets_of_16_bytes", 2, PacketScenario<LL16Packet>),
+    SCENARIO("packets_of_8_bytes", 2, PacketScenario<LL8Packet>),
+    SCENARIO("abort", 3, AbortScenario),
+    SCENARIO("failed_rank", 2, NameScenario),
+    SCENARIO("record", 3, RecordScenario),
+    SCENARIO("question", 2, QuestionScenario),
+    SCENARIO("announcements", 2, AnnouncementScenario),
+};
+const unsigned kScenarioCount = sizeof kScenarios / sizeof kScenarios[0];

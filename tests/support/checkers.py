@@ -1,0 +1,30 @@
+"""The checkers of tests/models, which are fetched when the first test asks for them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from support.debian_packages import UnavailableError
+from support.fetch_checkers import fetch
+from support.once import one_at_a_time
+from support.paths import ROOT
+
+DIRECTORY = ROOT / "build/checkers"
+
+
+def checkers() -> Path:
+    """The directory that Debian's packages are unpacked in.
+
+    Where they can't be had the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
+    """
+    try:
+        with one_at_a_time(DIRECTORY.with_name("checkers.lock")):
+            fetch(DIRECTORY)
+    except UnavailableError as error:
+        if os.environ.get("PROXYCCL_REQUIRE_MODELS") == "1":
+            pytest.fail(f"the checkers can't be had: {error}")
+        pytest.skip(f"the checkers can't be had: {error}")
+    return DIRECTORY
