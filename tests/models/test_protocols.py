@@ -1,0 +1,114 @@
+"""Protocols between processes and machines as models for SPIN, which visits every state that they can reach.
+
+The models (protocols/*.pml) take their constants from the shipped headers, by the C compiler. Each is verified, and
+then again with bugs (BUG(n) in the model), each of which must be found.
+
+PROXYCCL_MODELS_DEPTH of more than 1 adds larger models (make test-models DEPTH=100).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.checkers import checkers
+from support.once import made_once, shared_directory
+from support.paths import ROOT, TESTS
+
+pytestmark = pytest.mark.host_only(reason="no device takes part")
+
+MODELS = TESTS / "models/protocols"
+TIMEOUT = 280.0
+DEEP = int(os.environ.get("PROXYCCL_MODELS_DEPTH", "1")) > 1
+
+# What is verified: a model and its sizes.
+VERIFIERS = {
+    "staged, both sides send": ("staged", ("RING=3", "PUTS=2")),
+    "staged, one side sends many laps": ("staged", ("RING=2", "PUTS=4", "REPLIES=1")),
+    "staged, few messages without a credit": ("staged", ("RING=6", "PUTS=3", "MESSAGES=1")),
+    "exchange": ("exchange", ()),
+    "close": ("close", ()),
+}
+if DEEP:
+    VERIFIERS |= {
+        "staged, both sides send more": ("staged", ("RING=2", "PUTS=3")),
+        "staged, one side sends more": ("staged", ("RING=4", "PUTS=6", "REPLIES=1")),
+        "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
+    }
+
+# Each with the verifier that must find it and its number in the model.
+BUGS = {
+    "the sender takes the ring for longer than it is": ("staged, one side sends many laps", 1),
+    "a message is posted before it is copied": ("staged, both sides send", 2),
+    "a place is free before its requests are complete": ("staged, both sides send", 3),
+    "the receiver's window is one message short": ("staged, few messages without a credit", 4),
+    "credits wait for room to send": ("staged, both sides send", 5),
+    "a message is credited before it is placed": ("staged, both sides send", 6),
+    "a credit too many": ("staged, one side sends many laps", 7),
+    "nobody looks whether a peer has left": ("exchange", 1),
+    "a peer that left after the exchange counts as missing": ("exchange", 2),
+    "a rank leaves before it tells its exchanges": ("exchange", 3),
+    "nobody tells that it waits for another communicator": ("close", 1),
+    "memory is freed while a peer waits elsewhere": ("close", 2),
+    "a rank waits for peers that wait elsewhere": ("close", 3),
+}
+
+
+def run(command: list[str], directory: Path, **environment: str) -> str:
+    """Runs one step and returns its output."""
+    done = subprocess.run(
+        command,
+        cwd=directory,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(directory: Path) -> None:
+    """Makes the verifiers, each in a directory of its own."""
+    includes = [f"-I{ROOT / place}" for place in ("device/include", "proxy/engine")]
+    run(["gcc", *includes, str(MODELS / "constants.c"), "-o", "constants"], directory)
+    constants = run(["./constants"], directory)
+    for name, (model, sizes) in VERIFIERS.items():
+        own = directory / name
+        shutil.copytree(MODELS, own)
+        (own / "constants.h").write_text(constants)
+        run([str(checkers() / "usr/bin/spin"), *(f"-D{size}" for size in sizes), "-a", f"{model}.pml"], own)
+        # Safety alone: a wait for ever is a state in which nobody can go on.
+        run(["gcc", "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "pan.c", "-o", "verify"], own)
+
+
+@pytest.fixture(scope="session")
+def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the verifiers."""
+    checkers()
+    return made_once(shared_directory(tmp_path_factory) / "protocols", build)
+
+
+def verify(directory: Path, bug: int = 0) -> str:
+    """SPIN's report, which says how many states there are and the first error."""
+    report = run(["./verify", "-m1000000", "-w22"], directory, BUG=str(bug))
+    assert "max search depth too small" not in report, report
+    return report
+
+
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_state_is_right(verifiers: Path, name: str) -> None:
+    report = verify(verifiers / name)
+    assert "errors: 0" in report, report
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(verifiers: Path, bug: str) -> None:
+    name, number = BUGS[bug]
+    report = verify(verifiers / name, number)
+    assert "errors: 1" in report, report
