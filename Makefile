@@ -24,7 +24,7 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -62,6 +62,11 @@ test-daemon: $(VENV)/.installed
 HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
 	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) -m hip
+
+# The models alone. DEPTH multiplies the executions at random, and from 2 on adds larger models and bounds.
+DEPTH ?= 1
+test-models: $(VENV)/.installed
+	PROXYCCL_MODELS_DEPTH=$(DEPTH) $(WORKERS_PYTEST) --timeout $(if $(filter 1,$(DEPTH)),300,7200) tests/models
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 test-rdma: $(VENV)/.installed
