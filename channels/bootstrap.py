@@ -5,9 +5,10 @@ The protocol is small on purpose, so that any launcher can offer it. Every call 
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,12 @@ from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutErro
 
 
 class Bootstrap(Protocol):
-    """Joins `world_size` ranks. All of them make the same calls in the same order."""
+    """Joins `world_size` ranks. All of them make the same calls in the same order.
+
+    One that can also join some of its ranks has `subset(members, key)`, which they alone call. It returns the bootstrap
+    of these ranks, numbered by their places in the list. `key` is a number that no other subset has. By it
+    communicators are split whose ranks are on several hosts.
+    """
 
     @property
     def rank(self) -> int:
@@ -70,6 +76,7 @@ class MpiBootstrap:
         self._parent = parent
         self._comm: Any = None
         self._unfinished: Any = None
+        self._post = _MpiPost(self)
         self.rank: int = parent.Get_rank()
         self.world_size: int = parent.Get_size()
 
@@ -114,11 +121,92 @@ class MpiBootstrap:
             pause = min(pause + 2e-5, 1e-3)
         self._unfinished = None
 
+    def subset(self, members: Sequence[int], key: int) -> MpiSubset:
+        """The bootstrap of some ranks. See `Bootstrap`. An `all_gather` comes first."""
+        return MpiSubset(self._post, members, key)
+
     def close(self) -> None:
         """Frees the duplicate, unless MPI is already gone or a call on it was given up."""
         if self._comm is not None and self._unfinished is None and not self._mpi.Is_finalized():
             self._comm.Free()
             self._comm = None
+
+
+class _MpiPost:
+    """Messages between single ranks of an `MpiBootstrap`, each for one round of one subset."""
+
+    HEADER = struct.Struct("<QQ")
+    _TAG = 1
+
+    def __init__(self, bootstrap: MpiBootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._lock = threading.Lock()
+        self._came: dict[tuple[int, int, int], bytes] = {}  # by sender, key and round
+        self._sent: list[Any] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank in the bootstrap."""
+        return self._bootstrap.rank
+
+    def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
+        """Sends a message. Waits for nobody."""
+        message = self.HEADER.pack(key, number) + data
+        with self._lock:
+            self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+            request = self._bootstrap._comm.Isend([message, self._bootstrap._mpi.BYTE], dest=receiver, tag=self._TAG)
+            self._sent.append((request, message))
+
+    def take(self, sender: int, key: int, number: int) -> bytes | None:
+        """A message, if it has come."""
+        mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
+        with self._lock:
+            while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
+                data = bytearray(status.Get_count(mpi.BYTE))
+                message.Recv([data, mpi.BYTE])
+                header = self.HEADER.unpack_from(data)
+                self._came[status.Get_source(), *header] = bytes(data[self.HEADER.size :])
+            return self._came.pop((sender, key, number), None)
+
+
+class MpiSubset:
+    """Some ranks of an `MpiBootstrap`. They exchange messages, as all ranks would be needed for a communicator."""
+
+    def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
+        self._post, self._members, self._key = post, list(members), key
+        self._round = 0
+        self.rank, self.world_size = self._members.index(post.rank), len(self._members)
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        number, self._round = self._round, self._round + 1
+        found = {self.rank: data}
+        missing = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in missing:
+            self._post.send(self._members[peer], self._key, number, data)
+        pause = 0.0
+        while True:
+            for peer in missing:
+                came = self._post.take(self._members[peer], self._key, number)
+                if came is not None:
+                    found[peer] = came
+            missing = [peer for peer in missing if peer not in found]
+            if not missing:
+                return [found[rank] for rank in range(self.world_size)]
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"the bootstrap's all_gather over MPI: ranks {missing} did not come in time",
+                    rank=self.rank,
+                    peer=missing[0],
+                    operation="bootstrap",
+                )
+            time.sleep(pause)
+            pause = min(pause + 2e-5, 1e-3)
+
+    def close(self) -> None:
+        """Nothing to free: the communicator is the whole bootstrap's."""
 
 
 class _Meeting:

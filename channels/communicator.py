@@ -22,11 +22,12 @@ from proxyccl.channels.collectives.broadcast import broadcast
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.reduce import reduce
 from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
-from proxyccl.channels.collectives.request import requested_policy
+from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.meeting import meet
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
 from proxyccl.channels.peer_links import ProxyOptions
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
@@ -134,7 +135,7 @@ class Communicator:
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = _timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
-        self._group = Group(
+        meeting = meet(
             joined,
             runtime,
             owns_bootstrap=made_here,
@@ -146,13 +147,52 @@ class Communicator:
             proxy_options=proxy_options,
             linger=linger,
         )
-        self._collectives = Collectives(self._group, policy)
+        self._open(Group(meeting), policy)
+
+    def _open(self, group: Group, cta_policy: CtaPolicy) -> None:
+        self._group = group
+        self._collectives = Collectives(group, cta_policy)
         self._group.open(Reporter(self._group))
         try:
             self._collectives.start()
         except ProxyCCLError:
             self._group.close()
             raise
+
+    def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
+        """A communicator of some of the ranks, which call this together; the others need not.
+
+        It shares this one's runtime, process watches and mappings, and needs no bootstrap where the ranks share a host.
+        It ends with this one: by its `close`, by a failure or an `abort`. Its own failure or `abort` ends it alone.
+
+        Args:
+            ranks: numbers in this communicator, this rank's among them; the same list on all members. Their places in
+                the list are their numbers in the new one.
+            timeout: bound of the new one's waits and of this call, in seconds; None for this one's.
+
+        Raises:
+            ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them.
+            MismatchError: members gave different lists.
+            WaitTimeoutError: not all members came within the time. This communicator goes on.
+            RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
+        """
+        self._group.failure.require_usable()
+        members = self._members(ranks)
+        bounded = self.timeout if timeout is None else _timeout_from(timeout)
+        part = object.__new__(Communicator)
+        part._open(self._group.split(members, bounded), self._collectives.cta_policy)
+        return part
+
+    def _members(self, ranks: Sequence[int]) -> list[int]:
+        members = list(ranks)
+        for member in members:
+            if not isinstance(member, int) or not 0 <= member < self.world_size:
+                raise ArgumentError("ranks", f"{member!r} is not a rank; expected 0 to {self.world_size - 1}")
+            if members.count(member) > 1:
+                raise ArgumentError("ranks", f"rank {member} is given twice; expected different ranks")
+        if self.rank not in members:
+            raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
+        return members
 
     @classmethod
     def from_mpi(cls, comm: Any = None, **options: Any) -> Communicator:

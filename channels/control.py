@@ -1,9 +1,9 @@
 """Control segments: the memory through which the ranks of a host tell each other that one of them has failed.
 
 Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
-signal, its proxy's counters, a log of its recent collective calls, and what it announces. The ranks of one host map
-each other's segments. A rank that fails raises the abort words of all of them before its own, in a kernel as on the
-CPU.
+signal, its proxy's counters, a log of its recent collective calls, what it announces, and its rendezvous. The ranks of
+one host map each other's segments. A rank that fails raises the abort words of all of them before its own, in a kernel
+as on the CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from enum import IntEnum
 
 from proxyccl.channels.announcements import Announcements
 from proxyccl.channels.error_record import NO_PEER, ErrorRecord
+from proxyccl.channels.rendezvous import Rendezvous
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy._engine import ffi as engine
@@ -59,7 +60,8 @@ _SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * en
 _READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
 READBACK_BYTES = 128 * 1024
 _ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
-_PEERS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
+_RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
+_PEERS_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
 
 
 def segment_bytes(world_size: int = 1) -> int:
@@ -68,7 +70,11 @@ def segment_bytes(world_size: int = 1) -> int:
 
 
 class ControlSegment:
-    """A rank's control segment, own or a peer's."""
+    """A rank's control segment, own or a peer's.
+
+    Attributes:
+        rendezvous: where its rank posts messages and invitations.
+    """
 
     service_offset = _SERVICE_OFFSET
     semaphores_bytes = 8 * MAX_CHANNELS
@@ -78,6 +84,7 @@ class ControlSegment:
         self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
         self._peers: Mapping[int, ControlSegment] = {}
         self._peer_controls = ffi.new("ProxycclControl *[]", 0)
+        self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
 
     def initialise(self, rank: int, timeout: float) -> None:
         """Fills an own, fresh segment."""

@@ -137,6 +137,9 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         what = "make different calls" if argument == DIFFERENT_CALL else f"call a collective with different {argument}"
         message = f"{argument}: {who} and rank {record.peer} {what}"
         return MismatchError(_join(message, cause), argument=argument, rank=record.rank, peer=record.peer)
+    if code == lib.PROXYCCL_ERROR_PARENT:
+        message = f"the communicator that this one was split from has ended (seen by {who})"
+        return AbortedError(message, operation="abort", **details)
     return AbortedError(_join(f"{who} ended the communicator", cause), operation="abort", **details)
 
 

@@ -1,4 +1,4 @@
-"""Exchanges: every rank's value to every rank, over the bootstrap.
+"""Exchanges: every rank's value to every rank, over the bootstrap, or over mailboxes where all ranks share a host.
 
 Exchanges set things up; no collective and no transfer waits for one. Each message names what its rank does, so ranks
 whose programs differ find out at once, and what a rank receives is checked before it is used.
@@ -37,6 +37,10 @@ class Exchange:
         self._bootstrap = bootstrap
         self._guard: tuple[FailureState, Watcher] | None = None
         self.made = 0
+
+    def carry_over(self, bootstrap: Bootstrap) -> None:
+        """From now on this carries them; on all ranks."""
+        self._bootstrap = bootstrap
 
     def guard(self, failure: FailureState, watcher: Watcher) -> None:
         """From now on a failure of any rank ends an exchange, a failed exchange ends the group, and so does a peer that

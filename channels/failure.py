@@ -54,14 +54,16 @@ class FailureState:
     Args:
         rank: this rank.
         control: its control segment, whose abort word says that a rank has failed.
+        parent: of the communicator that this one was split from.
 
     Attributes:
         cause: what only this rank knows of the failure, in words.
         observer: told of failures; one that does nothing until `open`.
     """
 
-    def __init__(self, rank: int, control: ControlSegment) -> None:
+    def __init__(self, rank: int, control: ControlSegment, parent: FailureState | None = None) -> None:
         self._rank = rank
+        self._parent = parent
         self._control = control
         self._state = "opening"
         self._watcher: Watcher | None = None
@@ -124,9 +126,15 @@ class FailureState:
         with self._lock:
             if self._exception is None:
                 self._pass_on()
-                self._exception = exception_from(self._control.record(), self._rank, self.cause)
+                self._exception = self._of_parent() or exception_from(self._control.record(), self._rank, self.cause)
         self.observer.annotate(self._exception)
         return self._exception
+
+    def _of_parent(self) -> CommunicatorError | None:
+        """The parent's exception, if its end was this one's, and it is known here."""
+        if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
+            return None
+        return self._parent.exception() if self._parent.aborted else None
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks. Waits for nobody."""

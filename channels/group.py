@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from proxyccl.channels.bootstrap import Bootstrap
 from proxyccl.channels.call_log import CallLog
-from proxyccl.channels.control import ControlSegment, Presence, create_segment
-from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.control import Presence
 from proxyccl.channels.failure import FailureState, Observer
 from proxyccl.channels.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.inventory import Inventory
 from proxyccl.channels.launches import Launches
-from proxyccl.channels.peer_links import PeerLinks, ProxyOptions
-from proxyccl.channels.proxy_place import choose_place
+from proxyccl.channels.meeting import Meeting, meet_apart
+from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
-from proxyccl.channels.topology import (
-    RANK_INFO,
-    RankInfo,
-    Topology,
-    TransportChoice,
-    encode_choice,
-    local_world_size_from_environment,
-)
+from proxyccl.channels.topology import Topology
 from proxyccl.channels.wait_release import WaitRelease
 from proxyccl.channels.watcher import Watcher
-from proxyccl.device import open_runtime
-from proxyccl.device.errors import CommunicatorError, KernelError, ProxyCCLError, WaitTimeoutError
+from proxyccl.device.errors import CommunicatorError, KernelError, MismatchError, ProxyCCLError, WaitTimeoutError
 from proxyccl.device.handle_cache import HandleCache
-from proxyccl.device.runtime import Runtime, StreamLike
-from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.daemon.client import missing_in_daemon
-from proxyccl.proxy.hosts import host_name
+from proxyccl.device.runtime import StreamLike
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.transports.table import missing_transports
-from proxyccl.proxy.verbs.options import RdmaOptions
 
-_NAME = Codec(str, 4096, "name")
-_HANDLE = Codec(bytes, 64 << 10, "memory handle")
 _CIRCLE_SECONDS = 0.1
 """A peer that waits this long for the end of another communicator may be waiting for this rank."""
 _POLL_SECONDS = 0.0005
@@ -60,8 +42,8 @@ class Shared(Protocol):
 class Group:
     """One rank of a communicator.
 
-    All ranks make it together, then `open` it. What is in this room takes a group, and so does a communicator's every
-    part; the communicator itself adds the calls that users make.
+    All ranks meet and make it together, then `open` it. What is in this room takes a group, and so does a
+    communicator's every part; the communicator itself adds the calls that users make.
 
     Attributes:
         rank, world_size: this rank's number, and how many there are.
@@ -81,53 +63,19 @@ class Group:
         symmetric: own arrays that peers' kernels reach.
     """
 
-    def __init__(
-        self,
-        bootstrap: Bootstrap,
-        runtime: Runtime | str | None,
-        *,
-        owns_bootstrap: bool,
-        device: int | None,
-        timeout: float,
-        local_world_size: int | None,
-        transport: TransportChoice,
-        rdma_options: RdmaOptions,
-        proxy_options: ProxyOptions,
-        linger: float | None = None,
-    ) -> None:
-        self.linger = linger
-        self.rank, self.world_size, self.timeout = bootstrap.rank, bootstrap.world_size, timeout
+    def __init__(self, meeting: Meeting, parent: Group | None = None) -> None:
+        self._meeting = meeting
+        self._parent: Group | None = parent
+        self._children: list[Group] = []
+        self._splits: Counter[tuple[int, ...]] = Counter()
+        self.linger = meeting.linger
+        self.exchange = exchange = meeting.exchange
+        self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
         self.thread = threading.get_ident()
-        self._bootstrap = bootstrap if owns_bootstrap else None
-        self.exchange = exchange = Exchange(bootstrap, timeout)
-        self.runtime = self._open_runtime(runtime, device)
-        self.runtime.activate()
-        self.control = create_segment(self.runtime, self.rank, timeout, self.world_size)
-        self.failure = FailureState(self.rank, self.control)
-
-        place = choose_place(proxy_options.where, self.runtime.name, exchange)
-        in_daemon = place.where == "daemon"
-        daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
-        own = RankInfo.own(
-            self.runtime,
-            missing,
-            transport=encode_choice(transport, self.world_size),
-            daemon_missing=daemon_missing,
-        )
-        infos = exchange.all_gather(own, RANK_INFO, "topology")
-        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
-        topology = Topology.find(self.rank, infos, self.runtime, local)
-        # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
-        topology.uses_rdma()
-        handles = exchange.all_gather(self.control.memory.handle, _HANDLE, "control segments")
-        self._segments = {
-            peer: ControlSegment(self.runtime.open_pinned(handles[peer]))
-            for peer in range(self.world_size)
-            if peer != self.rank and topology.same_host(peer)
-        }
-        self.control.introduce(self._segments)
-        self._pids = {peer: infos[peer].pid for peer in self._segments if infos[peer].pid != os.getpid()}
-        self.mappings = HandleCache(self.runtime.open)
+        self.runtime, self.control, self.job = meeting.runtime, meeting.control, meeting.job
+        self.failure: FailureState = FailureState(self.rank, self.control, None if parent is None else parent.failure)
+        self._segments = meeting.segments
+        self.mappings: HandleCache = HandleCache(self.runtime.open if parent is None else parent.mappings.lease)
         self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments))
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(
@@ -135,25 +83,24 @@ class Group:
             self.mappings,
             self.control.announcements,
             {peer: segment.announcements for peer, segment in self._segments.items()},
-            topology,
+            meeting.topology,
             self.rank,
         )
         self._kept: list[Shared] = []
         self._closing = threading.RLock()
+        self._released = False
         self._watcher: Watcher
         self.runtime.in_flight.follow(self.launches)
-        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
-        self.job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
         self.links = PeerLinks(
             self.runtime,
             self.control,
             self._segments,
             exchange,
             self.failure,
-            topology,
-            proxy_place=place,
-            proxy_options=proxy_options,
-            rdma_options=rdma_options,
+            meeting.topology,
+            proxy_place=meeting.place,
+            proxy_options=meeting.proxy_options,
+            rdma_options=meeting.rdma_options,
             description=Description.of_this_program(self.rank, self.world_size, self.job),
         )
         self._wait_release = WaitRelease(lambda: self.links.proxy_if_started, f"proxyccl-release-{self.rank}")
@@ -164,11 +111,20 @@ class Group:
             self.links.close()
             raise
 
-    def _open_runtime(self, runtime: Runtime | str | None, device: int | None) -> Runtime:
-        if runtime is not None and not isinstance(runtime, str):
-            return runtime
-        hosts = self.exchange.all_gather(host_name(), _NAME, "hosts")
-        return open_runtime(runtime, device, local_rank=hosts[: self.rank].count(hosts[self.rank]))
+    def split(self, members: Sequence[int], timeout: float) -> Group:
+        """A group of some ranks of this one, by their places in the list. They alone call this, then `open` it.
+
+        It ends with this one. Raises as `meet_apart`.
+        """
+        ranks = tuple(sorted(members))
+        number, check = self._splits[ranks], self.failure.require_usable
+        try:
+            meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check)
+        except MismatchError:  # all members have met
+            self._splits[ranks] += 1
+            raise
+        self._splits[ranks] += 1
+        return Group(meeting, self)
 
     def _link_hosts(self) -> dict[int, HostLink]:
         topology = self.links.topology
@@ -193,15 +149,19 @@ class Group:
             self.rank,
             self.control,
             self._segments,
-            self._pids,
+            self._meeting.pids,
             self._host_links,
             on_abort=failed,
             each_turn=self.symmetric.update,
+            parent=None if self._parent is None else self._parent._watcher,
+            members=self._meeting.members,
         )
         self.failure.watch(self._watcher, observer)
         self.exchange.guard(self.failure, self._watcher)
         with _open_lock:
             _open_groups.append(self)
+            if self._parent is not None:
+                self._parent._children.append(self)
 
     @property
     def topology(self) -> Topology:
@@ -249,7 +209,7 @@ class Group:
     # -- the end ---
 
     def close(self, *, collective: bool = True, wait: bool = True) -> None:
-        """Ends the group. Calling it twice does nothing.
+        """Ends the group, and those that were split from it. Calling it twice does nothing.
 
         Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
         for a peer that waits for the end of another communicator: then a thread waits in its place. So communicators
@@ -282,6 +242,8 @@ class Group:
 
     def _leave(self, *, collective: bool) -> bool:
         """Ends this rank's work and lets the peers know. False if the group has failed, or fails by this."""
+        for child in list(self._children):
+            child._leave_with_parent(collective=collective)
         if not self.failure.usable:
             return False
         try:
@@ -296,6 +258,13 @@ class Group:
             return False
         self._watcher.announce(Presence.LEFT, self.exchange.made)
         return True
+
+    def _leave_with_parent(self, *, collective: bool) -> None:
+        """Leaves before the group that this one was split from does, which then releases it."""
+        with self._closing:
+            if not self.failure.closed:
+                self._leave(collective=collective)
+                self._close_for_use()
 
     def _peers_present(self) -> dict[int, Presence]:
         peers = {peer: self._watcher.presence(peer) for peer in range(self.world_size) if peer != self.rank}
@@ -361,9 +330,14 @@ class Group:
         self._close_for_use()
 
         def wait() -> None:
-            while self._peers_present() and not self.failure.aborted:
+            while True:
+                with self._closing:
+                    if self._released:
+                        return
+                    if self.failure.aborted or not self._peers_present():
+                        self._release(healthy=not self.failure.aborted)
+                        return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
-            self._release(healthy=not self.failure.aborted)
 
         thread = threading.Thread(target=wait, name=f"proxyccl-close-{self.rank}", daemon=True)
         with _open_lock:
@@ -377,7 +351,18 @@ class Group:
                 _open_groups.remove(self)
 
     def _release(self, *, healthy: bool) -> None:
-        self._close_for_use()
+        with self._closing:
+            if not self._released:
+                self._released = True
+                self._close_for_use()
+                for child in list(self._children):
+                    child._release(healthy=healthy and not child.failure.aborted)
+                self._free(healthy=healthy)
+        if self._parent is not None:
+            with _open_lock, contextlib.suppress(ValueError):  # it may have been released before
+                self._parent._children.remove(self)
+
+    def _free(self, *, healthy: bool) -> None:
         self._watcher.close()
         self.failure.observer.close()
         if not healthy:
@@ -398,8 +383,8 @@ class Group:
             segment.close()
         self.runtime.release_control(self.control.device_pointer)
         self.control.close()
-        if self._bootstrap is not None:
-            self._bootstrap.close()
+        if self._meeting.owns_bootstrap:
+            self._meeting.bootstrap.close()
 
 
 _open_groups: list[Group] = []
@@ -415,7 +400,7 @@ def close_at_exit(*, failed: bool) -> None:
     an exception tells them to stop.
     """
     with _open_lock:
-        groups = list(_open_groups)
+        groups = [group for group in _open_groups if group._parent is None]  # the others end with these
     left = []
     for group in groups:
         if group._leave(collective=not failed):

@@ -129,6 +129,18 @@ class Topology:
         )
         return cls(rank, tuple(ranks), nodes, accessible, _decode_choice(ranks))
 
+    def part(self, members: Sequence[int]) -> Topology:
+        """The topology of some ranks, this one among them, by their numbers in the list."""
+        number = {member: i for i, member in enumerate(members)}
+        pairs = {pair: name for pair, name in self.forced.items() if set(pair) <= number.keys()}
+        return Topology(
+            number[self.rank],
+            tuple(self.ranks[member] for member in members),
+            tuple(self.nodes[member] for member in members),
+            tuple(self.accessible[member] for member in members),
+            {(min(ends), max(ends)): pairs[a, b] for a, b in pairs for ends in [(number[a], number[b])]},
+        )
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

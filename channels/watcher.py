@@ -1,6 +1,6 @@
 """The thread that notices when a peer's process ends or a rank of another host fails, and passes failures on.
 
-It also maps what peers announce, within INTERVAL_MS.
+It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from proxyccl.channels import process_descriptors
@@ -37,22 +37,86 @@ class Link(Protocol):
         ...
 
 
+class WatchThread:
+    """The thread of a communicator and of those that were split from it: it has each of their watchers look around.
+
+    It sleeps in poll() otherwise.
+    """
+
+    INTERVAL_MS = 20
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._watchers: list[Watcher] = []
+        self._by_descriptor: dict[int, Watcher] = {}
+        self._poll = select.poll()
+        self._stop_read, self._stop_write = os.pipe()
+        self._poll.register(self._stop_read, select.POLLIN)
+        self._thread: threading.Thread | None = None
+
+    def add(self, watcher: Watcher) -> None:
+        """Has a watcher look around from now on, and when one of its descriptors becomes readable."""
+        with self._lock:
+            self._watchers.append(watcher)
+            for descriptor in watcher.descriptors:
+                self._by_descriptor[descriptor] = watcher
+                self._poll.register(descriptor, select.POLLIN)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def remove(self, watcher: Watcher) -> None:
+        """Ends `add`. The watcher's descriptors are still open."""
+        with self._lock:
+            self._watchers.remove(watcher)
+            for descriptor in [known for known, whose in self._by_descriptor.items() if whose is watcher]:
+                self._forget(descriptor)
+
+    def forget(self, descriptor: int) -> None:
+        """Polls a descriptor no more."""
+        with self._lock:
+            self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        if self._by_descriptor.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def _run(self) -> None:
+        readable: set[int] = set()
+        while self._stop_read not in readable:
+            with self._lock:
+                whose = {descriptor: self._by_descriptor.get(descriptor) for descriptor in readable}
+                watchers = list(self._watchers)
+            for watcher in watchers:
+                watcher.look([descriptor for descriptor in readable if whose[descriptor] is watcher])
+            readable = {descriptor for descriptor, _ in self._poll.poll(self.INTERVAL_MS)}
+
+    def end(self) -> None:
+        """Ends the thread. Its watchers are closed."""
+        os.write(self._stop_write, b"x")
+        if self._thread is not None:
+            self._thread.join()
+        for descriptor in (self._stop_read, self._stop_write):
+            os.close(descriptor)
+
+
 class Watcher:
     """Watches the peers of a rank: processes of its host by their descriptors, ranks of other hosts by their links.
-
-    The thread sleeps in poll() otherwise.
 
     Args:
         rank: this rank.
         own: its segment.
         segments: the segments of the host's other ranks.
-        pids: their processes, where these are not this one.
+        pids: their processes, where these are not this one; none with a parent, which watches them.
         links: to the ranks of other hosts; the watcher closes them.
-        on_abort: called in the thread after the abort was passed on.
-        each_turn: called in the thread every INTERVAL_MS at least.
+        on_abort: called in a thread of its own after the abort was passed on.
+        each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
+        members: the ranks' numbers in that communicator.
     """
 
-    INTERVAL_MS = 20
+    INTERVAL_MS = WatchThread.INTERVAL_MS
     ENDING_MS = 1000
 
     def __init__(
@@ -64,6 +128,8 @@ class Watcher:
         links: Mapping[int, Link],
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], None] = lambda: None,
+        parent: Watcher | None = None,
+        members: Sequence[int] = (),
     ) -> None:
         self._on_abort = on_abort
         self._each_turn = each_turn
@@ -72,7 +138,6 @@ class Watcher:
         self._segments = segments
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
-        self._poll = select.poll()
         self._descriptors: dict[int, int] = {}
         lost: list[int] = []
         for peer, pid in pids.items():
@@ -82,29 +147,52 @@ class Watcher:
                 lost.append(peer)
                 continue
             self._descriptors[descriptor] = peer
-            self._poll.register(descriptor, select.POLLIN)
-        for descriptor in self._links:
-            self._poll.register(descriptor, select.POLLIN)
-        self._stop_read, self._stop_write = os.pipe()
-        self._poll.register(self._stop_read, select.POLLIN)
         self._lost = lost
-        self._thread = threading.Thread(target=self._run, name=f"proxyccl-watch-{rank}", daemon=True)
-        self._thread.start()
+        self._parent, self._members = parent, members
+        self._looking = threading.Lock()  # held while the thread is here
+        self._ending: threading.Thread | None = None
+        self._closed = False
+        self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
+        self._thread.add(self)
 
-    def _run(self) -> None:
-        for peer in self._lost:
-            self._peer_ended(peer)
-        while not self._own.aborted:
-            self._each_turn()
-            for descriptor, _ in self._poll.poll(self.INTERVAL_MS):
-                if descriptor == self._stop_read:
-                    if not self._own.aborted:
-                        return
-                elif descriptor in self._links:
+    @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when a peer's process ends, or when a peer's link has something to say."""
+        return [*self._descriptors, *self._links]
+
+    def look(self, readable: Sequence[int]) -> None:
+        """One turn, by the thread: looks what has happened.
+
+        Args:
+            readable: those of `descriptors` that are.
+        """
+        with self._looking:
+            if self._closed or self._ending is not None:
+                return
+            for peer in self._lost:
+                self._peer_ended(peer)
+            self._lost = []
+            for descriptor in readable:
+                if descriptor in self._links:
                     self._receive(descriptor)
                 else:
-                    self._poll.unregister(descriptor)
+                    self._thread.forget(descriptor)
                     self._peer_ended(self._descriptors[descriptor])
+            self._end_with_parent()
+            if self._own.aborted:
+                for descriptor in self.descriptors:
+                    self._thread.forget(descriptor)
+                # What follows may take long, and the thread's other watchers do not wait for it.
+                self._ending = threading.Thread(target=self._end, name=f"proxyccl-abort-{self._rank}", daemon=True)
+                self._ending.start()
+            else:
+                self._each_turn()
+
+    def _end_with_parent(self) -> None:
+        if self._parent is not None and self._parent._own.aborted:
+            self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PARENT, self._rank))
+
+    def _end(self) -> None:
         self.pass_on()
         self._on_abort()
 
@@ -119,7 +207,7 @@ class Watcher:
                 self._own.raise_abort(message)
             else:
                 self._file_lost(peer)
-            self._poll.unregister(descriptor)  # the peer says nothing more
+            self._thread.forget(descriptor)  # the peer says nothing more
             return
 
     def _peer_ended(self, peer: int) -> None:
@@ -136,6 +224,9 @@ class Watcher:
         For a rank whose transfer to that peer has failed: the kernel takes the memory of a dying process from the RDMA
         device first, and only then makes the process's descriptor readable.
         """
+        if self._parent is not None and not self._parent._own.aborted:
+            self._parent.check_for_end(self._members[peer])
+        self._end_with_parent()
         ending = select.poll()
         for descriptor, rank in self._descriptors.items():
             if rank == peer:
@@ -172,14 +263,17 @@ class Watcher:
         return None
 
     def close(self) -> None:
-        """Ends the thread."""
-        os.write(self._stop_write, b"x")
-        self._thread.join()
-        if self._own.aborted:  # the abort may have come after the thread's last look
+        """Ends it, and the thread with the communicator that was split from none."""
+        with self._looking:
+            self._closed = True
+        self._thread.remove(self)
+        if self._ending is not None:
+            self._ending.join()
+        elif self._own.aborted:  # the abort may have come after the thread's last look
             self.pass_on()
+        if self._parent is None:
+            self._thread.end()
         for _, link in self._links.values():
             link.close()
         for descriptor in self._descriptors:
             process_descriptors.release(descriptor)
-        for descriptor in (self._stop_read, self._stop_write):
-            os.close(descriptor)

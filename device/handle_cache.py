@@ -61,6 +61,10 @@ class HandleCache:
             unmapped |= cache._mappings.discard_idle()
         return unmapped
 
+    def lease(self, handle: bytes) -> Memory:
+        """What `acquire` gives, as memory that is released when it is closed: for a cache on top of this one."""
+        return _Leased(self, handle)
+
     def release(self, handle: bytes) -> None:
         """Ends one use."""
         self._mappings.release(handle)
@@ -68,3 +72,19 @@ class HandleCache:
     def close(self) -> None:
         """Unmaps everything."""
         self._mappings.close()
+
+
+class _Leased:
+    """A mapping of a `HandleCache`, in use until it is closed."""
+
+    def __init__(self, cache: HandleCache, handle: bytes) -> None:
+        memory = cache.acquire(handle)
+        self.ptr, self.nbytes = memory.ptr, memory.nbytes
+        self._cache, self._handle = cache, handle
+        self.closed = False
+
+    def close(self) -> None:
+        """Ends the use."""
+        if not self.closed:
+            self.closed = True
+            self._cache.release(self._handle)

@@ -218,6 +218,24 @@ class ProxycclAnnouncementPointer(_ProxycclAnnouncement, ItemPointer[ProxycclAnn
 class ProxycclAnnouncements(CData): ...
 class ProxycclAnnouncementsPointer(Pointer): ...
 
+class _ProxycclLetter:
+    message_bytes: int
+    part_bytes: int
+    data: ArrayField[bytes, CharPointer]
+
+class ProxycclLetter(_ProxycclLetter, CData): ...
+class ProxycclLetterPointer(_ProxycclLetter, ItemPointer[ProxycclLetter]): ...
+
+class _ProxycclInvitation:
+    key: int
+    handle_bytes: int
+    handle: ArrayField[bytes, CharPointer]
+
+class ProxycclInvitation(_ProxycclInvitation, CData): ...
+class ProxycclInvitationPointer(_ProxycclInvitation, ItemPointer[ProxycclInvitation]): ...
+class ProxycclRendezvous(CData): ...
+class ProxycclRendezvousPointer(Pointer): ...
+
 class _ProxycclCopyOptions:
     stream: Field[VoidPointer, Pointer]
     event: Field[VoidPointer, Pointer]
@@ -302,6 +320,9 @@ class Lib:
     PROXYCCL_ANNOUNCEMENTS: Final[int]
     PROXYCCL_ANNOUNCED_HANDLE_BYTES: Final[int]
     PROXYCCL_ANNOUNCEMENT_PEERS: Final[int]
+    PROXYCCL_MAILBOX_BYTES: Final[int]
+    PROXYCCL_INVITATIONS: Final[int]
+    PROXYCCL_INVITATION_BYTES: Final[int]
     PROXYCCL_CPU_COPY_BYTES: Final[int]
     PROXYCCL_VERBS_WRITE: Final[int]
     PROXYCCL_VERBS_FETCH_ADD: Final[int]
@@ -466,6 +487,30 @@ class Lib:
     ) -> int: ...
     def proxyccl_announcement_reached(
         self, table: Passed[ProxycclAnnouncementsPointer], entry: int, peer: int, address: Passed[Uint64Pointer], /
+    ) -> int: ...
+    def proxyccl_mailbox_post(
+        self,
+        own: Passed[ProxycclRendezvousPointer],
+        data: Passed[CharPointer] | bytes,
+        bytes: int,
+        message_bytes: int,
+        /,
+    ) -> None: ...
+    def proxyccl_mailbox_read(
+        self, theirs: Passed[ProxycclRendezvousPointer], number: int, copy: Passed[ProxycclLetterPointer], /
+    ) -> int: ...
+    def proxyccl_invite(
+        self,
+        own: Passed[ProxycclRendezvousPointer],
+        place: int,
+        key: int,
+        handle: Passed[CharPointer] | bytes,
+        bytes: int,
+        /,
+    ) -> None: ...
+    def proxyccl_invitation_withdraw(self, own: Passed[ProxycclRendezvousPointer], place: int, /) -> None: ...
+    def proxyccl_invitation_find(
+        self, theirs: Passed[ProxycclRendezvousPointer], key: int, copy: Passed[ProxycclInvitationPointer], /
     ) -> int: ...
     def proxyccl_wake_signal_install(self, signal: int, eventfd: int, /) -> int: ...
     def proxyccl_wake_signal_remove(self, signal: int, /) -> None: ...
@@ -667,6 +712,30 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclAnnouncements, ProxycclAnnouncementsPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclLetter *"], init: Initial[ProxycclLetter] = ..., /
+    ) -> ProxycclLetterPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclLetter[]"], init: int | Sequence[Initial[ProxycclLetter]], /
+    ) -> Array[ProxycclLetter, ProxycclLetterPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclInvitation *"], init: Initial[ProxycclInvitation] = ..., /
+    ) -> ProxycclInvitationPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclInvitation[]"], init: int | Sequence[Initial[ProxycclInvitation]], /
+    ) -> Array[ProxycclInvitation, ProxycclInvitationPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRendezvous *"], init: Initial[ProxycclRendezvous] = ..., /
+    ) -> ProxycclRendezvousPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclRendezvous[]"], init: int | Sequence[Initial[ProxycclRendezvous]], /
+    ) -> Array[ProxycclRendezvous, ProxycclRendezvousPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclCopyOptions *"], init: Initial[ProxycclCopyOptions] = ..., /
     ) -> ProxycclCopyOptionsPointer: ...
     @overload
@@ -766,6 +835,12 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclAnnouncements *"], value: CData | int, /
     ) -> ProxycclAnnouncementsPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclLetter *"], value: CData | int, /) -> ProxycclLetterPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclInvitation *"], value: CData | int, /) -> ProxycclInvitationPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclRendezvous *"], value: CData | int, /) -> ProxycclRendezvousPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclCopyOptions *"], value: CData | int, /) -> ProxycclCopyOptionsPointer: ...
     @overload
     def cast(self, cdecl: Literal["void *"], value: CData | int, /) -> VoidPointer: ...
@@ -812,6 +887,9 @@ class FFI(BaseFFI):
             "ProxycclCallEntry *",
             "ProxycclAnnouncement",
             "ProxycclAnnouncements",
+            "ProxycclLetter",
+            "ProxycclInvitation",
+            "ProxycclRendezvous",
             "ProxycclCopyOptions",
             "ProxycclVerbsOptions",
             "ProxycclRemoteWriteTarget",

@@ -159,6 +159,16 @@ void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t e
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 
+enum { PROXYCCL_MAILBOX_BYTES, PROXYCCL_INVITATIONS, PROXYCCL_INVITATION_BYTES, ... };
+typedef struct { uint32_t message_bytes; uint32_t part_bytes; char data[...]; ...; } ProxycclLetter;
+typedef struct { uint64_t key; uint32_t handle_bytes; char handle[...]; ...; } ProxycclInvitation;
+typedef struct { ...; } ProxycclRendezvous;
+void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t bytes, uint32_t message_bytes);
+int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy);
+void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
+void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
+int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
+
 int proxyccl_wake_signal_install(int signal, int eventfd);
 void proxyccl_wake_signal_remove(int signal);
 """)
@@ -173,6 +183,7 @@ ffi.set_source(
 #include "announcements.h"
 #include "calls.h"
 #include "engine.h"
+#include "rendezvous.h"
 #include "transports.h"
 #include "verbs_objects.h"
 #include "wake_signal.h"

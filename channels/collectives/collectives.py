@@ -74,6 +74,11 @@ class Collectives:
         if starts[0].tables:
             self.selector = tuned.selector_of(starts[0].tables)
 
+    @property
+    def cta_policy(self) -> CtaPolicy:
+        """Of calls that name neither a policy nor an algorithm."""
+        return self._cta_policy
+
     def team(self) -> Team:
         """The team of all ranks. Made when first used, by all ranks together."""
         if self._team is None:

@@ -23,6 +23,8 @@ from proxyccl.device._native import lib
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
+_UNREPORTED = (lib.PROXYCCL_ERROR_LOCAL, lib.PROXYCCL_ERROR_PARENT)
+"""A program that ends a communicator itself needs no report; and what was split from one is in the other's."""
 _NOTE_SECONDS = 1.0
 """How long an exception waits for its report, to name the file."""
 
@@ -82,8 +84,7 @@ class Reporter:
         The process's other communicators are reported too, as their waits may be the cause.
         """
         try:
-            # A program that ends a communicator itself (PROXYCCL_ERROR_LOCAL) needs no report.
-            if self._enabled and self._group.control.record().code != lib.PROXYCCL_ERROR_LOCAL:
+            if self._enabled and self._group.control.record().code not in _UNREPORTED:
                 name = self.job
                 self._path = self.write("the communicator failed")
                 for other in _open_reporters():

@@ -25,6 +25,7 @@ from proxyccl import (
     WaitTimeoutError,
 )
 from proxyccl.channels.bootstrap import as_bootstrap
+from proxyccl.channels.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices
 from support.paths import PROGRAMS
@@ -239,8 +240,19 @@ class GarblingBootstrap:
 
 
 @pytest.mark.parametrize("exchange", range(7))
-def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int) -> None:
-    """Hosts, topology, control segments, the proxy's place, the job; a registration; the first collective's scratch."""
+def test_garbage_from_a_peer_is_an_error_that_names_it(exchange: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the bootstrap hosts, topology, control segments, the proxy's place; over mailboxes the job, a registration
+    and the first collective's scratch.
+    """
+    carry_over = Exchange.carry_over
+
+    def also_garbled(exchanges: Exchange, mailboxes: Any) -> None:
+        if mailboxes.rank == 1:
+            bootstraps[1]._bootstrap = mailboxes
+        else:
+            carry_over(exchanges, mailboxes)
+
+    monkeypatch.setattr(Exchange, "carry_over", also_garbled)
 
     def body(bootstrap: Bootstrap) -> BaseException:
         expected = pytest.raises(ExchangeError, match=r"invalid .* from rank 1: expected JSON")

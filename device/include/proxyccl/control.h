@@ -13,19 +13,20 @@
 
 enum ProxycclErrorCode {
   PROXYCCL_OK = 0,
-  PROXYCCL_ERROR_TIMEOUT = 1,       /* a bounded wait ran out */
-  PROXYCCL_ERROR_PEER_LOST = 2,     /* the process of a rank ended */
-  PROXYCCL_ERROR_TRANSPORT = 3,     /* a copy or work request failed */
-  PROXYCCL_ERROR_BAD_TRIGGER = 4,   /* a trigger names an unregistered id, or its range leaves its memory */
-  PROXYCCL_ERROR_HANDLER = 5,       /* a Python handler raised */
-  PROXYCCL_ERROR_MISMATCH = 6,      /* ranks called a collective with different arguments */
-  PROXYCCL_ERROR_INVALID_FLAG = 7,  /* a kernel used packet flag 0 */
-  PROXYCCL_ERROR_LOCAL = 8,         /* any other failure on one rank that ends the communicator */
-  PROXYCCL_ERROR_PROXY_LOST = 9,    /* the node daemon that runs a rank's proxy ended */
-  PROXYCCL_ERROR_OUT_OF_RANGE = 10, /* the range of an SmChannel's call leaves its memory */
-  PROXYCCL_ERROR_SHARED_WAIT = 11,  /* two threads wait on one channel at the same time */
-  PROXYCCL_ERROR_BAD_PLAN = 12,     /* a plan names what is not there, or leaves its memory */
-  PROXYCCL_ERROR_TRANSFER_SIZE = 13 /* a rank receives another number of bytes than its peer sends */
+  PROXYCCL_ERROR_TIMEOUT = 1,        /* a bounded wait ran out */
+  PROXYCCL_ERROR_PEER_LOST = 2,      /* the process of a rank ended */
+  PROXYCCL_ERROR_TRANSPORT = 3,      /* a copy or work request failed */
+  PROXYCCL_ERROR_BAD_TRIGGER = 4,    /* a trigger names an unregistered id, or its range leaves its memory */
+  PROXYCCL_ERROR_HANDLER = 5,        /* a Python handler raised */
+  PROXYCCL_ERROR_MISMATCH = 6,       /* ranks called a collective with different arguments */
+  PROXYCCL_ERROR_INVALID_FLAG = 7,   /* a kernel used packet flag 0 */
+  PROXYCCL_ERROR_LOCAL = 8,          /* any other failure on one rank that ends the communicator */
+  PROXYCCL_ERROR_PROXY_LOST = 9,     /* the node daemon that runs a rank's proxy ended */
+  PROXYCCL_ERROR_OUT_OF_RANGE = 10,  /* the range of an SmChannel's call leaves its memory */
+  PROXYCCL_ERROR_SHARED_WAIT = 11,   /* two threads wait on one channel at the same time */
+  PROXYCCL_ERROR_BAD_PLAN = 12,      /* a plan names what is not there, or leaves its memory */
+  PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank receives another number of bytes than its peer sends */
+  PROXYCCL_ERROR_PARENT = 14         /* the communicator that this one was split from has ended */
 };
 
 /* The call of an SmChannel that leaves its memory. */

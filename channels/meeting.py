@@ -1,0 +1,260 @@
+"""Meetings: how ranks become a group.
+
+Those that know nothing of each other meet over a bootstrap. Some of a group, which are to be a group of their own, meet
+in the segments that they have mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from proxyccl.channels.bootstrap import Bootstrap
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.peer_links import ProxyOptions
+from proxyccl.channels.proxy_place import ProxyPlace, choose_place
+from proxyccl.channels.rendezvous import Mailboxes, wait_until
+from proxyccl.channels.topology import (
+    RANK_INFO,
+    RankInfo,
+    Topology,
+    TransportChoice,
+    encode_choice,
+    local_world_size_from_environment,
+)
+from proxyccl.device import open_runtime
+from proxyccl.device.errors import MismatchError, RuntimeUnavailableError, WaitTimeoutError
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.transports.table import missing_transports
+from proxyccl.proxy.verbs.options import RdmaOptions
+
+_NAME = Codec(str, 4096, "name")
+_HANDLE = Codec(bytes, 64 << 10, "memory handle")
+_PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one rank has when the ranks of a group have met.
+
+    Attributes:
+        runtime: this rank's.
+        exchange: exchanges between all ranks.
+        control: this rank's control segment.
+        segments: those of the host's other ranks, mapped.
+        pids: by rank, the processes of those ranks, where these are not this one; none of a part of a group.
+        topology: who is where.
+        job: the group's name, the same on all ranks.
+        place: where this rank's proxy runs.
+        proxy_options: of the proxy.
+        rdma_options: of the RDMA device.
+        bootstrap: over which the ranks met.
+        owns_bootstrap: whether it is closed with the group.
+        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
+        members: of a part of a group, its ranks' numbers in that.
+    """
+
+    runtime: Runtime
+    exchange: Exchange
+    control: ControlSegment
+    segments: dict[int, ControlSegment]
+    pids: dict[int, int]
+    topology: Topology
+    job: str
+    place: ProxyPlace
+    proxy_options: ProxyOptions
+    rdma_options: RdmaOptions
+    bootstrap: Bootstrap
+    owns_bootstrap: bool
+    linger: float | None
+    members: tuple[int, ...] = ()
+
+
+def meet(
+    bootstrap: Bootstrap,
+    runtime: Runtime | str | None,
+    *,
+    owns_bootstrap: bool,
+    device: int | None,
+    timeout: float,
+    local_world_size: int | None,
+    transport: TransportChoice,
+    rdma_options: RdmaOptions,
+    proxy_options: ProxyOptions,
+    linger: float | None = None,
+) -> Meeting:
+    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
+    exchange = Exchange(bootstrap, timeout)
+    rank, world_size = bootstrap.rank, bootstrap.world_size
+    if runtime is None or isinstance(runtime, str):
+        hosts = exchange.all_gather(host_name(), _NAME, "hosts")
+        runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
+    runtime.activate()
+    control = create_segment(runtime, rank, timeout, world_size)
+    place = choose_place(proxy_options.where, runtime.name, exchange)
+    in_daemon = place.where == "daemon"
+    daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
+    choice = encode_choice(transport, world_size)
+    own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing)
+    infos = exchange.all_gather(own, RANK_INFO, "topology")
+    local = local_world_size if local_world_size is not None else local_world_size_from_environment()
+    topology = Topology.find(rank, infos, runtime, local)
+    # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
+    topology.uses_rdma()
+    handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+    of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
+    segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
+    control.introduce(segments)
+    if not topology.spans_hosts:
+        exchange.carry_over(_mailboxes(rank, control, segments))
+    # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
+    job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
+    return Meeting(
+        runtime,
+        exchange,
+        control,
+        segments,
+        {peer: infos[peer].pid for peer in segments if infos[peer].pid != os.getpid()},
+        topology,
+        job,
+        place,
+        proxy_options,
+        rdma_options,
+        bootstrap,
+        owns_bootstrap,
+        linger,
+    )
+
+
+def meet_apart(
+    whole: Meeting,
+    topology: Topology,
+    members: Sequence[int],
+    number: int,
+    timeout: float,
+    give_up: Callable[[], None],
+) -> Meeting:
+    """Some ranks of a group meet to be a group of their own, in the order of `members`. They alone call this.
+
+    Args:
+        whole: the meeting of all.
+        topology: of all.
+        members: the ranks, this one among them; the same on all of them.
+        number: how often the same ranks have met so before.
+        timeout: bound of every wait of the new group, in seconds.
+        give_up: called while waiting; it raises to end the wait early.
+
+    Raises:
+        WaitTimeoutError: not all members came within the time.
+        MismatchError: they came with different lists.
+        RuntimeUnavailableError: they are on several hosts, and the bootstrap can't join some ranks alone.
+    """
+    whole.runtime.activate()
+    part = topology.part(members)
+    key = _key(members, number)
+    control = create_segment(whole.runtime, part.rank, timeout, len(members))
+    with contextlib.ExitStack() as undo:
+        undo.callback(control.close)
+        if part.spans_hosts:
+            bootstrap = _subset(whole.bootstrap, members, key)
+            exchange = Exchange(bootstrap, timeout)
+            offered = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+            handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
+        else:
+            handles = {}
+            place = whole.control.rendezvous.invite(key, control.memory.handle)
+            undo.callback(whole.control.rendezvous.withdraw, place)
+            _find_handles(handles, whole, members, key, timeout, give_up)
+        segments: dict[int, ControlSegment] = {}
+        for peer, handle in handles.items():
+            if peer != part.rank:
+                segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
+                undo.callback(segments[peer].close)
+        control.introduce(segments)
+        if not part.spans_hosts:
+            bootstrap = _mailboxes(part.rank, control, segments)
+            exchange = Exchange(bootstrap, timeout)
+        # All have found all, and mapped all: the invitation goes, and none of the segments can be gone.
+        answers = exchange.all_gather((list(members), secrets.token_hex(4)), _PART, "split")
+        for peer, (theirs, _) in enumerate(answers):
+            if theirs != list(members):
+                raise MismatchError(
+                    f"ranks: {list(members)} here, {theirs} on rank {members[peer]}",
+                    argument="ranks",
+                    rank=whole.exchange.rank,
+                    peer=members[peer],
+                )
+        undo.pop_all()
+        if not part.spans_hosts:
+            whole.control.rendezvous.withdraw(place)
+    return Meeting(
+        whole.runtime,
+        exchange,
+        control,
+        segments,
+        {},
+        part,
+        answers[0][1],
+        whole.place,
+        whole.proxy_options,
+        whole.rdma_options,
+        bootstrap,
+        True,
+        whole.linger,
+        tuple(members),
+    )
+
+
+def _key(members: Sequence[int], number: int) -> int:
+    """A name, in 64 bits, of the number-th meeting of these ranks."""
+    digest = hashlib.sha256(repr((sorted(members), number)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
+
+
+def _find_handles(
+    handles: dict[int, bytes],
+    whole: Meeting,
+    members: Sequence[int],
+    key: int,
+    timeout: float,
+    give_up: Callable[[], None],
+) -> None:
+    """Fills in, by number among the members, the segment that each of the others offers under the key."""
+    own = whole.exchange.rank
+    missing = {peer: number for number, peer in enumerate(members) if peer != own}
+
+    def look() -> bool:
+        for peer, number in list(missing.items()):
+            handle = whole.segments[peer].rendezvous.find(key)
+            if handle is not None:
+                handles[number] = handle
+                del missing[peer]
+        return not missing
+
+    def late() -> WaitTimeoutError:
+        message = f"split: ranks {sorted(missing)} did not come within {timeout:g} s"
+        return WaitTimeoutError(message, rank=own, peer=min(missing), operation="split")
+
+    wait_until(look, time.monotonic() + timeout, give_up, late)
+
+
+def _mailboxes(rank: int, control: ControlSegment, segments: Mapping[int, ControlSegment]) -> Mailboxes:
+    return Mailboxes(rank, control.rendezvous, {peer: segment.rendezvous for peer, segment in segments.items()})
+
+
+def _subset(bootstrap: Bootstrap, members: Sequence[int], key: int) -> Bootstrap:
+    subset: Callable[[Sequence[int], int], Bootstrap] | None = getattr(bootstrap, "subset", None)
+    if subset is None:
+        raise RuntimeUnavailableError(
+            f"split: the ranks are on several hosts, and {type(bootstrap).__name__} can't join some of its ranks alone"
+        )
+    return subset(members, key)

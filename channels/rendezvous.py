@@ -1,0 +1,143 @@
+"""Rendezvous: ranks of a host exchange messages, and find each other for a group of their own, without a bootstrap.
+
+Each rank has one in its control segment, which the others map (rendezvous.h).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from proxyccl.device.errors import ResourceError, WaitTimeoutError
+from proxyccl.proxy._engine import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._engine import ProxycclLetterPointer  # the stub's; cffi has no such name
+
+MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS
+_FIRST_PAUSE_SECONDS = 1e-5
+_LONGEST_PAUSE_SECONDS = 1e-3
+
+
+class Rendezvous:
+    """A rank's rendezvous, own or a peer's.
+
+    Args:
+        address: where it lies, for the CPU. Fresh memory is one that nobody has used.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._shared = ffi.cast("ProxycclRendezvous *", address)
+        self._lock = threading.Lock()
+        self._used: set[int] = set()
+
+    @staticmethod
+    def nbytes() -> int:
+        """The size of one."""
+        return ffi.sizeof("ProxycclRendezvous")
+
+    def post(self, part: bytes, message_bytes: int) -> None:
+        """By the owner: posts the next letter."""
+        lib.proxyccl_mailbox_post(self._shared, part, len(part), message_bytes)
+
+    def read(self, number: int, letter: ProxycclLetterPointer) -> bool:
+        """By a peer: copies a letter, if it was posted."""
+        return bool(lib.proxyccl_mailbox_read(self._shared, number, letter))
+
+    def invite(self, key: int, handle: bytes) -> int:
+        """By the owner: leaves a handle under a key, until `withdraw` with the number that this returns.
+
+        Raises:
+            ResourceError: too many lie here already.
+        """
+        with self._lock:
+            place = next((place for place in range(MOST_INVITATIONS) if place not in self._used), None)
+            if place is None:
+                raise ResourceError(f"a communicator is split at most {MOST_INVITATIONS} times at once")
+            self._used.add(place)
+            lib.proxyccl_invite(self._shared, place, key, handle, len(handle))
+            return place
+
+    def withdraw(self, place: int) -> None:
+        """Ends an `invite`."""
+        with self._lock:
+            lib.proxyccl_invitation_withdraw(self._shared, place)
+            self._used.discard(place)
+
+    def find(self, key: int) -> bytes | None:
+        """By a peer: what lies under a key; None if nothing does."""
+        copy = ffi.new("ProxycclInvitation *")
+        found = lib.proxyccl_invitation_find(self._shared, key, copy)
+        return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
+
+
+class Mailboxes:
+    """A `Bootstrap` over the mailboxes of a group whose ranks share a host.
+
+    Args:
+        rank: this rank.
+        own: its rendezvous.
+        peers: those of all others, by rank.
+    """
+
+    def __init__(self, rank: int, own: Rendezvous, peers: Mapping[int, Rendezvous]) -> None:
+        self.rank, self.world_size = rank, len(peers) + 1
+        self._own, self._peers = own, peers
+        self._letters = 0
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`. Long messages take several letters of every rank."""
+        deadline = time.monotonic() + timeout
+        messages = {peer: bytearray() for peer in self._peers}
+        longest, sent = len(data), 0
+        letter = ffi.new("ProxycclLetter *")
+        while True:
+            part = data[sent : sent + lib.PROXYCCL_MAILBOX_BYTES]
+            self._own.post(part, len(data))
+            sent += lib.PROXYCCL_MAILBOX_BYTES
+            for peer, rendezvous in self._peers.items():
+                posted = functools.partial(rendezvous.read, self._letters, letter)
+                wait_until(posted, deadline, give_up, self._late)
+                messages[peer] += ffi.buffer(letter.data, letter.part_bytes)
+                longest = max(longest, letter.message_bytes)
+            self._letters += 1
+            if sent >= longest:
+                break
+        everyone = {**{peer: bytes(message) for peer, message in messages.items()}, self.rank: data}
+        return [everyone[rank] for rank in range(self.world_size)]
+
+    def _late(self) -> WaitTimeoutError:
+        letter = ffi.new("ProxycclLetter *")
+        missing = [peer for peer, rendezvous in self._peers.items() if not rendezvous.read(self._letters, letter)]
+        return WaitTimeoutError(
+            f"the bootstrap's all_gather over mailboxes: ranks {missing} did not come in time",
+            rank=self.rank,
+            peer=missing[0] if missing else None,
+            operation="bootstrap",
+        )
+
+    def close(self) -> None:
+        """Nothing to free: the control segment holds the mailbox."""
+
+
+def wait_until(
+    found: Callable[[], object], deadline: float, give_up: Callable[[], None], late: Callable[[], Exception]
+) -> None:
+    """Waits until `found` says so, with ever longer pauses.
+
+    Args:
+        found: asked again and again.
+        deadline: by `time.monotonic`.
+        give_up: called while waiting; it raises to end the wait early.
+        late: gives the error to raise at the deadline.
+    """
+    pause = _FIRST_PAUSE_SECONDS
+    while not found():
+        give_up()
+        if time.monotonic() > deadline:
+            raise late()
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,54 @@
+/* How ranks of a host meet without a bootstrap: through memory that all of them map.
+ *
+ * Each rank owns one rendezvous. Ranks of a group that are to become a group of their own leave invitations in it, by
+ * a key that its members know. Ranks of a group exchange messages through their mailboxes.
+ */
+#ifndef PROXYCCL_RENDEZVOUS_H
+#define PROXYCCL_RENDEZVOUS_H
+
+#include <stdint.h>
+
+enum {
+  PROXYCCL_MAILBOX_BYTES = 8192,  /* of a part of a message */
+  PROXYCCL_INVITATIONS = 64,      /* groups that threads of one rank may make at a time */
+  PROXYCCL_INVITATION_BYTES = 244 /* the longest handle */
+};
+
+/* A part of a message. */
+typedef struct ProxycclLetter {
+  uint32_t message_bytes; /* of the whole message */
+  uint32_t part_bytes;    /* of this part */
+  char data[PROXYCCL_MAILBOX_BYTES];
+} ProxycclLetter;
+
+/* Letters alternate between two places. Who has posted letter k+1 has read everybody's letter k. So letter k+2 may
+ * replace letter k when all letters k+1 are there. */
+typedef struct ProxycclMailbox {
+  uint64_t posted; /* letters so far */
+  ProxycclLetter letters[2];
+} ProxycclMailbox;
+
+typedef struct ProxycclInvitation {
+  uint64_t key; /* 0: none */
+  uint32_t handle_bytes;
+  char handle[PROXYCCL_INVITATION_BYTES];
+} ProxycclInvitation;
+
+typedef struct ProxycclRendezvous {
+  ProxycclMailbox mailbox;
+  ProxycclInvitation invitations[PROXYCCL_INVITATIONS];
+} ProxycclRendezvous;
+
+/* By the owner: posts the next letter, a part of a message of so many bytes. */
+void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t bytes, uint32_t message_bytes);
+/* By a peer: copies the letter of this number, from 0. Returns 1, or 0 if it was not posted yet. */
+int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy);
+
+/* By the owner, one thread at a time: leaves a handle under a key, in a place that holds none. */
+void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
+/* By the owner: takes it back. */
+void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
+/* By a peer: copies what lies under a key. Returns 1, or 0 if nothing does. */
+int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
+
+#endif

@@ -1,0 +1,215 @@
+"""Communicators of some ranks: who takes part, what they share, and how one's end bears on the other."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import AbortedError, ArgumentError, ClosedError, Communicator, MismatchError, WaitTimeoutError
+from support.device_arrays import on_device, on_host
+from support.paths import TESTS
+from support.processes import run_processes
+from support.ranks import live_threads, open_descriptors
+from support.running import TIMEOUT, run_ranks
+
+PROGRAM = TESTS / "support" / "programs" / "split.py"
+
+
+def total(comm: Communicator, value: float, **options: Any) -> float:
+    """The sum of a value over the ranks."""
+    return float(on_host(comm.all_reduce(on_device(comm, np.full(5, value, np.float32)), **options))[0])
+
+
+def ended(check: Callable[[], None]) -> BaseException:
+    """What `check` raises, as soon as it does."""
+    deadline = time.monotonic() + TIMEOUT
+    while time.monotonic() < deadline:
+        try:
+            check()
+        except Exception as error:
+            return error
+        time.sleep(0.005)
+    raise AssertionError("it goes on")
+
+
+def settled() -> tuple[int, int]:
+    """The descriptors and threads of this process, when they have not changed for a while."""
+    gc.collect()  # a runtime's default stream goes with the runtime
+    seen: list[tuple[int, int]] = []
+    while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        seen.append((open_descriptors(), live_threads()))
+        time.sleep(0.02)
+    return seen[-1]
+
+
+def test_members_are_numbered_by_the_list_and_others_take_no_part() -> None:
+    def body(comm: Communicator) -> None:
+        members = [2, 0, 3]
+        if comm.rank in members:
+            part = comm.split(members)
+            assert (part.rank, part.world_size) == (members.index(comm.rank), 3)
+            assert part.runtime is comm.runtime
+            assert part.job != comm.job
+            assert total(part, comm.rank) == 5
+            assert total(part, comm.rank, algorithm="proxy") == 5
+            ring = np.zeros(1, np.int32)
+            part.send(on_device(part, np.full(1, part.rank, np.int32)), (part.rank + 1) % 3)
+            assert on_host(part.recv(on_device(part, ring), (part.rank - 1) % 3))[0] == (part.rank - 1) % 3
+        assert total(comm, 1) == 4
+
+    run_ranks(4, body)
+
+
+def test_parts_are_made_at_once_and_of_parts() -> None:
+    def body(comm: Communicator) -> None:
+        half = comm.split([0, 1] if comm.rank < 2 else [2, 3])
+        again = comm.split([0, 1] if comm.rank < 2 else [2, 3])
+        assert half.job != again.job
+        alone = half.split([half.rank])
+        pair = half.split([1, 0], timeout=7)
+        assert pair.timeout == 7
+        assert (total(alone, 3), total(pair, comm.rank), total(again, 1)) == (3, 1 if comm.rank < 2 else 5, 2)
+        array = half.empty(4).fill(1)
+        half.register(array)
+        assert total(comm, 1) == 4
+
+    run_ranks(4, body)
+
+
+def test_a_part_of_rehearsed_nodes() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank != 1:
+            part = comm.split([0, 2, 3])
+            assert part.topology.nodes == (0, 1, 1)
+            assert total(part, comm.rank) == 5
+
+    run_ranks(4, body, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([0, 1, 2], "ranks: 2 is not a rank; expected 0 to 1"),
+        ([0, 0], "ranks: rank 0 is given twice"),
+        ([], "is not among"),
+        (["0"], "ranks: '0' is not a rank"),
+    ],
+)
+def test_wrong_ranks_are_refused(ranks: list[Any], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=message):
+            comm.split(ranks)
+
+    run_ranks(2, body)
+
+
+def test_members_that_differ_in_the_list_are_told() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"ranks: \[., .\] here, \[., .\] on rank"):
+            comm.split([0, 1] if comm.rank == 0 else [1, 0])
+        assert total(comm.split([0, 1]), 1) == 2  # a long message too: more than a mailbox holds
+        assert comm.all_gather_bytes(bytes([comm.rank]) * (20000 + comm.rank)) == [bytes(20000), b"\1" * 20001]
+
+    run_ranks(2, body)
+
+
+def test_a_member_that_stays_away_is_named_and_the_rest_goes_on() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank != 1:
+            with pytest.raises(WaitTimeoutError, match=r"split: ranks \[1\] did not come within 0.2 s") as caught:
+                comm.split([0, 1, 2], timeout=0.2)
+            assert caught.value.peer == 1
+        assert total(comm, 1) == 3
+        assert total(comm.split([0, 1, 2]), 1) == 3
+
+    run_ranks(3, body)
+
+
+def test_the_end_of_a_part_leaves_the_rest_alone() -> None:
+    def body(comm: Communicator) -> None:
+        first, second = comm.split([0, 1]), comm.split([0, 1])
+        total(first, 1)
+        comm.barrier()
+        if comm.rank == 0:
+            first.abort("for the test")
+        assert isinstance(ended(first.check), AbortedError)
+        assert total(second, 1) == 2
+        assert total(comm, 1) == 2
+
+    run_ranks(2, body)
+
+
+def test_an_abort_ends_the_parts_by_the_same_exception() -> None:
+    all_have_split = threading.Barrier(2)
+
+    def body(comm: Communicator) -> None:
+        part = comm.split([1, 0])
+        deeper = part.split([0, 1])
+        all_have_split.wait(TIMEOUT)
+        if comm.rank == 0:
+            comm.abort("for the test")
+        whole = ended(comm.check)
+        assert isinstance(whole, AbortedError)
+        assert ended(deeper.check) is whole
+        assert ended(part.check) is whole
+        with pytest.raises(AbortedError):
+            total(part, 1)
+
+    run_ranks(2, body)
+
+
+def test_closing_closes_the_parts_in_any_order() -> None:
+    """Rank 0 closes the whole, rank 1 first a part of it."""
+
+    def body(comm: Communicator) -> None:
+        parts = [comm.split([0, 1]) for _ in range(3)]
+        for part in parts:
+            assert total(part, 1) == 2
+        started = time.monotonic()
+        if comm.rank == 1:
+            parts[2].close()
+            parts[0].close(wait=False)
+        comm.close()
+        assert time.monotonic() - started < TIMEOUT
+        for part in parts:
+            assert part.closed
+            with pytest.raises(ClosedError):
+                total(part, 1)
+            part.close()
+
+    run_ranks(2, body)
+    before = settled()
+    run_ranks(2, body)
+    assert settled() <= before
+
+
+def test_a_part_costs_few_descriptors_and_no_thread() -> None:
+    def body(comm: Communicator) -> None:
+        total(comm, 1)
+        comm.barrier()
+        before = open_descriptors(), live_threads()
+        comm.barrier()
+        parts = [comm.split([0, 1]) for _ in range(10)]
+        for part in parts:
+            assert total(part, 1) == 2
+        comm.barrier()
+        descriptors, threads = open_descriptors(), live_threads()
+        assert threads == before[1]
+        assert descriptors - before[0] <= 2 * 10 * 9
+        comm.barrier()
+
+    run_ranks(2, body)
+
+
+def test_a_lost_rank_ends_the_parts() -> None:
+    lost, *others = run_processes(3, PROGRAM)
+    assert lost.returncode != 0
+    for other in others:
+        assert other.returncode == 0, other.stderr
+        assert "PeerLostError: the process of rank 0 ended" in other.stdout

@@ -1,0 +1,31 @@
+"""Rank 0 is killed; the others tell what ended a communicator that it was no part of, and one that it was."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from proxyccl import Communicator
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from support.processes import FileBootstrap
+
+comm = Communicator(FileBootstrap.from_environment(), timeout=60)
+part = comm.split([0, 1, 2])
+rest = comm.split([1, 2]) if comm.rank else None
+part.barrier()
+if comm.rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+for communicator in (part, rest):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            communicator.check()
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+            break
+        time.sleep(0.01)
+    else:
+        raise TimeoutError("it goes on")
