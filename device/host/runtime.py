@@ -98,7 +98,7 @@ class HostRuntime:
         )
         self._async_copies = async_copies
         self._cxxflags = (*os.environ.get("PROXYCCL_CXXFLAGS", "").split(), *cxxflags)
-        self._allocations: dict[int, weakref.ref[SharedMemory]] = {}
+        self._allocations: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
         self._streams_lock = threading.Lock()  # ranks that are threads may share a runtime
@@ -128,10 +128,7 @@ class HostRuntime:
         """Zeroed shared memory. `host_ptr` equals `ptr`: the device is the CPU."""
         memory = SharedMemory.allocate(nbytes)
         with self._lock:
-            self._allocations = {
-                ptr: ref for ptr, ref in self._allocations.items() if (m := ref()) is not None and not m.closed
-            }
-            self._allocations[memory.ptr] = weakref.ref(memory)
+            self._allocations[memory.ptr] = memory
         return memory
 
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
@@ -141,9 +138,10 @@ class HostRuntime:
     def export(self, ptr: int, nbytes: int) -> bytes:
         """A handle to a range of memory that this runtime allocated."""
         with self._lock:
-            candidates = [m for ref in self._allocations.values() if (m := ref()) is not None and not m.closed]
+            whole = self._allocations.get(ptr)
+            candidates = [whole] if whole is not None else list(self._allocations.values())
         for memory in candidates:
-            if memory.contains(ptr, nbytes):
+            if not memory.closed and memory.contains(ptr, nbytes):
                 return memory.export(ptr, nbytes)
         base, size, descriptor = ffi.new("uint64_t *"), ffi.new("uint64_t *"), ffi.new("int *")
         if not lib.proxyccl_host_allocation(ptr, base, size, descriptor) and ptr + nbytes <= base[0] + size[0]:
