@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,15 +25,29 @@ class Endpoints:
     A single send or recv involves two ranks alone, so it can't use what all ranks must make together. It also runs
     beside other calls, so what it needs is made with its communicator.
 
+    A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
+    for two ranks that of their group.
+
     Args:
         store: where the ranks meet.
         rank, world_size: this rank's number in the process group, and how many there are.
         timeout: bound of every wait, in seconds.
+        whole: those of the default group; None for that itself.
+        members: the ranks' numbers there.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        whole: Endpoints | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout = timeout
+        self._whole, self._members = whole, list(members)
         self._lock = threading.Lock()
         self._making: dict[_Key, threading.Lock] = {}
         self._made: dict[_Key, Communicator] = {}
@@ -48,7 +64,26 @@ class Endpoints:
         comm = made if made is not None else self._make(device, peer)
         return comm, int(self._rank < peer)
 
-    def _make(self, device: torch.device, peer: int | None) -> Communicator:
+    @contextmanager
+    def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
+        """Bounds a call's waits by other seconds than the group's; None for those.
+
+        Args:
+            device: of the communicator; its calls on the CPU come one after the other.
+            peer: with whom; None for all ranks.
+            seconds: the bound.
+        """
+        if seconds is None:
+            yield
+            return
+        comm = self._made.get((device.type, device.index, peer)) or self._make(device, peer, seconds)
+        comm.timeout = seconds
+        try:
+            yield
+        finally:
+            comm.timeout = self._timeout
+
+    def _make(self, device: torch.device, peer: int | None, seconds: float | None = None) -> Communicator:
         key = (device.type, device.index, peer)
         with self._lock:
             making = self._making.setdefault(key, threading.Lock())
@@ -56,7 +91,7 @@ class Endpoints:
             if self._closed:
                 raise ClosedError("the process group was shut down")
             if key not in self._made:
-                comm = self._connect(device, peer)
+                comm = self._connect(device, peer, seconds or self._timeout)
                 with self._lock:
                     self._made[key] = comm
                     closed = self._closed
@@ -64,24 +99,52 @@ class Endpoints:
                     comm.close(wait=False)
             return self._made[key]
 
-    def _connect(self, device: torch.device, peer: int | None) -> Communicator:
+    def _connect(self, device: torch.device, peer: int | None, seconds: float) -> Communicator:
         runtime = "host" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+        whole: Endpoints | None
         if peer is None:
             name, rank, world_size = runtime, self._rank, self._world_size
+            whole, members = self._whole, self._members
         else:
             low, high = sorted((self._rank, peer))
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
+            whole, members = self, [low, high]
         bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
-        comm = Communicator(bootstrap, runtime, device=device.index, timeout=self._timeout, linger=_LINGER_SECONDS)
+        splittable = None if whole is None else whole._usable(device)
+        if whole is not None and all(_answers(bootstrap, seconds, splittable is not None)):
+            assert splittable is not None
+            comm = splittable.split(members, timeout=seconds)
+        else:
+            comm = Communicator(bootstrap, runtime, device=device.index, timeout=seconds, linger=_LINGER_SECONDS)
         if peer is not None:
             comm.prepare_transfers()
+        comm.timeout = self._timeout
         return comm
+
+    def _usable(self, device: torch.device) -> Communicator | None:
+        """The communicator of all ranks, if it was made and goes on."""
+        made = self._made.get((device.type, device.index, None))
+        return None if made is None or not made.group.failure.usable else made
+
+    def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
+        """The endpoints of some ranks of the group, this one among them.
+
+        They are split from the default group's, which lives as long as any other.
+        """
+        whole = self if self._whole is None else self._whole
+        members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
+        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
 
     @property
     def made(self) -> list[Communicator]:
         """The communicators that exist."""
         with self._lock:
             return list(self._made.values())
+
+    @property
+    def failed(self) -> Communicator | None:
+        """A communicator that a failure has ended; None if none has."""
+        return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def set_timeout(self, seconds: float) -> None:
         """Changes the bound of every wait from now on."""
@@ -100,3 +163,8 @@ class Endpoints:
             self._closed = True
         for comm in self.made:
             comm.close(wait=False)
+
+
+def _answers(bootstrap: StoreBootstrap, seconds: float, answer: bool) -> list[bool]:
+    """Every rank's answer."""
+    return [bool(theirs) for theirs in bootstrap.all_gather(b"1" if answer else b"", seconds, lambda: None)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,12 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from proxyccl.device.errors import CommunicatorError
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.tensors import require_dense
+from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
 from proxyccl.torch.work import DeviceWork, HostWork
@@ -34,6 +37,7 @@ IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
 _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.ProcessGroup
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
 _NO_TIME = timedelta(0)
+_CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 
@@ -52,14 +56,28 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         rank: this rank's number in the group.
         size: number of ranks.
         timeout: bound of every wait.
+        whole: a group that these ranks are some of; None for none.
+        members: the ranks' numbers there.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        whole: ProcessGroupProxyCCL | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
         super().__init__(rank, size)
         # torchrun may keep the store when it restarts a job, with all that the lost ranks have left in it.
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
-        self._endpoints = Endpoints(store, rank, size, timeout.total_seconds())
+        seconds = timeout.total_seconds()
+        self._endpoints: Endpoints = (
+            Endpoints(store, rank, size, seconds) if whole is None else whole._endpoints.part(store, members, seconds)
+        )
         self._executors: dict[_Flow | None, Executor] = {}
         self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
         self._lock = threading.Lock()
@@ -68,7 +86,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._splits = itertools.count()
         self._coalescing: _Coalescing | None = None
         self._group_name = self._group_desc = ""
-        self.last_call = "no call"
+        self._under_way = UnderWay(lambda: self._endpoints.failed is None)
         _alive.add(self)
         watch(self)
 
@@ -138,7 +156,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             return None
         name = f"split-{number}-{'-'.join(map(str, ranks))}"
         timeout = getattr(opts, "_timeout", None) or self._timeout
-        part = ProcessGroupProxyCCL(dist.PrefixStore(name, store), list(ranks).index(self._rank), len(ranks), timeout)
+        members = list(ranks)
+        own = members.index(self._rank)
+        of_part = dist.PrefixStore(name, store)
+        part = ProcessGroupProxyCCL(of_part, own, len(members), timeout, whole=self, members=members)
         part._group_name = getattr(opts, "group_name", "") or name
         return part
 
@@ -187,11 +208,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._sequence += 1
         if self._coalescing is not None:
             self._coalescing.device = device
-        self.last_call = f"{name}, call {self._sequence} of rank {self._rank}"
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         source = flow[0] if flow is not None and not flow[1] else -1
         if device.type == "cpu":
-            return self._issue_on_cpu(tensors, function, source, flow, waits=waits)
+            return self._issue_on_cpu(name, tensors, function, source, flow, _seconds_of(opts), waits=waits)
         stream = None if waits else self._stream_of(device, flow)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
@@ -200,27 +220,36 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if stream is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
             for tensor in tensors:
                 tensor.record_stream(stream)
-        return DeviceWork(tensors, device, stream, self._check, blocks=blocks, source=source)
+        work = DeviceWork(tensors, device, stream, self._check, blocks=blocks, source=source)
+        self._under_way.add(flow, self._sequence, name, work.event and work.event.query)
+        return work
 
     def _issue_on_cpu(
         self,
+        name: str,
         tensors: Tensors,
         function: Callable[[], None],
         source: int,
         flow: _Flow | None,
+        seconds: float | None,
         *,
         waits: bool,
     ) -> HostWork:
         work = HostWork(tensors, source)
+        number = self._sequence
+        self._under_way.add(flow, number, name, None)
+        peer = None if flow is None else flow[0]
 
         def run() -> None:
+            failure: BaseException | None = None
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._endpoints.bounded(_CPU, peer, seconds):
                     function()
             except BaseException as error:  # it is raised where the work is waited for
-                work.finish(error)
-            else:
-                work.finish()
+                failure = error
+            if not isinstance(failure, CommunicatorError):
+                self._under_way.end(flow, number)
+            work.finish(failure)
 
         executor = self._executor(flow)
         if not (waits and executor.run_here(run)):
@@ -228,6 +257,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if waits:
             work.wait()
         return work
+
+    def oldest_call(self) -> str:
+        """The oldest call that is not known to have ended, in words."""
+        oldest = self._under_way.oldest()
+        return (
+            f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
+        )
 
     def _executor(self, flow: _Flow | None) -> Executor:
         with self._lock:
@@ -609,6 +645,12 @@ def _op_of(opts: Any) -> Any:
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
+def _seconds_of(opts: Any) -> float | None:
+    """The time-out that options set for one call, in seconds; None for the group's."""
+    given = getattr(opts, "timeout", None)
+    return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None
+
+
 def _with_index(device: torch.device) -> torch.device:
     """The device with its number, which is the current one's where it has none; a CPU has none."""
     if device.type == "cpu":
@@ -621,7 +663,23 @@ def _require_dtype(output: torch.Tensor, x: torch.Tensor) -> None:
         raise TypeError(f"output tensor must have the same type as input tensor: {output.dtype} and {x.dtype}")
 
 
+_default: weakref.ref[ProcessGroupProxyCCL] | None = None
+
+
+def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
+    """What torch calls to make a group: the default one first, for which it names no ranks."""
+    global _default  # noqa: PLW0603  torch has one default group
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    members = list(options.global_ranks_in_group)
+    if not members:
+        group = ProcessGroupProxyCCL(store, rank, size, timeout)
+        _default = weakref.ref(group)
+        return group
+    whole = None if _default is None else _default()
+    return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+
+
 def register() -> None:
     """Makes the backend known to torch. Calling it twice does nothing."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, ProcessGroupProxyCCL, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore
 
 from proxyccl.device.errors import PeerLostError, WaitTimeoutError
 
@@ -65,6 +65,11 @@ class StoreBootstrap:
             peer=missing[0] if missing else None,
             operation="bootstrap",
         )
+
+    def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
+        """The bootstrap of some ranks. See `Bootstrap`."""
+        members = list(members)
+        return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
 
     def close(self) -> None:
         """The store stays the caller's."""

@@ -1,4 +1,4 @@
-"""A thread of the process that says which call was under way when a process group failed.
+"""A thread of the process that says which call was the oldest under way when a process group failed.
 
 A failure shows in the next call, or where a Work is waited for. A program that waits elsewhere, such as for its device,
 would learn nothing.
@@ -19,13 +19,11 @@ _logger = logging.getLogger("proxyccl.torch")
 
 
 class Watched(Protocol):
-    """A process group.
+    """A process group."""
 
-    Attributes:
-        last_call: its latest call, in words, with its number and the rank's.
-    """
-
-    last_call: str
+    def oldest_call(self) -> str:
+        """Its oldest call that has not ended, in words, with its number and the rank's."""
+        ...
 
     @property
     def endpoints(self) -> Endpoints:
@@ -55,9 +53,9 @@ def _run() -> None:
         with _lock:
             groups = [group for group in _watched if group not in reported]
         for group in groups:
-            for comm in group.endpoints.made:
-                if not comm.closed and comm.group.failure.aborted:
-                    reported.add(group)
-                    _logger.error("%s: %s", group.last_call, comm.group.failure.exception())
-                    break
+            oldest = group.oldest_call()
+            comm = group.endpoints.failed
+            if comm is not None:
+                reported.add(group)
+                _logger.error("%s: %s", oldest, comm.group.failure.exception())
         del groups

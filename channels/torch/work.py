@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from proxyccl.torch.errors import as_torch_error, torch_errors
 
 _NO_LIMIT = timedelta(0)
+_POLL_SECONDS = 2e-4
 
 
 class HostWork(dist.Work):
@@ -134,8 +136,21 @@ class DeviceWork(dist.Work):
         self._event = self._stream.record_event() if stream is not None or blocks else None
         self._future: Any = None
 
+    @property
+    def event(self) -> Any:
+        """The event behind the call; None where it is queued on the program's own stream."""
+        return self._event
+
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Makes the current stream wait. Raises what ended the communicator, as far as that is known."""
+        """Makes the current stream wait. Raises what ended the communicator, as far as that is known.
+
+        With a time-out the host waits too, for the end of the call.
+
+        Raises:
+            RuntimeError: it did not end within the time.
+        """
+        if timeout > _NO_LIMIT:
+            self._wait_on_host(timeout.total_seconds())
         if self._on_own_stream and self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
         if self._blocks and self._event is not None:
@@ -143,6 +158,14 @@ class DeviceWork(dist.Work):
         with torch_errors():
             self._check()
         return True
+
+    def _wait_on_host(self, seconds: float) -> None:
+        event = self._event if self._event is not None else self._stream.record_event()
+        deadline = time.monotonic() + seconds
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"Timed out: the call did not end within {seconds:g} s")
+            time.sleep(_POLL_SECONDS)
 
     def synchronize(self) -> None:
         """Makes the current stream wait."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -299,6 +301,58 @@ def test_a_rank_that_does_not_come_is_named() -> None:
                 all_reduced(group, torch.ones(1))
 
     run(body, ranks=2, timeout=timedelta(seconds=0.5))
+
+
+def test_a_call_has_a_time_out_of_its_own() -> None:
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(1))
+        if group.rank() == 0:
+            late = group.allreduce([torch.ones(1)], options("Allreduce", waits=False, timeout=timedelta(seconds=0.3)))
+            with pytest.raises(RuntimeError, match=r"did not end within 0.05 s"):
+                late.wait(timedelta(seconds=0.05))
+            with pytest.raises(dist.DistBackendError, match="Timed out with WaitTimeoutError"):
+                late.wait()
+
+    run(body, ranks=2)
+
+
+def test_the_watchdog_names_the_oldest_call_that_has_not_ended(caplog: pytest.LogCaptureFixture) -> None:
+    may_fail = threading.Barrier(2)
+
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(1))
+        if group.rank() == 0:
+            works = [group.allreduce([torch.ones(1)], options("Allreduce", waits=False))]
+            works.append(group.broadcast([torch.ones(1)], options("Broadcast", waits=False, rootRank=0)))
+        may_fail.wait(30)
+        if group.rank() == 1:
+            group.abort()
+        deadline = time.monotonic() + 30
+        while f"of rank {group.rank()}: " not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    with caplog.at_level(logging.ERROR, "proxyccl.torch"):
+        run(body, ranks=2)
+    assert "all_reduce, call 2 of rank 0: " in caplog.text
+    assert "no call of rank 1: " in caplog.text
+
+
+def test_a_group_shares_with_the_one_that_it_is_a_part_of() -> None:
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(1))
+        part = group.split(group._store, [1, 0], None)
+        if part is None:
+            return
+        assert all_reduced(part, torch.ones(1)).item() == 2
+        whole, comm = group.endpoints.made[0], part.endpoints.made[0]
+        assert comm.runtime is whole.runtime
+        again = part.split(part._store, [0, 1], None)
+        part.shutdown()
+        assert all_reduced(again, torch.ones(1)).item() == 2  # it is a part of the whole, too
+        assert not again.endpoints.made[0].closed
+        again.shutdown()
+
+    run(body)
 
 
 def test_a_mismatch_is_named_and_keeps_its_type() -> None:
