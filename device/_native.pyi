@@ -222,6 +222,13 @@ class _ProxycclExpertSlot:
 class ProxycclExpertSlot(_ProxycclExpertSlot, CData): ...
 class ProxycclExpertSlotPointer(_ProxycclExpertSlot, ItemPointer[ProxycclExpertSlot]): ...
 
+class _ProxycclExpertChoice:
+    expert: int
+    weight: float
+
+class ProxycclExpertChoice(_ProxycclExpertChoice, CData): ...
+class ProxycclExpertChoicePointer(_ProxycclExpertChoice, ItemPointer[ProxycclExpertChoice]): ...
+
 class _ProxycclReceivedRows:
     ticket: int
     rows: int
@@ -229,6 +236,7 @@ class _ProxycclReceivedRows:
     bad_slot: int
     bad_index: int
     most_rows: int
+    wanted_tokens: int
 
 class ProxycclReceivedRows(_ProxycclReceivedRows, CData): ...
 class ProxycclReceivedRowsPointer(_ProxycclReceivedRows, ItemPointer[ProxycclReceivedRows]): ...
@@ -258,6 +266,8 @@ class _ProxycclExperts:
     segment_tokens: int
     local_combine: int
     weight_bytes: int
+    chosen_per_rank: int
+    padded_rows: int
     id_packets: int
     weight_packets: int
     segment_bytes: int
@@ -289,6 +299,7 @@ class _ProxycclExperts:
     back_channels: PointerField[ProxycclProxyChannelPointer]
     bases: PointerField[Uint32Pointer]
     received_rows: PointerField[ProxycclReceivedRowsPointer]
+    chosen_rows: PointerField[Uint32Pointer]
     counters: PointerField[ProxycclExpertCountersPointer]
 
 class ProxycclExperts(_ProxycclExperts, CData): ...
@@ -304,6 +315,9 @@ class _ProxycclExpertLayout:
     first_rows: PointerField[Int32Pointer]
     token_rows: PointerField[Int32Pointer]
     row_slots: PointerField[Int32Pointer]
+    row_tokens: PointerField[Int32Pointer]
+    row_experts: PointerField[Int32Pointer]
+    expert_rows: PointerField[Int32Pointer]
 
 class ProxycclExpertLayout(_ProxycclExpertLayout, CData): ...
 class ProxycclExpertLayoutPointer(_ProxycclExpertLayout, ItemPointer[ProxycclExpertLayout]): ...
@@ -314,6 +328,7 @@ class _ProxycclDispatch:
     capacity: int
     redispatch: int
     ticket: int
+    wanted_tokens: int
     scale_bytes: int
     row_bytes: int
     input: PointerField[CharPointer]
@@ -335,6 +350,7 @@ class _ProxycclCombine:
     hidden: int
     rows: PointerField[CharPointer]
     weights: PointerField[FloatPointer]
+    slot_weights: PointerField[FloatPointer]
     output: PointerField[CharPointer]
     layout: ProxycclExpertLayout
 
@@ -489,6 +505,7 @@ class Lib:
     PROXYCCL_ANNOUNCED_SEGMENT_SLOTS: Final[int]
     PROXYCCL_ANNOUNCED_EXPERTS: Final[int]
     PROXYCCL_IDS_PER_PACKET: Final[int]
+    PROXYCCL_EXPERT_COUNTERS: Final[int]
     PROXYCCL_EXPERT_ROUTE: Final[int]
     PROXYCCL_EXPERT_GATHER: Final[int]
     PROXYCCL_EXPERT_SEND: Final[int]
@@ -786,6 +803,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclExpertSlot, ProxycclExpertSlotPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclExpertChoice *"], init: Initial[ProxycclExpertChoice] = ..., /
+    ) -> ProxycclExpertChoicePointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExpertChoice[]"], init: int | Sequence[Initial[ProxycclExpertChoice]], /
+    ) -> Array[ProxycclExpertChoice, ProxycclExpertChoicePointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclReceivedRows *"], init: Initial[ProxycclReceivedRows] = ..., /
     ) -> ProxycclReceivedRowsPointer: ...
     @overload
@@ -959,6 +984,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclExpertSlot *"], value: CData | int, /) -> ProxycclExpertSlotPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclExpertChoice *"], value: CData | int, /) -> ProxycclExpertChoicePointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclReceivedRows *"], value: CData | int, /) -> ProxycclReceivedRowsPointer: ...
     @overload
     def cast(
@@ -1032,6 +1059,7 @@ class FFI(BaseFFI):
             "ProxycclArrived",
             "ProxycclExpertSegment",
             "ProxycclExpertSlot",
+            "ProxycclExpertChoice",
             "ProxycclReceivedRows",
             "ProxycclExpertCounters",
             "ProxycclExperts",

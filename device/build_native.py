@@ -93,19 +93,22 @@ typedef struct {
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
        PROXYCCL_ANNOUNCED_SLOTS, PROXYCCL_ANNOUNCED_OWN_SLOTS, PROXYCCL_ANNOUNCED_SEGMENT_SLOTS,
-       PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER,
-       PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+       PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_EXPERT_COUNTERS, PROXYCCL_EXPERT_ROUTE,
+       PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE, PROXYCCL_EXPERT_LAYOUT,
+       PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
+typedef struct { int32_t expert; float weight; ...; } ProxycclExpertChoice;
 typedef struct {
-  uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows; ...;
+  uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows;
+  uint32_t wanted_tokens; ...;
 } ProxycclReceivedRows;
 typedef struct { uint64_t dispatches; uint64_t combines; uint64_t routings; ...; } ProxycclExpertCounters;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
-  uint32_t local_combine; uint32_t weight_bytes;
+  uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
   uint32_t id_packets; uint32_t weight_packets;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
@@ -114,20 +117,23 @@ typedef struct {
   uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t summed;
   ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;
   const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclReceivedRows *received_rows;
-  ProxycclExpertCounters *counters; ...;
+  uint32_t *chosen_rows; ProxycclExpertCounters *counters; ...;
 } ProxycclExperts;
 typedef struct {
   int32_t *tokens; int32_t *counts; int32_t *rows; int32_t *places; int32_t *sent_places; int32_t *expert_ids;
-  int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; ...;
+  int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; int32_t *row_tokens; int32_t *row_experts;
+  int32_t *expert_rows; ...;
 } ProxycclExpertLayout;
 typedef struct {
-  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t redispatch; uint64_t ticket; uint32_t scale_bytes;
+  uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t redispatch; uint64_t ticket; uint32_t wanted_tokens;
+  uint32_t scale_bytes;
   uint64_t row_bytes;
   const char *input; const int32_t *expert_ids; const char *weights; const int32_t *scatter; char *output;
   char *output_scales; char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
 } ProxycclDispatch;
 typedef struct {
-  uint32_t phases; uint32_t tokens; uint64_t hidden; const char *rows; const float *weights; char *output;
+  uint32_t phases; uint32_t tokens; uint64_t hidden; const char *rows; const float *weights; const float *slot_weights;
+  char *output;
   ProxycclExpertLayout layout; ...;
 } ProxycclCombine;
 

@@ -27,6 +27,12 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
     return view
 
 
+def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
+    """The same for integers of 32 or 64 bits."""
+    wide = input_view(group, x, argument).dtype.name == "int64"
+    return input_array(group, x, argument, shape, "int64" if wide else "int32")
+
+
 def output_array(
     group: Group,
     out: Any,

@@ -36,6 +36,10 @@ class Layer(Protocol):
         """See `EPAll2AllLayer.combine`."""
         ...
 
+    def combine_weights(self, *arguments: Any, **options: Any) -> Any:
+        """See `EPAll2AllLayer.combine_weights`."""
+        ...
+
 
 def dispatch(
     layer: Layer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
@@ -73,8 +77,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
         if ctx.needs_input_grad[1]:
             tokens_grad = layer.combine(rows_grad.contiguous(), desc)
         if ctx.needs_input_grad[3]:
-            values, stream = _view_and_stream(layer, row_weights_grad.contiguous())
-            weights_grad = layer.ctx.collect(desc, values, stream)
+            weights_grad = _collect(layer, desc, row_weights_grad.contiguous())
         return None, tokens_grad, None, weights_grad, None, None
 
 
@@ -103,6 +106,14 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
             layer.ctx.scale(values, _view_and_stream(layer, weights)[0], stream)
         _clear_rest(rows_grad, desc)
         return None, rows_grad if ctx.needs_input_grad[1] else None, None, weights_grad, None
+
+
+def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:
+    """The gradient of the weights that a dispatch sent, from that of the rows' weights."""
+    if desc.local_expert_ids is not None:  # a row's weights of other ranks' experts are constant zeros
+        return layer.combine_weights(grad.masked_fill(desc.local_expert_ids < 0, 0), desc)
+    values, stream = _view_and_stream(layer, grad)
+    return layer.ctx.collect(desc, values, stream)
 
 
 def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:

@@ -12,6 +12,8 @@ from proxyccl.device.errors import ArgumentError
 
 TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
+MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
+"""Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
 _MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
 

@@ -50,12 +50,17 @@ class DispatchInputs:
         expert_ids: int32 [T, topk].
         weights: [T, topk], or None.
         scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
+        choices: int32 [T, topk, 2], the ProxycclExpertChoice of each slot, with a row for each rank. expert_ids are
+            ranks then.
+        wanted_tokens: how many tokens this rank would have sent if the layer were large enough, or 0 if it is.
     """
 
     tokens: ArrayView
     expert_ids: ArrayView
     weights: ArrayView | None = None
     scatter: ArrayView | None = None
+    choices: ArrayView | None = None
+    wanted_tokens: int = 0
 
 
 class DispatchCombineContext:
@@ -71,6 +76,9 @@ class DispatchCombineContext:
         arrays: makes the arrays of results.
         nodes: who is on which node.
         workspace: memory that peers reach.
+        chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. `ep_config.num_experts` is
+            then the number of ranks.
+        padded_rows: rows that each expert has room for, if rows are padded; else 0.
     """
 
     def __init__(
@@ -84,7 +92,9 @@ class DispatchCombineContext:
         proxied: bool = False,
         owns_communicator: bool = False,
         use_aot: bool = False,
-        quantized: bool = False,
+        scale_elements: int = 0,
+        chosen_per_rank: int = 0,
+        padded_rows: int = 0,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -108,8 +118,10 @@ class DispatchCombineContext:
             name: shipped("expert_combine.h", "expert_combine", name)
             for name in {config.token.name, config.weight.name}
         }
-        quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantized else None
-        self._pack = shipped("expert_quantize.h", "expert_pack") if quantized else None
+        quantizes = scale_elements == SCALED_ELEMENTS
+        quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantizes else None
+        self._pack = shipped("expert_quantize.h", "expert_pack") if scale_elements else None
+        self._choose = shipped("expert_choices.h", "expert_choices") if chosen_per_rank else None
         if use_aot:  # load now what is used later
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
@@ -120,7 +132,10 @@ class DispatchCombineContext:
             threads=threads,
             local_combine=local_combine,
             proxied=proxied,
+            chosen_per_rank=chosen_per_rank,
+            padded_rows=padded_rows,
         )
+        self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
         self.nodes = Nodes(config, group.topology, self.workspace.members)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
@@ -136,7 +151,7 @@ class DispatchCombineContext:
         self._combine = {name: kernel.prepare(*self._grid, experts, filled) for name, kernel in combines.items()}
         self._scale = scale.prepare(*self._grid, experts, filled)
         self._quantize = quantize.prepare(*self._grid, experts, filled) if quantize is not None else None
-        self._scale_bytes = 4 * config.hidden // SCALED_ELEMENTS if quantized else 0
+        self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self._number = 0
         self._closed = False
 
@@ -224,6 +239,8 @@ class DispatchCombineContext:
             tokens.shape[0],
             tokens.owner,
             scatter=inputs.scatter,
+            by_rank=bool(self.chosen_per_rank),
+            padded=bool(self.padded_rows),
         )
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
@@ -256,11 +273,19 @@ class DispatchCombineContext:
         if received.bad_rank == lib.PROXYCCL_NO_PEER:
             return None
         token, k = divmod(int(received.bad_slot), config.topk)
+        experts = config.num_experts * (self.chosen_per_rank or 1)
         return ArgumentError(
             argument,
-            f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected 0 to {config.num_experts}, where "
-            f"{config.num_experts} drops the slot",
+            f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected 0 to {experts}, where "
+            f"{experts} drops the slot",
         )
+
+    @property
+    def wanted_tokens(self) -> int:
+        """The most tokens that any rank wanted to send in the last dispatch whose rows are known, if they were too many
+        for the layer; else 0. It is the same on all ranks.
+        """
+        return int(self.workspace.received_rows.wanted_tokens)
 
     def bad_indices(self) -> bool:
         """Whether full_scatter_indices were no permutation, in a dispatch that has ended since the last call."""
@@ -287,28 +312,40 @@ class DispatchCombineContext:
         """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
         scales. With None it receives nothing.
         """
-        desc.size_rows(rows if output is not None else 0)
+        if desc.num_recv_tokens is None or output is None:
+            desc.size_rows(rows if output is not None else 0)
         call = self._fill_inputs(phases, desc, inputs)
         if output is not None:
-            call.capacity, call.scale_bytes = rows, self._scale_bytes
-            for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
-                if view is not None:
-                    setattr(call, name, ffi.cast("char *", view.ptr))
+            self._fill_output(call, rows, output)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
         first_rows = desc.pointer("first_rows") if inputs.scatter is not None and desc.rows else 0
         fill = (lambda handle: self._fill(first_rows, 4 * rows, handle)) if first_rows else None
+        if self.chosen_per_rank and received is not None:
+            rest, size = desc.pointer("row_experts"), 4 * rows * self.ep_config.topk
+            fill = lambda handle: self._fill(rest, size, handle)  # noqa: E731
         kept = (desc, desc.table_owners, inputs, output, received)
         self._launch(self._dispatch, call, stream, kept, before=fill)
 
-    def repeat(self, desc: EPAllToAllLayoutDesc, tokens: ArrayView, output: ArrayView, stream: StreamLike) -> None:
-        """Queues a dispatch of other tokens with an existing layout. Their element type and row length may differ."""
+    def repeat(
+        self,
+        desc: EPAllToAllLayoutDesc,
+        tokens: ArrayView,
+        output: ArrayView,
+        stream: StreamLike,
+        scales: ArrayView | None = None,
+    ) -> None:
+        """Queues a dispatch of other tokens with an existing layout. Their element type and row length may differ. With
+        `scales` they are packed (`pack`), and their scales go there.
+        """
         call = self._fill_dispatch(SEND | RECEIVE, tokens, desc)
-        call.redispatch, call.capacity, call.output = 1, desc.rows, ffi.cast("char *", output.ptr)
+        call.redispatch = 1
+        self._fill_output(call, desc.rows, (output, None, scales))
         own = desc.pointer("expert_ids") + 4 * self.workspace.node * self.ep_config.max_tokens * self.ep_config.topk
         call.expert_ids = ffi.cast("int32_t *", own)
         self._agree("redispatch", tokens.dtype.name, desc.number)
-        self._launch(self._dispatch, call, stream, (desc, desc.table_owners, tokens.owner, output.owner))
+        kept = (desc, desc.table_owners, tokens.owner, output.owner, scales and scales.owner)
+        self._launch(self._dispatch, call, stream, kept)
 
     def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the conversion of tokens to float8 rows with their scales behind them: uint8 [T, hidden + bytes of
@@ -321,6 +358,22 @@ class DispatchCombineContext:
         call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
         self._launch(self._quantize, call, stream, (tokens.owner, packed.owner))
         return packed
+
+    def choose(
+        self, expert_ids: ArrayView, weights: ArrayView | None, stream: StreamLike
+    ) -> tuple[ArrayView, ArrayView]:
+        """Queues what turns experts into ranks, with a row for each rank: the ranks that each token goes to, int32
+        [T, topk], and its choices.
+        """
+        assert self._choose is not None
+        like, shape = expert_ids.owner, expert_ids.shape
+        ranks = input_view(self.group, self.arrays.new(like, shape, "int32"), "exp_indices")
+        choices = input_view(self.group, self.arrays.new(like, (*shape, 2), "int32"), "exp_indices")
+        pointers = (expert_ids.ptr, 0 if weights is None else weights.ptr, ranks.ptr, choices.ptr)
+        sizes = (shape[0] * shape[1], shape[1], expert_ids.dtype.itemsize, self.ep_config.world_size)
+        launch = self._choose.prepare(*self._grid, *pointers, *sizes, self.chosen_per_rank)
+        self.group.launches.launch(launch, stream, (like, weights and weights.owner, ranks.owner, choices.owner))
+        return ranks, choices
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the same for rows that are already in float8, and their scales."""
@@ -338,9 +391,19 @@ class DispatchCombineContext:
     def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> Any:
         call = self._fill_dispatch(phases, inputs.tokens, desc)
         call.expert_ids = ffi.cast("int32_t *", inputs.expert_ids.ptr)
-        call.weights = ffi.cast("char *", inputs.weights.ptr if inputs.weights is not None else 0)
+        weights = inputs.choices if inputs.choices is not None else inputs.weights
+        call.weights = ffi.cast("char *", weights.ptr if weights is not None else 0)
         call.scatter = ffi.cast("int32_t *", inputs.scatter.ptr if inputs.scatter is not None else 0)
+        call.wanted_tokens = inputs.wanted_tokens
         return call
+
+    def _fill_output(self, call: Any, rows: int, output: tuple[ArrayView | None, ...]) -> None:
+        call.capacity = rows
+        for name, view in zip(("output", "output_weights", "output_scales"), output, strict=False):
+            if view is not None:
+                setattr(call, name, ffi.cast("char *", view.ptr))
+        if call.output_scales:
+            call.scale_bytes = self._scale_bytes
 
     def _fill_dispatch(self, phases: int, tokens: ArrayView, desc: EPAllToAllLayoutDesc) -> Any:
         call = self._dispatch_call
@@ -362,18 +425,21 @@ class DispatchCombineContext:
         weights: ArrayView | None,
         output: ArrayView | None,
         stream: StreamLike,
+        slot_weights: ArrayView | None = None,
     ) -> None:
         """Queues those phases of a combine."""
         filled = self._combine_call
         filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
-        filled.hidden = rows.shape[1]
+        filled.hidden = rows.shape[-1]
         filled.rows = ffi.cast("char *", rows.ptr)
         filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
+        filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
         desc.fill(filled.layout)
         if phases & SEND:
             self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
-        owners = (desc, desc.table_owners, rows.owner, weights and weights.owner, output and output.owner)
+        arrays = [rows.owner, *(view.owner for view in (weights, slot_weights, output) if view is not None)]
+        owners = (desc, desc.table_owners, arrays)
         self._launch(self._combine[rows.dtype.name], filled, stream, owners)
 
     def scale(self, rows: ArrayView, weights: ArrayView, stream: StreamLike) -> None:
@@ -404,6 +470,13 @@ class DispatchCombineContext:
         if desc.rows:
             group.launches.launch(launch, stream, (values.owner, desc, desc.table_owners, matrix))
         self.combine("collect", SEND | RECEIVE, desc, spread, None, slotted, stream)
+        return slots
+
+    def collect_choices(self, desc: EPAllToAllLayoutDesc, values: ArrayView, stream: StreamLike) -> Any:
+        """Queues the same with a row for each rank, for float32 [R, topk]: sums of a token's values over its rows."""
+        slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, self.ep_config.topk), "float32")
+        slotted = input_view(self.group, slots, "values")
+        self.combine("collect", SEND | RECEIVE, desc, values, None, slotted, stream)
         return slots
 
     # -- launching ---

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, TracebackType
 from typing import Any
 
 from proxyccl.channels.collectives.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.expert_parallel.arguments import input_array, output_array
-from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
+from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, EPConfig
 from proxyccl.channels.expert_parallel.context import (
     GATHER,
     LAYOUT,
@@ -27,20 +27,37 @@ from proxyccl.channels.expert_parallel.context import (
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
-from proxyccl.device.errors import ArgumentError, CapacityError
+from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 from proxyccl.device.runtime import StreamLike
 
 _FLOAT8 = "float8_e4m3fn"
+_SCALES_ALIGNMENT = 16  # where a row's scales begin
+_LAYOUTS = ("expert", "rank", "padded")
 _OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 
 
 @dataclass(frozen=True)
+class _Output:
+    """New arrays for the caller, and views of rows, weights and scales."""
+
+    rows: Any
+    weights: Any
+    views: tuple[ArrayView | None, ...]
+
+
+@dataclass(frozen=True)
 class PendingDispatch:
-    """A dispatch that was sent; `EPAll2AllLayer.dispatch_recv` takes it."""
+    """A dispatch that was sent; `EPAll2AllLayer.dispatch_recv` takes it.
+
+    Attributes:
+        desc: the descriptor, filled by `dispatch_recv`.
+        output: with a fixed number of rows, what `dispatch_recv` will fill and return; else None.
+    """
 
     desc: EPAllToAllLayoutDesc
     inputs: DispatchInputs
     stream: StreamLike
+    output: _Output | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +68,7 @@ class PendingCombine:
     rows: ArrayView
     weights: ArrayView | None
     stream: StreamLike
+    topk_weights: ArrayView | None = None
 
 
 class EPAll2AllLayer:
@@ -86,6 +104,15 @@ class EPAll2AllLayer:
         max_recv_tokens: the number of rows of every output; None for outputs of the exact size.
         dispatch_dtype: None to send tokens as they are, or "float8_e4m3fn" to send them in float8: each 128 elements
             of a row share a float32 scale, and element times scale is the value. `combine` keeps to `dtype`.
+        scale_elements: how many elements share a scale. With another number than 128 the layer makes no float8 rows;
+            callers give pairs. Scales are any 4 bytes: four packed exponents (UE8M0) for 512 elements, for example.
+        grows: in the exact mode, a rank with more than max_tokens tokens makes `dispatch` raise CapacityError on all
+            ranks, with the most tokens of any rank in `needed`; the layer stays usable. Else that rank alone raises
+            ArgumentError.
+        layout: "expert" for a row for each slot, ordered by expert; "rank" for one row for each token that has an
+            expert on this rank, ordered by source rank and token. The program then finds its experts in
+            `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for what all ranks may send it,
+            world_size * max_tokens rows; `desc.expert_rows` says how many came. Nothing waits on the CPU then.
         capacity: see `DispatchCombineContext.create`.
 
     Raises:
@@ -112,6 +139,9 @@ class EPAll2AllLayer:
         *,
         max_recv_tokens: int | None = None,
         dispatch_dtype: Any = None,
+        scale_elements: int = SCALED_ELEMENTS,
+        layout: str = "expert",
+        grows: bool = False,
         capacity: int = 2,
     ) -> None:
         try:
@@ -138,9 +168,31 @@ class EPAll2AllLayer:
         if dispatch_dtype is not None:
             if as_dtype(dispatch_dtype, "dispatch_dtype").name != _FLOAT8:
                 raise ArgumentError("dispatch_dtype", f"must be None or {_FLOAT8}, not {dispatch_dtype!r}")
-            if hidden % SCALED_ELEMENTS:
+            if not isinstance(scale_elements, int) or scale_elements < 1:
+                raise ArgumentError("scale_elements", f"must be a positive integer, not {scale_elements!r}")
+            if hidden % scale_elements or hidden % _SCALES_ALIGNMENT:
                 raise ArgumentError(
-                    "hidden", f"must be a multiple of {SCALED_ELEMENTS}, the elements that share a scale, not {hidden}"
+                    "hidden",
+                    f"must be a multiple of {_SCALES_ALIGNMENT}, and of {scale_elements}, the elements that share a "
+                    f"scale, not {hidden}",
+                )
+        if layout not in _LAYOUTS:
+            raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {layout!r}")
+        padded_rows = world_size * max_tokens if layout == "padded" else 0
+        if padded_rows:
+            if max_recv_tokens is not None:
+                raise ArgumentError("max_recv_tokens", 'can\'t be given with layout="padded", which has its own')
+            max_recv_tokens = config.num_experts_per_rank * padded_rows
+        self.layout = layout
+        self._rows_shape = (config.num_experts_per_rank, padded_rows) if padded_rows else None
+        chosen_per_rank = config.num_experts_per_rank if layout == "rank" else 0
+        if chosen_per_rank:
+            if config.weight.name != "float32":
+                raise ArgumentError("weight_dtype", f'must be float32 with layout="rank", not {config.weight}')
+            if chosen_per_rank > MAX_CHOSEN_PER_RANK:
+                raise ArgumentError(
+                    "num_tot_experts",
+                    f'must be at most {MAX_CHOSEN_PER_RANK} of each rank with layout="rank", not {chosen_per_rank}',
                 )
         communicator, owned = as_communicator(ep_group, config)
         options = {
@@ -148,21 +200,28 @@ class EPAll2AllLayer:
             "enable_local_combine": bool(enable_local_combine),
             "max_recv_tokens": max_recv_tokens,
             "dispatch_dtype": None if dispatch_dtype is None else _FLOAT8,
+            "layout": layout,
+            "scale_elements": scale_elements,
+            "grows": bool(grows),
         }
         self.ep_config = config
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
+        self._grows = bool(grows) and max_recv_tokens is None
+        self._scale_elements = scale_elements
         with closing_on_error(communicator, owned=owned):
             agree_on(communicator.group, config, options, _OWN_NAMES)
             self.ctx = DispatchCombineContext(
                 communicator,
-                config,
+                replace(config, num_experts=config.world_size) if chosen_per_rank else config,
                 capacity=capacity,
                 num_sm=num_sm,
                 local_combine=bool(enable_local_combine),
                 owns_communicator=owned,
-                quantized=self.quantized,
+                scale_elements=scale_elements if self.quantized else 0,
                 use_aot=bool(use_aot),
+                chosen_per_rank=chosen_per_rank,
+                padded_rows=padded_rows,
             )
         self._sent: PendingDispatch | None = None
         self._returned: PendingCombine | None = None
@@ -214,11 +273,11 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
                 also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`.
+                is sent for it, and it adds zero in `combine`. With layout="rank" also int64, and -1 drops a slot too.
             weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
-                rows.
+                rows. Not with layout="rank".
             stream: where to queue it; as for `Communicator.all_reduce`.
 
         Returns:
@@ -227,14 +286,22 @@ class EPAll2AllLayer:
             descriptor. With dispatch_dtype the rows are a pair, [R, hidden] of float8 and [R, hidden / 128] of float32.
             With max_recv_tokens the arrays have that many rows; the first `desc.num_recv_tokens` are filled.
 
+            With layout="rank" there is one row for each token that has an expert on this rank, ordered by the source's
+            rank, then token. Their weights are [R, topk], zero where `desc.local_expert_ids` is -1. With
+            layout="padded" R stands for [experts of this rank, world_size * max_tokens] in all shapes; of each expert
+            the first `desc.expert_rows` rows are filled, ordered by the source's rank, then token.
+
         Raises:
             ArgumentError: an argument is wrong on this rank, and nothing was done; or an expert id is out of range on
                 any rank, which all ranks raise, and the layer stays usable.
-            CapacityError: more rows came to a rank than max_recv_tokens; see `check`.
+            CapacityError: more rows came to a rank than max_recv_tokens; see `check`. With `grows` also: a rank has
+                more than max_tokens tokens.
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
         autograd = None if self.quantized else _recording(input, weight)
+        if autograd is not None and self.layout == "padded":
+            raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
         if autograd is not None:
             recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(
                 self, input, exp_indices, weight, full_scatter_indices, stream
@@ -243,9 +310,10 @@ class EPAll2AllLayer:
         inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         if self.max_recv_tokens is None:
             self._refuse_capture(stream)
-        pending = PendingDispatch(self.ctx.describe("dispatch", inputs), inputs, stream)
-        if self.max_recv_tokens is not None:
-            return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, stream)
+        desc = self.ctx.describe("dispatch", inputs)
+        pending = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs))
+        if pending.output is not None:
+            return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, pending.output, stream)
         self.ctx.begin(ROUTE | GATHER, pending.desc, inputs, stream)
         return self._receive_exact(SEND | RECEIVE, pending, stream)
 
@@ -265,7 +333,7 @@ class EPAll2AllLayer:
         inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         desc = self.ctx.describe("dispatch_send", inputs)
         self.ctx.begin(ROUTE | SEND, desc, inputs, stream)
-        self._sent = PendingDispatch(desc, inputs, stream)
+        self._sent = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs))
         return self._sent
 
     def dispatch_recv(
@@ -276,9 +344,9 @@ class EPAll2AllLayer:
         if pending is not self._sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
         stream = pending.stream if stream is None else stream
-        if self.max_recv_tokens is not None:
+        if pending.output is not None:
             self._sent = None
-            return self._receive_fixed(GATHER | RECEIVE, pending, stream)
+            return self._receive_fixed(GATHER | RECEIVE, pending, pending.output, stream)
         self._refuse_capture(stream)
         self._sent = None
         self.ctx.begin(GATHER, pending.desc, pending.inputs, stream)
@@ -290,22 +358,23 @@ class EPAll2AllLayer:
         It is the adjoint of `combine`.
 
         Args:
-            input: [T, hidden] of `dtype`.
+            input: [T, hidden] of `dtype`; or with dispatch_dtype a pair, as for `dispatch`.
             ep_a2a_layout_desc: of a dispatch of this layer.
             stream: as for `dispatch`.
 
         Returns:
-            The rows, as that dispatch ordered them.
+            The rows, as that dispatch ordered them; of a pair, a pair.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
-        config = self.ep_config
-        shape = (desc.num_dispatch_token_cur_rank, config.hidden)
-        return self._redispatch(self._input(input, "input", shape, config.token.name), desc, stream)
-
-    def _redispatch(self, tokens: ArrayView, desc: EPAllToAllLayoutDesc, stream: StreamLike) -> Any:
         self._refuse_under_way()
-        output = self.ctx.arrays.new(tokens.owner, (desc.rows, tokens.shape[1]), tokens.dtype)
-        self.ctx.repeat(desc, tokens, self._view(output), self.ctx.stream_for(stream, tokens.owner))
+        rows, scales = self._rows_of(input, desc.num_dispatch_token_cur_rank)
+        stream = self.ctx.stream_for(stream, rows.owner)
+        output = self._new_rows(rows.owner, desc.rows, float8=scales is not None)
+        if scales is None:
+            self.ctx.repeat(desc, rows, self._view(output), stream)
+        else:
+            packed = self.ctx.pack(rows, scales, stream)
+            self.ctx.repeat(desc, packed, self._view(output[0]), stream, self._view(output[1]))
         return output
 
     def _receive_exact(
@@ -313,38 +382,61 @@ class EPAll2AllLayer:
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         desc = pending.desc
         rows = self.ctx.await_rows(desc)
-        bad = self.ctx.bad_expert("exp_indices")
+        if self.layout == "rank":
+            desc.chosen_rows = self.ctx.workspace.chosen_rows
+        bad: ProxyCCLError | None = self.ctx.bad_expert("exp_indices")
+        wanted = self.ctx.wanted_tokens
+        if wanted:
+            most = self.ep_config.max_tokens
+            bad = CapacityError(f"a rank dispatches {wanted} tokens; the layer's max_tokens is {most}", wanted)
         if bad is not None:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
             self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
             raise bad
-        output, weights, views = self._new_output(pending.inputs, rows)
-        self.ctx.receive(phases, desc, pending.inputs, rows, views, None, stream)
+        output = self._new_output(pending.inputs, rows)
+        self.ctx.receive(phases, desc, pending.inputs, rows, output.views, None, stream)
         self._check_if_done(stream)
-        return output, weights, desc
+        return output.rows, output.weights, desc
 
     def _receive_fixed(
-        self, phases: int, pending: PendingDispatch, stream: StreamLike
+        self, phases: int, pending: PendingDispatch, output: _Output, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         assert self.max_recv_tokens is not None
-        desc, inputs = pending.desc, pending.inputs
-        output, weights, views = self._new_output(inputs, self.max_recv_tokens)
-        desc.num_recv_tokens = self.ctx.arrays.new(inputs.tokens.owner, (1,), "int32")
+        desc = pending.desc
         received = self._view(desc.num_recv_tokens)
-        self.ctx.receive(phases, desc, inputs, self.max_recv_tokens, views, received, stream)
+        self.ctx.receive(phases, desc, pending.inputs, self.max_recv_tokens, output.views, received, stream)
         self._check_if_done(stream)
-        return output, weights, desc
+        return output.rows, output.weights, desc
 
-    def _new_output(self, inputs: DispatchInputs, rows: int) -> tuple[Any, Any, tuple[ArrayView | None, ...]]:
-        """Returns new rows and weights for the caller, and views of them and of the rows' scales."""
+    def _fixed_output(self, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> _Output | None:
+        """With a fixed number of rows, what a dispatch will fill. Sizes the descriptor's tables for it."""
+        if self.max_recv_tokens is None:
+            return None
+        desc.num_recv_tokens = self.ctx.arrays.new(inputs.tokens.owner, (1,), "int32")
+        desc.size_rows(self.max_recv_tokens)
+        return self._new_output(inputs, self.max_recv_tokens)
+
+    def _new_output(self, inputs: DispatchInputs, rows: int) -> _Output:
         config, like, new = self.ep_config, inputs.tokens.owner, self.ctx.arrays.new
-        weights = None if inputs.weights is None else new(like, (rows,), config.weight)
-        output = new(like, (rows, config.hidden), _FLOAT8 if self.quantized else config.token)
-        views = self._view(output), None if weights is None else self._view(weights)
-        if not self.quantized:
-            return output, weights, views
-        scales = new(like, (rows, config.hidden // SCALED_ELEMENTS), "float32")
-        return (output, scales), weights, (*views, self._view(scales))
+        leading = self._leading(rows)
+        shape = (*leading, config.topk) if self.layout == "rank" else leading
+        weights = None if inputs.weights is None else new(like, shape, config.weight)
+        output = self._new_rows(like, rows, float8=self.quantized)
+        made = output if self.quantized else (output, None)
+        views = [None if array is None else self._view(array) for array in (made[0], weights, made[1])]
+        return _Output(output, weights, tuple(views))
+
+    def _new_rows(self, like: Any, rows: int, *, float8: bool) -> Any:
+        """New rows; in float8 a pair of them and their scales."""
+        config, new, leading = self.ep_config, self.ctx.arrays.new, self._leading(rows)
+        if not float8:
+            return new(like, (*leading, config.hidden), config.token)
+        scales = new(like, (*leading, config.hidden // self._scale_elements), "float32")
+        return new(like, (*leading, config.hidden), _FLOAT8), scales
+
+    def _leading(self, rows: int) -> tuple[int, ...]:
+        """The shape of that many rows without their elements."""
+        return (rows,) if self._rows_shape is None else self._rows_shape
 
     # -- combine ---
 
@@ -354,6 +446,7 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         *,
         weights: Any = None,
+        topk_weights: Any = None,
         out: Any = None,
         stream: StreamLike = None,
     ) -> Any:
@@ -368,20 +461,27 @@ class EPAll2AllLayer:
             ep_a2a_layout_desc: of that dispatch.
             weights: float32 [R]: the factor of each row in the sum, such as the weights that the dispatch returned;
                 None for 1. All ranks give it, or none.
+            topk_weights: float32 [T, topk]: the same by the slots of this rank's own tokens, for the rank that sums
+                knows them. Only where all ranks reach each other's memory, and without enable_local_combine.
             out: [T, hidden], or None for a new array.
             stream: as for `dispatch`.
 
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        autograd = _recording(input, weights)
+        autograd = _recording(input, weights, topk_weights)
         if autograd is not None:
+            if topk_weights is not None or self.layout == "padded":
+                raise ArgumentError(
+                    "topk_weights" if topk_weights is not None else "input", "can't be recorded by torch"
+                )
             if out is not None:
                 raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
             return autograd.combine(self, input, ep_a2a_layout_desc, weights, stream)
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
+        slots = self._slot_weights(topk_weights, desc)
         output, target = self._combine_output(out, rows, desc)
-        self.ctx.combine("combine", SEND | RECEIVE, desc, rows, scales, target, stream)
+        self.ctx.combine("combine", SEND | RECEIVE, desc, rows, scales, target, stream, slots)
         return output
 
     def combine_send(
@@ -390,15 +490,17 @@ class EPAll2AllLayer:
         ep_a2a_layout_desc: EPAllToAllLayoutDesc,
         *,
         weights: Any = None,
+        topk_weights: Any = None,
         stream: StreamLike = None,
     ) -> PendingCombine:
         """The first half of `combine`: queues the sends and does not wait.
 
-        `input` and `weights` must stay as they are until `combine_recv`. One combine can be under way at a time.
+        `input` and the weights must stay as they are until `combine_recv`. One combine can be under way at a time.
         """
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
+        slots = self._slot_weights(topk_weights, desc)
         self.ctx.combine("combine_send", SEND, desc, rows, scales, None, stream)
-        self._returned = PendingCombine(desc, rows, scales, stream)
+        self._returned = PendingCombine(desc, rows, scales, stream, slots)
         return self._returned
 
     def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
@@ -409,8 +511,53 @@ class EPAll2AllLayer:
         output, target = self._combine_output(out, pending.rows, pending.desc)
         self._returned = None
         stream = pending.stream if stream is None else stream
-        self.ctx.combine("combine_recv", RECEIVE, pending.desc, pending.rows, pending.weights, target, stream)
+        self.ctx.combine(
+            "combine_recv", RECEIVE, pending.desc, pending.rows, pending.weights, target, stream, pending.topk_weights
+        )
         return output
+
+    def combine_weights(
+        self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None
+    ) -> Any:
+        """Brings each slot's number back from the rank of the slot's expert. With layout="rank" alone.
+
+        Args:
+            input: float32 [R, topk]: numbers of each row, zero where `local_expert_ids` is -1. The weights that the
+                dispatch returned come back as they were given, but for dropped slots.
+            ep_a2a_layout_desc: of the dispatch.
+            stream: as for `dispatch`.
+
+        Returns:
+            float32 [T, topk]: the sums over a token's rows. Raises as `dispatch`.
+        """
+        if self.layout != "rank":
+            raise ArgumentError("combine_weights", 'needs layout="rank"')
+        desc = self._own_desc(ep_a2a_layout_desc)
+        if self._returned is not None:
+            raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
+        values = self._input(input, "input", (desc.rows, self.ep_config.topk), "float32")
+        return self.ctx.collect_choices(desc, values, self.ctx.stream_for(stream, input))
+
+    def weights_by_row(self, topk_weights: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
+        """Sends the weights of this rank's slots to their rows, for a later `combine`. For torch tensors, with
+        layout="expert" or "padded".
+
+        Args:
+            topk_weights: float32 [T, topk].
+            ep_a2a_layout_desc: of the dispatch.
+
+        Returns:
+            float32 [R]: each row's weight. Raises as `dispatch`.
+        """
+        desc = self._own_desc(ep_a2a_layout_desc)
+        self._refuse_under_way()
+        shape = (desc.num_dispatch_token_cur_rank, self.ep_config.topk)
+        weights = self._input(topk_weights, "topk_weights", shape, "float32")
+        # Every row gets all weights of its token, of which its slot's is one.
+        spread = self.ctx.arrays.new(weights.owner, (*self._leading(desc.rows), shape[1]), "float32")
+        self.ctx.repeat(desc, weights, self._view(spread), self.ctx.stream_for(None, weights.owner))
+        slots = desc.row_slots.clamp(0, shape[1] - 1).long().view(*self._leading(desc.rows), 1)
+        return spread.gather(-1, slots).squeeze(-1)
 
     # -- checking ---
 
@@ -447,28 +594,48 @@ class EPAll2AllLayer:
         self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
     ) -> tuple[DispatchInputs, StreamLike]:
         self._refuse_under_way()
-        config = self.ep_config
-        pair = isinstance(input, tuple)
-        if pair and (not self.quantized or len(input) != 2):
-            raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
-        rows, dtype = (input[0], _FLOAT8) if pair else (input, config.token.name)
-        tokens = self._input(rows, "input", (-1, config.hidden), dtype)
-        count = tokens.shape[0]
-        if count > config.max_tokens:
+        config, by_rank, wanted = self.ep_config, self.layout == "rank", 0
+        rows, scales = self._rows_of(input, -1)
+        count = rows.shape[0]
+        if count > config.max_tokens and not self._grows:
             raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {config.max_tokens}")
-        ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
-        weights = scatter = None
+        if self.quantized and scales is None and self._scale_elements != SCALED_ELEMENTS:
+            raise ArgumentError("input", f"must be a pair with scale_elements={self._scale_elements}")
+        if by_rank:
+            ids = index_array(self.ctx.group, exp_indices, "exp_indices", (count, config.topk))
+        else:
+            ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
+        weights = scatter = choices = None
         if weight is not None:
             weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
         if full_scatter_indices is not None:
+            if by_rank:
+                raise ArgumentError("full_scatter_indices", 'can\'t be given with layout="rank"')
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
-        stream = self.ctx.stream_for(stream, rows)
-        if pair:
-            shape = (count, config.hidden // SCALED_ELEMENTS)
-            tokens = self.ctx.pack(tokens, self._input(input[1], "input", shape, "float32"), stream)
+        if count > config.max_tokens:  # nothing is sent but the number, so that all ranks raise the same
+            wanted = count
+            rows, ids = _none_of(rows), _none_of(ids)
+            scales, weights = scales and _none_of(scales), weights and _none_of(weights)
+        stream = self.ctx.stream_for(stream, rows.owner)
+        tokens = rows
+        if scales is not None:
+            tokens = self.ctx.pack(rows, scales, stream)
         elif self.quantized:
-            tokens = self.ctx.quantize(tokens, stream)
-        return DispatchInputs(tokens, ids, weights, scatter), stream
+            tokens = self.ctx.quantize(rows, stream)
+        if by_rank:
+            ids, choices = self.ctx.choose(ids, weights, stream)
+        return DispatchInputs(tokens, ids, weights, scatter, choices, wanted), stream
+
+    def _rows_of(self, input: Any, count: int) -> tuple[ArrayView, ArrayView | None]:
+        """Views of the caller's rows and, of a pair, of their scales."""
+        config = self.ep_config
+        if not isinstance(input, tuple):
+            return self._input(input, "input", (count, config.hidden), config.token.name), None
+        if not self.quantized or len(input) != 2:
+            raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
+        rows = self._input(input[0], "input", (count, config.hidden), _FLOAT8)
+        scales = self._input(input[1], "input", (rows.shape[0], config.hidden // self._scale_elements), "float32")
+        return rows, scales
 
     def _combine_arguments(
         self, input: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike
@@ -477,9 +644,25 @@ class EPAll2AllLayer:
         if self._returned is not None:
             raise ArgumentError("combine", "another combine is under way; call combine_recv first")
         config = self.ep_config
-        rows = self._input(input, "input", (desc.rows, config.hidden), config.token.name)
-        scales = None if weights is None else self._input(weights, "weights", (desc.rows,), "float32")
+        leading = self._leading(desc.rows)
+        rows = self._input(input, "input", (*leading, config.hidden), config.token.name)
+        scales = None if weights is None else self._input(weights, "weights", leading, "float32")
         return desc, rows, scales, self.ctx.stream_for(stream, input)
+
+    def _slot_weights(self, topk_weights: Any, desc: EPAllToAllLayoutDesc) -> ArrayView | None:
+        if topk_weights is None:
+            return None
+        if not self.sums_on_own_node:
+            raise ArgumentError("topk_weights", "needs one node whose ranks reach each other, and no local combine")
+        return self._input(
+            topk_weights, "topk_weights", (desc.num_dispatch_token_cur_rank, self.ep_config.topk), "float32"
+        )
+
+    @property
+    def sums_on_own_node(self) -> bool:
+        """Whether a token's rows are all summed by its own rank, so that `combine` takes topk_weights."""
+        experts = self.ctx.workspace.experts
+        return experts.nodes == 1 and not experts.local_combine
 
     def _combine_output(self, out: Any, rows: ArrayView, desc: EPAllToAllLayoutDesc) -> tuple[Any, ArrayView]:
         shape = (desc.num_dispatch_token_cur_rank, self.ep_config.hidden)
@@ -509,6 +692,11 @@ class EPAll2AllLayer:
 
     def _input(self, x: Any, argument: str, shape: tuple[int, ...], dtype: str) -> ArrayView:
         return input_array(self.ctx.group, x, argument, shape, dtype)
+
+
+def _none_of(view: ArrayView) -> ArrayView:
+    """The same array without any row."""
+    return replace(view, shape=(0, *view.shape[1:]))
 
 
 def _recording(*inputs: Any) -> ModuleType | None:

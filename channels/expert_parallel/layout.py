@@ -13,6 +13,7 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays import ArrayView
+from proxyccl.device.errors import ArgumentError
 
 Tables = dict[str, Any]
 
@@ -29,6 +30,8 @@ class EPAllToAllLayoutDesc:
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         num_recv_tokens: int32 [1]: number of received rows, at most those of the output; None in the exact mode, where
             it is the output's.
+        chosen_rows: with layout="rank" in the exact mode: for each expert of this rank the number of rows that chose
+            it. Else None.
     """
 
     def __init__(
@@ -42,8 +45,11 @@ class EPAllToAllLayoutDesc:
         like: Any,
         *,
         scatter: ArrayView | None = None,
+        by_rank: bool = False,
+        padded: bool = False,
     ) -> None:
         self.owner = owner
+        self._by_rank, self._padded = by_rank, padded
         self._arrays = arrays
         self._config = config
         self._nodes = nodes
@@ -65,6 +71,7 @@ class EPAllToAllLayoutDesc:
         self.number = number
         self.num_dispatch_token_cur_rank = tokens
         self.num_recv_tokens: Any = None
+        self.chosen_rows: list[int] | None = None
         self.rows = 0
 
     def _allocate(self, name: str, shape: tuple[int, ...]) -> None:
@@ -75,7 +82,12 @@ class EPAllToAllLayoutDesc:
         """Allocates the tables that have an entry for each row of the output."""
         self.rows = rows
         topk = self._config.topk
-        for name, shape in (("first_rows", (rows,)), ("token_rows", (rows, topk)), ("row_slots", (rows,))):
+        shapes: dict[str, tuple[int, ...]] = {"first_rows": (rows,), "token_rows": (rows, topk), "row_slots": (rows,)}
+        if self._by_rank:
+            shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
+        if self._padded:
+            shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
+        for name, shape in shapes.items():
             self._allocate(name, shape)
 
     @property
@@ -116,10 +128,45 @@ class EPAllToAllLayoutDesc:
         """
         return self._tables["token_rows"]
 
+    @property
+    def local_expert_ids(self) -> Any:
+        """With layout="rank": int32 [R, topk]: for each slot of a row's token its expert's number on this rank, or -1
+        if the expert is another rank's, the slot is dropped or no row came. Else None.
+        """
+        return self._tables.get("row_experts")
+
+    @property
+    def source_tokens(self) -> Any:
+        """With layout="rank" or "padded": int32 [R]: the number of a row's token on its own rank. Else None."""
+        return self._tables.get("row_tokens")
+
+    @property
+    def row_slots(self) -> Any:
+        """int32 [R]: which of its token's slots each row is for."""
+        return self._tables["row_slots"]
+
+    @property
+    def expert_rows(self) -> Any:
+        """With layout="padded": int32 [experts of this rank]: rows of each. Else None."""
+        return self._tables.get("expert_rows")
+
+    def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
+        """With layout="rank" in the exact mode: the rows that chose each expert of this rank, each number rounded up to
+        a multiple of `alignment`. Their sums are where each expert's rows begin, if a program sorts them by expert.
+
+        Raises:
+            ArgumentError: the layout or the mode is another, or the alignment is not positive.
+        """
+        if self.chosen_rows is None:
+            raise ArgumentError("num_tokens_per_expert", 'needs layout="rank" without max_recv_tokens')
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ArgumentError("alignment", f"must be a positive number of rows, not {alignment!r}")
+        return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
+
     @cached_property
     def topk_indices_tensor(self) -> Any:
         """int32 [T, topk] on one node: the expert ids. Across nodes [nnodes, max_tokens, topk]: entry a has those of
-        the counterpart on node a, and -1 past its tokens.
+        the counterpart on node a, and -1 past its tokens. With layout="rank" the ids are ranks, each once for a token.
         """
         ids = self._expert_ids()
         if self._config.is_intra_node:

@@ -78,6 +78,9 @@ class ExpertWorkspace:
     with the same number there. Every rank counts as a node of its own if ranks of a node can't access each other's
     memory, if nodes have different numbers of ranks, or with `proxied`.
 
+    With chosen_per_rank, dispatches give a row for each rank: the configuration's experts are the ranks, and each rank
+    has that many experts that tokens choose.
+
     Attributes:
         experts: the ProxycclExperts.
         nodes: number of the kernels' nodes.
@@ -94,6 +97,8 @@ class ExpertWorkspace:
         threads: int,
         local_combine: bool,
         proxied: bool = False,
+        chosen_per_rank: int = 0,
+        padded_rows: int = 0,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -113,7 +118,8 @@ class ExpertWorkspace:
         e.rank, e.world_size, e.local_rank, e.local_size = rank, ranks, local_rank, local_size
         e.node, e.nodes = self.node, self.nodes
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.local_combine, e.weight_bytes = local_combine, config.weight.itemsize
+        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, chosen_per_rank, padded_rows
+        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
         self._cut(config, blocks)
         self._announce(config)
@@ -126,7 +132,7 @@ class ExpertWorkspace:
 
         slots, routing = e.segment_tokens * config.topk, _Areas()
         routing.take(ffi.sizeof("ProxycclExpertSegment"))
-        e.counts_offset = routing.take(4 * config.num_experts)
+        e.counts_offset = routing.take(4 * (config.num_experts + ranks * chosen_per_rank))
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
@@ -165,7 +171,8 @@ class ExpertWorkspace:
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
-        self._received_rows = runtime.allocate_pinned(max(4096, ffi.sizeof("ProxycclReceivedRows")))
+        self._chosen_at = _aligned(ffi.sizeof("ProxycclReceivedRows"))
+        self._received_rows = runtime.allocate_pinned(max(4096, self._chosen_at + 4 * chosen_per_rank))
         image = bytearray(tables.end)
 
         def put(offset: int, data: bytes) -> None:
@@ -190,6 +197,7 @@ class ExpertWorkspace:
         e.back_channels = ffi.cast("ProxycclProxyChannel *", at + back_at)
         e.bases = ffi.cast("uint32_t *", at + bases_at)
         e.received_rows = ffi.cast("ProxycclReceivedRows *", self._received_rows.ptr)
+        e.chosen_rows = ffi.cast("uint32_t *", self._received_rows.ptr + self._chosen_at)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
 
     def _cut(self, config: EPConfig, segments: int) -> None:
@@ -228,6 +236,12 @@ class ExpertWorkspace:
     def received_rows(self) -> Any:
         """The ProxycclReceivedRows, at its address on the CPU."""
         return ffi.cast("ProxycclReceivedRows *", self._received_rows.host_ptr)
+
+    @property
+    def chosen_rows(self) -> list[int]:
+        """With a row for each rank: choices of each of this rank's experts in the dispatch that was counted last."""
+        numbers = ffi.cast("uint32_t *", self._received_rows.host_ptr + self._chosen_at)
+        return [int(numbers[expert]) for expert in range(self.experts.chosen_per_rank)]
 
     def close(self) -> None:
         """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have drained."""

@@ -31,6 +31,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         for kernel in ("expert_combine", "expert_scale")
         for dtype in TOKEN_DTYPES
     ),
+    ("expert_choices.h", "expert_choices", None, None),
     ("expert_quantize.h", "expert_pack", None, None),
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),

@@ -103,6 +103,9 @@ class Announcement {
   }
 
   PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return static_cast<uint32_t>(payloads()[source]); }
+  PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const {
+    return static_cast<uint32_t>(payloads()[source] >> 32);
+  }
   PROXYCCL_DEVICE uint32_t expert(uint32_t source, uint32_t slot) const {
     return idAt(ids()[source * e_.id_packets + slot / PROXYCCL_IDS_PER_PACKET], slot % PROXYCCL_IDS_PER_PACKET);
   }
@@ -138,7 +141,7 @@ class Announcement {
     return ranks * (1 + e_.id_packets) + rank * e_.weight_packets + packet - 1 - e_.id_packets;
   }
   PROXYCCL_DEVICE LL16Packet::Payload payload(const ProxycclDispatch& call, uint32_t packet) const {
-    if (packet == 0) return {call.tokens, 0};
+    if (packet == 0) return {call.tokens, call.wanted_tokens};
     const uint32_t slots = call.tokens * e_.topk, experts = e_.world_size * e_.experts_per_rank;
     uint64_t bits = 0;
     if (packet <= e_.id_packets) {

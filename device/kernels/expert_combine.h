@@ -354,9 +354,13 @@ class Combine {
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
         const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
         if (rank >= team_->world_size || !team_.isNear(rank)) return false;
-        if (rank == team_->rank) return ownRow(rows[k], entry);
-        entry->at = team_->workspace + slotRow(source, i, k);
-        entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
+        if (rank == team_->rank) {
+          if (!ownRow(rows[k], entry)) return false;
+        } else {
+          entry->at = team_->workspace + slotRow(source, i, k);
+          entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
+        }
+        if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
         return true;
       });
     }

@@ -33,7 +33,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if (sends && blockIdx.x >= first) dispatch.send(group, blockIdx.x - first, experts.blocks - first, &finished);
   if (dispatch.onlySends()) return;
   bool complete = true;
-  typename Dispatch<kAnnounced>::Gathered gathered = {0, ~0u, ~0u};
+  typename Dispatch<kAnnounced>::Gathered gathered = {0, ~0u, ~0u, 0};
   if (gathers && !kAnnounced) dispatch.forwardRouting();
   if (!call.redispatch && (receives || (gathers && blockIdx.x == 0)))
     complete = kAnnounced ? dispatch.awaitAnnouncements(&gathered) : dispatch.gatherCounts(group, &gathered);

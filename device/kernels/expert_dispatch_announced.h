@@ -28,15 +28,34 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::awaitAnnouncements(Gathered* gathered
     // The segment's begin is computed again: another thread sets it, and no barrier is in between.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
+  if (blockIdx.x == 0) countChosen();
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
   __syncthreads();
   numberOwnSlots();
-  *gathered = {exclusiveScan(first, before, n), state.bad_slot >> 16, state.bad_slot & 0xffff};
+  *gathered = {placeRows(first, before), state.bad_slot >> 16, state.bad_slot & 0xffff, state.wanted_tokens};
   if (state.bad_slot == ~0u) gathered->bad_rank = gathered->bad_slot = ~0u;
   if (call_.scatter == nullptr) return true;
   if (threadIdx.x == 0) ownRows().count = gathered->rows;
   __syncthreads();
   return true;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::countChosen() const {
+  const uint32_t ranks = team_->world_size, per_rank = team_->chosen_per_rank;
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
+    if (announced_.wantedTokens(s) != 0) atomicMax(&announcedState().wanted_tokens, announced_.wantedTokens(s));
+  if (per_rank == 0) return;
+  const uint32_t slots = team_->max_tokens * topk_;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < ranks * slots; i += blockDim.x) {
+    const uint32_t source = i / slots, slot = i % slots;
+    if (slot >= announced_.tokens(source) * topk_) continue;
+    const auto choice = __builtin_bit_cast(ProxycclExpertChoice, announced_.weight(source, slot));
+    const uint32_t expert = static_cast<uint32_t>(choice.expert) - team_->rank * per_rank;
+    if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
+  }
 }
 
 template <bool kAnnounced>

@@ -18,6 +18,7 @@ class Dispatch {
   struct Gathered {
     uint32_t rows;                // of this rank
     uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
+    uint32_t wanted_tokens;       // the most of any rank
   };
 
   PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
@@ -47,6 +48,9 @@ class Dispatch {
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
   // Called by one thread: tells the CPU how many rows come.
   PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
+  // Called by the block, with how many rows each of this rank's experts gets from each source, and how many of them
+  // come before this block's: makes the first the rows of this block's slots. Returns the number of rows.
+  PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
   // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
 
@@ -86,6 +90,8 @@ class Dispatch {
 
   // A slot's position is how many slots before it in its segment have the same expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
+  // Called by block 0: adds up what the CPU is told of, beside the rows.
+  PROXYCCL_DEVICE void countChosen() const;
   // Called by a group of each block: does what writeCounts() does, from the announcements. Block b counts for the
   // sources b, b + segments, …; the last block also adds up all sources.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const;
@@ -114,6 +120,8 @@ class Dispatch {
   PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
   // Called by a group: writes the descriptor's entries of a token's rows.
   PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
+  // Called by a group, with a row for each rank: writes what the token chose on this rank.
+  PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 
   // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
@@ -141,7 +149,8 @@ class Dispatch {
   // What the block's threads find in the announcements.
   struct AnnouncedState {
     uint32_t bad_slot;  // the first slot with a bad expert id, with its rank in the upper 16 bits; or ~0
-    bool incomplete;    // a packet did not come
+    uint32_t wanted_tokens;
+    bool incomplete;  // a packet did not come
   };
   static PROXYCCL_DEVICE AnnouncedState& announcedState() {
     __shared__ AnnouncedState state;
@@ -211,7 +220,10 @@ class Dispatch {
     const uint32_t n = 2 * team_.experts();
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
   }
-  static constexpr uint32_t kScratch = 2048;
+  // With a row for each rank: in block 0, choices of each of this rank's experts. Bases are few then.
+  PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
+  PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
+  static constexpr uint32_t kScratch = PROXYCCL_EXPERT_COUNTERS;
   static PROXYCCL_DEVICE uint32_t* scratch() {
     __shared__ uint32_t words[kScratch];
     return words;
@@ -250,9 +262,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::begin() const {
       cachedIds()[s] = call_.expert_ids[own_.begin * topk_ + s];
   if (kAnnounced) {  // awaitAnnouncements() starts from these values, without a barrier
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < 2 * team_.experts(); i += blockDim.x) bases()[i] = 0;
+    for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
     if (threadIdx.x == 0) {
-      announcedState() = {~0u, false};
+      announcedState() = {~0u, 0, false};
       ownRows() = {0, 0};
     }
   }

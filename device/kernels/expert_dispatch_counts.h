@@ -19,11 +19,18 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
   uint32_t* counts = countsOf(own);
   const int32_t* ids = ownIds(0);
   const uint32_t n = own_.tokens * topk_, experts = team_.experts();
+  const uint32_t chosen = team_->world_size * team_->chosen_per_rank;
 
   __shared__ uint32_t bad_slot;
   if (threadIdx.x == 0) bad_slot = ~0u;
-  for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) counts[e] = 0;
+  for (uint32_t e = threadIdx.x; e < experts + chosen; e += blockDim.x) counts[e] = 0;
   __syncthreads();
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; chosen != 0 && s < n; s += blockDim.x) {
+    const auto* choices = reinterpret_cast<const ProxycclExpertChoice*>(call_.weights);
+    const uint32_t expert = static_cast<uint32_t>(choices[own_.begin * topk_ + s].expert);
+    if (expert < chosen) atomicAdd(&counts[experts + expert], 1u);
+  }
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
     const uint32_t expert = static_cast<uint32_t>(ids[s]);
@@ -35,7 +42,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
     copyBytes(own + team_->weights_offset,
               call_.weights + static_cast<uint64_t>(own_.begin) * topk_ * team_->weight_bytes,
               static_cast<uint64_t>(n) * team_->weight_bytes, threadIdx.x, blockDim.x);
-  if (threadIdx.x == 0) *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, {0, 0}};
+  if (threadIdx.x == 0)
+    *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, call_.wanted_tokens, 0};
   if (crossesNodes()) placeTokens();
   syncThreadsDevice();
 
@@ -124,22 +132,26 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRouting() const {
 
 template <bool kAnnounced>
 PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gathered* gathered) const {
-  __shared__ uint32_t bad_rank;
+  __shared__ uint32_t bad_rank, wanted_tokens;
   __shared__ bool is_aborted;
   const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
   const uint32_t n = ranks * per_rank, own = team_->rank * per_rank;
   uint32_t *first = bases(), *before = first + n;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < 2 * n; i += blockDim.x) first[i] = 0;
-  if (threadIdx.x == 0) bad_rank = ~0u;
+  for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) first[i] = 0;
+  if (threadIdx.x == 0) {
+    bad_rank = ~0u;
+    wanted_tokens = 0;
+  }
   for (uint32_t i = threadIdx.x; i < ranks * segments; i += blockDim.x)
     team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
   __syncthreads();
   for (uint32_t i = group.number; i < ranks * segments; i += Group::count()) {
     const uint32_t source = i / segments, segment = i % segments;
     const char* routing = team_.slabOf(number_, source) + team_.routingAt(segment);
-    if (group.lane == 0 && reinterpret_cast<const ProxycclExpertSegment*>(routing)->bad_slot != ~0u)
-      atomicMin(&bad_rank, source);
+    const auto* head = reinterpret_cast<const ProxycclExpertSegment*>(routing);
+    if (group.lane == 0 && head->bad_slot != ~0u) atomicMin(&bad_rank, source);
+    if (group.lane == 0 && head->wanted_tokens != 0) atomicMax(&wanted_tokens, head->wanted_tokens);
 #pragma unroll 1
     for (uint32_t e = group.lane; e < per_rank; e += kGroupLanes) {
       const uint32_t slots = countsOf(routing)[own + e];
@@ -147,16 +159,42 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gath
       atomicAdd(&first[e * ranks + source], slots);
       if (segment < segment_) atomicAdd(&before[e * ranks + source], slots);
     }
+    const uint32_t* choices = countsOf(routing) + n + team_->rank * team_->chosen_per_rank;
+#pragma unroll 1
+    for (uint32_t e = group.lane; blockIdx.x == 0 && e < team_->chosen_per_rank; e += kGroupLanes)
+      if (choices[e] != 0) atomicAdd(&chosen()[e], choices[e]);
   }
   if (threadIdx.x == 0) is_aborted = false;
   __syncthreads();
   if (threadIdx.x == 0) is_aborted = aborted(team_->control);
-  *gathered = {exclusiveScan(first, before, n), bad_rank, ~0u};
+  *gathered = {placeRows(first, before), bad_rank, ~0u, wanted_tokens};
   for (uint32_t segment = 0; bad_rank != ~0u && segment < segments; ++segment) {
     const uint32_t slot = segmentOf(bad_rank, segment).bad_slot;
     gathered->bad_slot = slot < gathered->bad_slot ? slot : gathered->bad_slot;
   }
   return !is_aborted;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE uint32_t Dispatch<kAnnounced>::placeRows(uint32_t* first, const uint32_t* before) const {
+  const uint32_t ranks = team_->world_size, experts = team_->experts_per_rank, room = team_->padded_rows;
+  if (room == 0) return exclusiveScan(first, before, ranks * experts);
+  __shared__ uint32_t rows;
+  if (threadIdx.x == 0) rows = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t e = threadIdx.x; e < experts; e += blockDim.x) {
+    uint32_t row = e * room;
+    for (uint32_t i = e * ranks; i < (e + 1) * ranks; ++i) {
+      const uint32_t slots = first[i];
+      first[i] = row + before[i];
+      row += slots;
+    }
+    atomicAdd(&rows, row - e * room);
+    if (blockIdx.x == 0) call_.layout.expert_rows[e] = static_cast<int32_t>(row - e * room);
+  }
+  __syncthreads();
+  return rows;
 }
 
 template <bool kAnnounced>
@@ -185,6 +223,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::publishReceivedRows(const Gathered& g
   storeRelaxedSystem(&to->rows, gathered.rows);
   storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
+  storeRelaxedSystem(&to->wanted_tokens, gathered.wanted_tokens);
+#pragma unroll 1
+  for (uint32_t e = 0; e < team_->chosen_per_rank; ++e) storeRelaxedSystem(&team_->chosen_rows[e], chosen()[e]);
   storeReleaseSystem(&to->ticket, call_.ticket);
 }
 

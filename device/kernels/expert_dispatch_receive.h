@@ -142,6 +142,9 @@ PROXYCCL_DEVICE int32_t Dispatch<kAnnounced>::rowOf(const ProxycclExpertSlot& sl
   const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
+  // A token that chooses an expert twice can bring more rows than there is room for.
+  if (team_->padded_rows != 0 && row >= (expert + 1) * static_cast<uint64_t>(team_->padded_rows))
+    return PROXYCCL_PAST_END;
   if (call_.scatter != nullptr) {
     uint64_t before = token;
     for (uint32_t s = 0; s < source; ++s) before += tokensOf()[s];
@@ -197,7 +200,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeRows(const Group& group, uint
       storeRelaxedSystem<uint32_t>(&team_->received_rows->bad_index, 1);
     }
     call_.layout.row_slots[row] = static_cast<int32_t>(k);
-    if (call_.output_weights != nullptr)
+    if (call_.layout.row_tokens != nullptr)
+      call_.layout.row_tokens[row] = static_cast<int32_t>(team_.segmentOf(source).begin + i);
+    if (call_.output_weights != nullptr && team_->chosen_per_rank == 0)
       storeRaw(call_.output_weights + static_cast<uint64_t>(row) * team_->weight_bytes, weightOf(source, i, k),
                team_->weight_bytes);
   }
@@ -207,6 +212,22 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeRows(const Group& group, uint
     if (row >= 0)
       call_.layout.token_rows[static_cast<uint64_t>(row) * topk_ + pair % topk_] =
           row == first && other >= 0 ? other : PROXYCCL_NO_ROW;
+  }
+  if (team_->chosen_per_rank != 0 && first >= 0) describeChoices(group, source, i, first);
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeChoices(const Group& group, uint32_t source, uint32_t i,
+                                                           int32_t row) const {
+  const uint32_t per_rank = team_->chosen_per_rank, own = team_->rank * per_rank;
+  int32_t* experts = call_.layout.row_experts + static_cast<uint64_t>(row) * topk_;
+  float* weights = reinterpret_cast<float*>(call_.output_weights) + static_cast<uint64_t>(row) * topk_;
+#pragma unroll 1
+  for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
+    const auto choice = __builtin_bit_cast(ProxycclExpertChoice, weightOf(source, i, k));
+    const uint32_t expert = static_cast<uint32_t>(choice.expert) - own;
+    experts[k] = expert < per_rank ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW;
+    if (call_.output_weights != nullptr) weights[k] = expert < per_rank ? choice.weight : 0;
   }
 }
 

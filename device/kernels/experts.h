@@ -9,6 +9,10 @@
  * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
  * segment its routing, then for each segment its tokens' rows.
  *
+ * With a row for each rank, what these kernels call an expert is a rank, and experts_per_rank is 1: the ids are the
+ * ranks that a token goes to, each once. What the token chose there, a ProxycclExpertChoice, takes the place of a
+ * slot's weight, so every rank that gets the token's routing has all its choices.
+ *
  * - announced [2][…]: packets: the expert ids and weights of every rank
  * - inbox [local_size], where ids are announced [2][local_size]: what the ranks of the node send here
  * - rail [2][nodes]: what this rank's counterparts on other nodes send to this node; all its ranks read it here
@@ -37,6 +41,7 @@ enum {
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
+  PROXYCCL_EXPERT_COUNTERS = 2048, /* that a block keeps in shared memory; with more, bases lie in device memory */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
@@ -51,13 +56,15 @@ enum {
 
 /* At the head of a segment's routing; behind it, at the offsets of ProxycclExperts:
  *   uint32 counts[experts]            slots of the segment for each expert
+ *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
  *   ProxycclExpertSlot slots[segment_tokens * topk]
  *   int32 places[segment_tokens]      across nodes: where in the segment's rows each token lies, or PROXYCCL_NO_ROW
  *   weights[segment_tokens * topk] */
 typedef struct ProxycclExpertSegment {
-  uint32_t tokens;   /* of the whole source */
-  uint32_t bad_slot; /* the first slot with a bad expert id, or 0xffffffff */
-  uint32_t reserved[2];
+  uint32_t tokens;        /* of the whole source */
+  uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
+  uint32_t wanted_tokens; /* see ProxycclDispatch */
+  uint32_t reserved;
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
@@ -65,14 +72,20 @@ typedef struct ProxycclExpertSlot {
   uint32_t position; /* among the segment's slots for this expert */
 } ProxycclExpertSlot;
 
+typedef struct ProxycclExpertChoice {
+  int32_t expert; /* among those of all ranks; -1 if the slot is dropped */
+  float weight;
+} ProxycclExpertChoice;
+
 /* Pinned: how many rows a dispatch brings, which the CPU reads without waiting for the stream. */
 typedef struct ProxycclReceivedRows {
-  uint64_t ticket;    /* of the dispatch that rows, bad_rank and bad_slot belong to; stored after them */
-  uint32_t rows;      /* rows that this rank receives */
-  uint32_t bad_rank;  /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
-  uint32_t bad_slot;  /* the first such slot of that rank */
-  uint32_t bad_index; /* 1 if full_scatter_indices were no permutation of this rank's rows */
-  uint32_t most_rows; /* of any rank in any dispatch, since the CPU last set it to 0 */
+  uint64_t ticket;        /* of the dispatch that rows, bad_rank and bad_slot belong to; stored after them */
+  uint32_t rows;          /* rows that this rank receives */
+  uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
+  uint32_t bad_slot;      /* the first such slot of that rank */
+  uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows */
+  uint32_t most_rows;     /* of any rank in any dispatch, since the CPU last set it to 0 */
+  uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
 } ProxycclReceivedRows;
 
 /* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
@@ -92,6 +105,8 @@ typedef struct ProxycclExperts {
   uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
+  uint32_t chosen_per_rank;            /* with a row for each rank: experts of each rank; else 0 */
+  uint32_t padded_rows;                /* with padded rows: how many each expert has room for; else 0 */
   uint32_t id_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint64_t segment_bytes;              /* of the rows of a segment, at most */
   uint64_t return_segment_bytes;       /* the same for a combine, with one row per token */
@@ -107,6 +122,8 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
   uint32_t* bases;                           /* [segments][2][experts] */
   ProxycclReceivedRows* received_rows;
+  uint32_t*
+      chosen_rows; /* [chosen_per_rank], pinned: choices of each of this rank's experts; stored before the ticket */
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 
@@ -121,23 +138,28 @@ typedef struct ProxycclExpertLayout {
   int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
   int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
   int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
+  int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
+  int32_t* row_experts; /* with a row for each rank, [rows][topk]: this rank's experts that the token chose, by their
+                           number here; -1 for others */
+  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert */
 } ProxycclExpertLayout;
 
 typedef struct ProxycclDispatch {
   uint32_t phases;
-  uint32_t tokens;      /* of this rank */
-  uint32_t capacity;    /* rows of the output */
-  uint32_t redispatch;  /* 1: use an existing layout and count nothing */
-  uint64_t ticket;      /* see ProxycclReceivedRows */
-  uint32_t scale_bytes; /* scales at the end of each row, which go to output_scales */
+  uint32_t tokens;        /* of this rank */
+  uint32_t capacity;      /* rows of the output */
+  uint32_t redispatch;    /* 1: use an existing layout and count nothing */
+  uint64_t ticket;        /* see ProxycclReceivedRows */
+  uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
+  uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
   uint64_t row_bytes;
   const char* input;         /* [tokens][row_bytes] */
   const int32_t* expert_ids; /* [tokens][topk] */
-  const char* weights;       /* [tokens][topk], or null */
+  const char* weights;       /* [tokens][topk], or null; with a row for each rank the choices */
   const int32_t* scatter;    /* [all ranks' tokens][topk], or null */
   char* output;              /* [capacity][row_bytes - scale_bytes] */
   char* output_scales;       /* [capacity][scale_bytes] */
-  char* output_weights;      /* [capacity], or null */
+  char* output_weights;      /* [capacity], or null; with a row for each rank [capacity][topk] */
   int32_t* received;         /* how many rows there are, or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
@@ -148,7 +170,9 @@ typedef struct ProxycclCombine {
   uint64_t hidden;
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
-  char* output;         /* [tokens][hidden] */
+  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
+  const float* slot_weights;
+  char* output; /* [tokens][hidden] */
   ProxycclExpertLayout layout;
 } ProxycclCombine;
 

@@ -1,0 +1,295 @@
+"""A row for each rank, and padded rows: against what numpy finds in all ranks' arguments."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
+from proxyccl.channels.expert_parallel import workspace
+from support.device_arrays import on_device, on_host
+from support.devices import most_ranks, runtime_with_blocks
+from support.ranks import Ranks
+from support.reference import numpy_dtype
+
+Values = NDArray[Any]
+HIDDEN = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all ranks put in, derived from a seed.
+
+    Attributes:
+        tokens: number of tokens of each rank.
+        ids_dtype: of the expert ids.
+        drop: the share of slots that choose no expert.
+    """
+
+    tokens: tuple[int, ...]
+    experts_per_rank: int = 3
+    topk: int = 4
+    dtype: str = "float32"
+    ids_dtype: str = "int64"
+    drop: float = 0.2
+    num_sm: int = 3
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def experts(self) -> int:
+        return self.ranks * self.experts_per_rank
+
+    @functools.cached_property
+    def ids(self) -> list[Values]:
+        """Each token chooses an expert at most once."""
+        rng, out = np.random.default_rng(1), []
+        for tokens in self.tokens:
+            all_ids = max(self.experts, self.topk)
+            chosen = np.array([rng.permutation(all_ids) for _ in range(tokens)], np.int64)
+            chosen = chosen.reshape(tokens, all_ids)[:, : self.topk]
+            none = (rng.random(chosen.shape) < self.drop) | (chosen >= self.experts)
+            out.append(np.where(none, rng.choice([-1, self.experts], chosen.shape), chosen).astype(self.ids_dtype))
+        return out
+
+    @functools.cached_property
+    def inputs(self) -> list[Values]:
+        rng = np.random.default_rng(2)
+        return [rng.normal(size=(tokens, HIDDEN)).astype(numpy_dtype(self.dtype)) for tokens in self.tokens]
+
+    @functools.cached_property
+    def weights(self) -> list[NDArray[np.float32]]:
+        rng = np.random.default_rng(3)
+        return [rng.random(ids.shape).astype(np.float32) for ids in self.ids]
+
+    def here(self, rank: int) -> list[NDArray[np.bool_]]:
+        """Of each source rank, which slots choose an expert of this rank."""
+        return [(ids >= 0) & (ids < self.experts) & (ids // self.experts_per_rank == rank) for ids in self.ids]
+
+    def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
+        sizes = (
+            max(1, *self.tokens),
+            HIDDEN,
+            self.topk,
+            comm.rank,
+            self.experts,
+            comm.local_world_size,
+            comm.world_size,
+        )
+        return EPAll2AllLayer(comm, *sizes, **{"dtype": self.dtype, "num_sm": self.num_sm, "layout": "rank", **options})
+
+    def arguments(self, comm: Communicator) -> list[Any]:
+        return [on_device(comm, arrays[comm.rank]) for arrays in (self.inputs, self.ids, self.weights)]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a rank must get, with a row for each of its tokens."""
+
+    rows: Values
+    experts: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    tokens: NDArray[np.int32]
+    per_expert: list[int]
+
+
+def rows_by_rank(case: Case, rank: int) -> Rows:
+    here = case.here(rank)
+    came = [mask.any(axis=1) for mask in here]
+    first = rank * case.experts_per_rank
+
+    def of_all(arrays: list[Values]) -> Values:
+        return np.concatenate([array[token] for array, token in zip(arrays, came, strict=True)])
+
+    mask, ids = of_all(here), of_all(case.ids)
+    local = np.where(mask, ids - first, -1).astype(np.int32)
+    return Rows(
+        rows=of_all(case.inputs),
+        experts=local,
+        weights=np.where(mask, of_all(case.weights), 0).astype(np.float32),
+        tokens=np.concatenate([np.flatnonzero(token) for token in came]).astype(np.int32),
+        per_expert=[int((local == expert).sum()) for expert in range(case.experts_per_rank)],
+    )
+
+
+def same(got: Any, expected: Values) -> None:
+    values = on_host(got)
+    assert (values.dtype, values.shape) == (expected.dtype, expected.shape)
+    assert values.tobytes() == expected.tobytes()
+
+
+def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
+    """A rank's output, if each rank's results are its rows: added in the order of k, where each rank counts once."""
+    total = np.zeros((case.tokens[rank], HIDDEN), np.float32)
+    for token, ids in enumerate(case.ids[rank]):
+        kept = ids[(ids >= 0) & (ids < case.experts)]
+        for owner in dict.fromkeys((kept // case.experts_per_rank).tolist()):
+            before = sum(int(mask.any(axis=1).sum()) for mask in case.here(owner)[:rank])
+            row = before + int(case.here(owner)[rank][:token].any(axis=1).sum())
+            total[token] += results[owner][row].astype(np.float32)
+    return total.astype(numpy_dtype(case.dtype))
+
+
+def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
+    rank = comm.rank
+    expected = [rows_by_rank(case, each) for each in range(case.ranks)]
+    results = [(3 * each.rows).astype(each.rows.dtype) for each in expected]
+    mine, count = expected[rank], len(expected[rank].rows)
+    with case.layer(comm, **options) as layer:
+        most = layer.max_recv_tokens
+        for halves in (False, True):
+            if halves:
+                rows, weights, desc = layer.dispatch_recv(layer.dispatch_send(*case.arguments(comm)))
+            else:
+                rows, weights, desc = layer.dispatch(*case.arguments(comm))
+            same(on_host(rows)[:count], mine.rows)
+            same(on_host(weights)[:count], mine.weights)
+            same(on_host(desc.local_expert_ids)[:count], mine.experts)
+            same(on_host(desc.source_tokens)[:count], mine.tokens)
+            assert (on_host(desc.local_expert_ids)[count:] == -1).all()
+            if most is None:
+                assert desc.num_tokens_per_expert() == mine.per_expert
+                assert desc.num_tokens_per_expert(8) == [-(-rows // 8) * 8 for rows in mine.per_expert]
+            padding = 0 if most is None else most - count
+            back = layer.combine(on_device(comm, np.pad(results[rank], ((0, padding), (0, 0)))), desc)
+            same(on_host(back) + 0, sums_over_ranks(case, rank, results) + 0)
+            given = case.weights[rank]
+            kept = (case.ids[rank] >= 0) & (case.ids[rank] < case.experts)
+            sent = on_device(comm, np.pad(mine.weights, ((0, padding), (0, 0))))
+            same(layer.combine_weights(sent, desc), np.where(kept, given, 0).astype(np.float32))
+            same(on_host(layer.redispatch(case.arguments(comm)[0], desc))[:count], mine.rows)
+
+
+def check_padded_rows(comm: Communicator, case: Case) -> None:
+    rank, per_rank = comm.rank, case.experts_per_rank
+    ids = [np.where(ids < 0, case.experts, ids).astype(np.int32) for ids in case.ids]
+    with case.layer(comm, layout="padded") as layer:
+        for halves in (False, True):
+            arguments = [on_device(comm, arrays[rank]) for arrays in (case.inputs, ids)]
+            rows, _, desc = (
+                layer.dispatch_recv(layer.dispatch_send(*arguments)) if halves else layer.dispatch(*arguments)
+            )
+            got, room = on_host(rows), case.ranks * max(1, *case.tokens)
+            assert got.shape == (per_rank, room, HIDDEN)
+            tokens, counts = on_host(desc.source_tokens).reshape(per_rank, room), on_host(desc.expert_rows)
+            for local in range(per_rank):
+                came = [(each == rank * per_rank + local).any(axis=1) for each in ids]
+                values = np.concatenate([x[token] for x, token in zip(case.inputs, came, strict=True)])
+                assert counts[local] == len(values)
+                same(got[local, : len(values)], values)
+                same(tokens[local, : len(values)], np.concatenate([np.flatnonzero(t) for t in came]).astype(np.int32))
+            weights = on_device(comm, case.weights[rank]) if layer.sums_on_own_node else None
+            total = np.zeros((case.tokens[rank], HIDDEN), np.float32)
+            for k in range(case.topk):
+                factor = case.weights[rank][:, k] if weights is not None else np.ones(case.tokens[rank], np.float32)
+                kept = ids[rank][:, k] < case.experts
+                total[kept] += (case.inputs[rank].astype(np.float32) * factor[:, None])[kept]
+            if halves:
+                back = layer.combine_recv(layer.combine_send(rows, desc, topk_weights=weights))
+            else:
+                back = layer.combine(rows, desc, topk_weights=weights)
+            np.testing.assert_allclose(
+                on_host(back).astype(np.float32), total, rtol=1e-6 if case.dtype == "float32" else 1e-2
+            )
+
+
+WORLDS: list[tuple[int, dict[str, int]]] = [(size, {}) for size in (1, 2, 3, 5)]
+WORLDS += [(3, {"announced_slots": 0}), (4, {"few_tokens": 0, "announced_slots": 0}), (4, {"local_world_size": 2})]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[world for world in WORLDS if world[0] <= most_ranks()],
+    ids=lambda world: "-".join([str(world[0]), *(f"{name}{value}" for name, value in world[1].items())]),
+)
+def world(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Communicator], None]], None]]:
+    size, options = request.param[0], dict(request.param[1])
+    constants = {name.upper(): options.pop(name) for name in {"announced_slots", "few_tokens"} & options.keys()}
+    with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks, pytest.MonkeyPatch.context() as patch:
+        for name, value in constants.items():
+            patch.setattr(workspace, name, value)
+        yield ranks
+
+
+TOKENS = (7, 0, 13, 1, 5)
+CASES = [
+    Case(TOKENS),
+    Case(TOKENS, topk=1, ids_dtype="int32", dtype="bfloat16"),
+    Case(TOKENS, topk=16, experts_per_rank=1, drop=0.9),
+    Case(TOKENS, drop=1.0),
+    Case(TOKENS, experts_per_rank=64, topk=8, num_sm=20),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_a_row_for_each_rank(world: Ranks, case: Case) -> None:
+    case = Case(**{**case.__dict__, "tokens": TOKENS[: world.world_size]})
+    world.run(lambda comm: check_rank_rows(comm, case))
+
+
+@pytest.mark.parametrize("options", [{"max_recv_tokens": 40}, {"enable_local_combine": True}], ids=repr)
+def test_a_row_for_each_rank_with(world: Ranks, options: dict[str, Any]) -> None:
+    if world.run(lambda comm: comm.local_world_size)[0] < world.world_size and "enable_local_combine" in options:
+        pytest.skip("sums of ranks are for one node")
+    case = Case(TOKENS[: world.world_size])
+    world.run(lambda comm: check_rank_rows(comm, case, **options))
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=range(4))
+def test_padded_rows(world: Ranks, case: Case) -> None:
+    case = Case(**{**case.__dict__, "tokens": TOKENS[: world.world_size]})
+    world.run(lambda comm: check_padded_rows(comm, case))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_all_ranks_learn_that_a_layer_is_too_small(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not announced:
+        monkeypatch.setattr(workspace, "ANNOUNCED_SLOTS", 0)
+
+    def body(comm: Communicator) -> None:
+        case, larger = Case((3, 2)), Case((9, 2))
+        with case.layer(comm, grows=True) as layer:
+            layer.dispatch(*case.arguments(comm))
+            with pytest.raises(CapacityError) as caught:
+                layer.dispatch(*larger.arguments(comm))
+            assert caught.value.needed == 9
+            same(layer.dispatch(*case.arguments(comm))[0], rows_by_rank(case, comm.rank).rows)
+
+    with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
+def test_what_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        case = Case((3,))
+
+        def refused(argument: str, call: Callable[[], Any]) -> None:
+            with pytest.raises(ArgumentError) as caught:
+                call()
+            assert caught.value.argument == argument
+
+        refused("layout", lambda: case.layer(comm, layout="token"))
+        refused("weight_dtype", lambda: case.layer(comm, weight_dtype="float64"))
+        refused("num_tot_experts", lambda: Case((3,), experts_per_rank=4096).layer(comm))
+        refused("max_recv_tokens", lambda: case.layer(comm, layout="padded", max_recv_tokens=5))
+        layer = case.layer(comm)
+        rows, ids, weights = case.arguments(comm)
+        refused("full_scatter_indices", lambda: layer.dispatch(rows, ids, weights, ids))
+        bad = on_device(comm, np.full((3, 4), case.experts + 1))
+        refused("exp_indices", lambda: layer.dispatch(rows, bad, weights))
+        desc = layer.dispatch(rows, ids)[2]
+        refused("alignment", lambda: desc.num_tokens_per_expert(0))
+        refused("combine_weights", lambda: case.layer(comm, layout="expert").combine_weights(weights, desc))
+        fixed = case.layer(comm, max_recv_tokens=9).dispatch(rows, ids)[2]
+        refused("num_tokens_per_expert", fixed.num_tokens_per_expert)
+
+    with Ranks(1) as ranks:
+        ranks.run(body)
