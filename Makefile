@@ -80,13 +80,13 @@ test-rdma: $(VENV)/.installed
 	  echo "test-rdma can't run: $$reason"; exit 1; \
 	fi
 
-# torch's own tests of torch.distributed and ours, by this backend: with a torch in which Python can be a Backend, and with
-# an older one. Each has an environment of its own, of gigabytes, that shares all but torch with .venv.
+# torch's own tests of torch.distributed and ours, by this backend, and programs that import deep_ep: with a torch in
+# which Python can be a Backend, and with an older one. Each has an environment of its own, of gigabytes, that shares all but torch with .venv.
 TORCH_VENVS := .venv-torch .venv-torch-older
 TORCH_RANKS ?= 4 8
 test-torch: $(TORCH_VENVS:%=%/.installed)
 	@set -e; for venv in $(TORCH_VENVS); do \
-	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend; \
+	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend tests/deep_ep_clients; \
 	  for ranks in $(TORCH_RANKS); do \
 	    log=build/test-torch$${venv#.venv-torch}-$$ranks.log; echo "torch's own tests on $$ranks ranks: $$log"; \
 	    BACKEND=proxyccl WORLD_SIZE=$$ranks $$venv/bin/python tests/torch_backend/distributed_tests.py > $$log 2>&1 || \

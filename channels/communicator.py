@@ -50,7 +50,12 @@ LONGEST_TIMEOUT = 1e9
 """Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
 
 
-def _timeout_from(value: float | None) -> float:
+def timeout_from(value: float | None) -> float:
+    """A time-out in seconds: the value, or for None what ``PROXYCCL_TIMEOUT`` says, else the default.
+
+    Raises:
+        ArgumentError: it is no positive number of seconds.
+    """
     if value is None:
         text = os.environ.get("PROXYCCL_TIMEOUT")
         if not text:
@@ -133,7 +138,7 @@ class Communicator:
     ) -> None:
         policy = requested_policy(cta_policy)
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
-        bounded = _timeout_from(timeout)
+        bounded = timeout_from(timeout)
         joined, made_here = as_bootstrap(bootstrap)
         meeting = meet(
             joined,
@@ -259,7 +264,7 @@ class Communicator:
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._group.set_timeout(_timeout_from(seconds))
+        self._group.set_timeout(timeout_from(seconds))
 
     @property
     def job(self) -> str:

@@ -1,7 +1,6 @@
 """ProxyCCL as a torch.distributed backend: ``torch.distributed.init_process_group("proxyccl")``.
 
-From torch 2.15 on, torch finds the backend by itself. Before, a program imports this module first. It is the one room
-of the project that imports torch.
+From torch 2.15 on, torch finds the backend by itself. Before, a program imports this module first.
 """
 
 from proxyccl.torch.process_group import ProcessGroupProxyCCL, register

@@ -1,0 +1,474 @@
+"""Buffer: the calls of DeepEP 1.2.1, on tensors of GPUs and, on the host runtime, of CPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from proxyccl.channels.communicator import Communicator, timeout_from
+from proxyccl.deep_ep import low_latency, normal
+from proxyccl.deep_ep.config import Config, low_latency_size_hint
+from proxyccl.deep_ep.handles import Handle, Rows, routing_of
+from proxyccl.deep_ep.layers import Layers
+from proxyccl.deep_ep.layout import dispatch_layout
+from proxyccl.deep_ep.refusals import refuse, refuse_unknown
+from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.errors import ArgumentError, ClosedError
+
+T = TypeVar("T")
+_LEAST_TIMEOUT_SECONDS = 100.0
+"""Callers compile kernels between their calls, each rank at its own pace."""
+
+
+class Buffer:
+    """What the ranks of a group dispatch and combine with. All ranks make it together and make the same calls.
+
+    Args:
+        group: a process group of torch, of any backend, or a `Communicator`; or None with `comm`.
+        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them. Memory is made when a call needs it.
+        low_latency_mode: kept for callers that ask; both modes always work.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
+        explicitly_destroy: whether the caller calls `destroy`. Else the memory lives until the process ends.
+        enable_shrink: whether the caller asks for masked ranks; see `low_latency_query_mask_buffer`.
+        comm: an MPI communicator, instead of `group`.
+
+    Attributes:
+        num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
+        rank, group_size, group: of the ranks.
+        communicator: the same ranks, for what DeepEP has no call for.
+
+    Raises:
+        ArgumentError: neither group nor comm was given.
+        CommunicatorError: a peer failed or did not come; see its subclasses.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        **others: Any,
+    ) -> None:
+        refuse_unknown("Buffer", others)
+        source = group if group is not None else comm
+        if source is None:
+            raise ArgumentError("group", "must be a process group, or comm an MPI communicator; both are None")
+        self.group = source
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        self._owned = not isinstance(source, Communicator)
+        self.communicator = _connected(source) if self._owned else source
+        self.rank, self.group_size = self.communicator.rank, self.communicator.world_size
+        on_gpu = self.communicator.runtime.name != "host"
+        self._stream: Any = torch.cuda.Stream() if on_gpu else None
+        self._layers: Layers | None = Layers(self.communicator)
+        self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
+
+    # -- what callers ask a buffer ---
+
+    def destroy(self) -> None:
+        """Releases the memory. All ranks call it together; calling it twice does nothing.
+
+        Raises:
+            ArgumentError: the buffer was made without `explicitly_destroy`.
+        """
+        if not self.explicitly_destroy:
+            raise ArgumentError("explicitly_destroy", "must be True to destroy a buffer")
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.close()
+            if self._owned:
+                self.communicator.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Always True: no feature depends on an architecture."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Sets the most multiprocessors of a kernel for later calls, on all ranks alike. The number must be even."""
+        if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2:
+            raise ArgumentError("new_num_sms", f"must be a positive even number, not {new_num_sms!r}")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event behind what the current stream has been given so far."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The config of a dispatch that is given none, for any number of ranks."""
+        return Config(Buffer.num_sms)
+
+    get_combine_config = get_dispatch_config
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes that callers give as `num_rdma_bytes`; see `low_latency_size_hint`."""
+        return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    def get_comm_stream(self) -> Any:
+        """The stream of asynchronous calls, a torch.cuda.Stream; None for CPU tensors."""
+        return self._stream
+
+    def get_local_buffer_tensor(
+        self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
+    ) -> torch.Tensor:
+        """Not to be had: there is no buffer of a fixed layout."""
+        raise refuse("get_local_buffer_tensor", "its memory belongs to layers, which are made when calls need them")
+
+    # -- normal mode ---
+
+    @torch.no_grad()
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Counts what this rank's tokens send where.
+
+        Args:
+            topk_idx: int64 [T, topk]: the experts of each token; -1 for none.
+            num_experts: experts of all ranks together.
+            previous_event: what the call waits for, instead of the current stream.
+            async_finish: the current stream does not wait for the call, but the caller for the event.
+            allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
+
+        Returns:
+            num_tokens_per_rank, int32 [ranks]; num_tokens_per_rdma_rank, int32 [nodes], or None on one node;
+            num_tokens_per_expert, int32 [num_experts]; is_token_in_rank, bool [T, ranks]; and the event.
+        """
+        nodes = self.group_size // self.communicator.local_world_size
+        call = lambda: dispatch_layout(topk_idx, num_experts, self.group_size, nodes)  # noqa: E731
+        layout, event = self._run(call, previous_event, async_finish, topk_idx)
+        return *layout, event
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        handle: Any = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **others: Any,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, list[int] | None, Handle | None, EventOverlap]:
+        """Sends each token once to every rank that has one of its experts.
+
+        Args:
+            x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
+                [T, n] or [T] of float32 or int32.
+            handle: of an earlier dispatch, whose routing is used again; then the arguments up to num_worst_tokens are
+                left out.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
+            is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
+            topk_idx: int64 or int32 [T, topk]: the experts; -1 for none.
+            topk_weights: float32 [T, topk], or None. All ranks give it, or none.
+            expert_alignment: each number of the list is rounded up to a multiple of it.
+            num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
+                give the same. A rank can then send at most num_worst_tokens / ranks tokens, or what the largest rank
+                had in the first such call. Works across nodes too.
+            config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks give the same.
+            previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
+
+        Returns:
+            recv_x, like x, ordered by source rank and token; recv_topk_idx, the experts' numbers on this rank, or -1;
+            recv_topk_weights, 0 where recv_topk_idx is -1; the rows that chose each expert of this rank, or [] with
+            num_worst_tokens; the handle; and the event. With a handle all but the first and the last are None.
+
+        Raises:
+            ArgumentError: an argument is wrong; an expert id is out of range on any rank.
+            MismatchError: another rank makes another call.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        refuse_unknown("dispatch", others)
+        layers = self._usable()
+        if handle is not None:
+            if topk_idx is not None or topk_weights is not None:
+                raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
+            rows, event = self._run(lambda: normal.repeat(x, handle), previous_event, async_finish, x)
+            return rows, None, None, None, None, event
+        if topk_idx is None:
+            raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids can't be had")
+        if is_token_in_rank is None or num_tokens_per_expert is None:
+            raise ArgumentError("num_tokens_per_expert", "and is_token_in_rank must be given without a handle")
+        num_experts = num_tokens_per_expert.numel()
+        num_sms = Buffer.num_sms if config is None else config.num_sms
+
+        def call() -> normal.Dispatched:
+            return normal.dispatch(
+                layers,
+                x,
+                topk_idx,
+                topk_weights,
+                is_token_in_rank,
+                num_experts=num_experts,
+                expert_alignment=expert_alignment,
+                most_rows=num_worst_tokens or None,
+                num_sms=num_sms,
+            )
+
+        dispatched, event = self._run(call, previous_event, async_finish, (x, topk_idx, topk_weights))
+        return *dispatched, event
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: Any,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sends rows back and sums those of each token, in float32.
+
+        Args:
+            x: [rows, hidden], in the order of the dispatch's output.
+            handle: of that dispatch.
+            topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. All ranks give it,
+                or none.
+            bias: one or two tensors [T, hidden], added to the sum after it was rounded.
+            config: not looked at: a combine uses as many multiprocessors as its dispatch.
+            previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
+
+        Returns:
+            [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
+        """
+        refuse_unknown("combine", others)
+        self._usable()
+        call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
+        (output, weights), event = self._run(call, previous_event, async_finish, (x, topk_weights, bias))
+        return output, weights, event
+
+    def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
+        """`dispatch`, which works across nodes too."""
+        return self.dispatch(*arguments, **options)
+
+    def internode_combine(self, *arguments: Any, **options: Any) -> Any:
+        """`combine`, which works across nodes too."""
+        return self.combine(*arguments, **options)
+
+    # -- low-latency mode ---
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Does nothing: the modes share no memory."""
+
+    @torch.no_grad()
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        **others: Any,
+    ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
+        """Sends each token to its experts, with room for the most rows that each expert can get.
+
+        One dispatch can be under way at a time, and one combine.
+
+        Args:
+            x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
+            topk_idx: int64 or int32 [T, topk]; -1 for none. A token may choose an expert once.
+            num_max_dispatch_tokens_per_rank: the most tokens of one rank; the same on all.
+            num_experts: experts of all ranks together.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
+            dispatch_wait_recv_cost_stats: must be None.
+            use_fp8: send rows in float8, and return pairs of rows and scales.
+            round_scale: make scales powers of two.
+            use_ue8m0: return scales as packed exponents. Needs round_scale.
+            async_finish: as for `get_dispatch_layout`. Not with return_recv_hook.
+            return_recv_hook: receive nothing before the hook is called.
+
+        Returns:
+            [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of that in float8_e4m3fn and
+            scales, float32 [..., hidden / 128] or int32 [..., hidden / 512], those of consecutive rows side by side;
+            how many rows each expert got, int32 [experts of this rank]; the handle; the event; and the hook or None.
+            Raises as `dispatch`.
+        """
+        refuse_unknown("low_latency_dispatch", others)
+        if dispatch_wait_recv_cost_stats is not None:
+            raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
+        layers = self._usable()
+
+        def call() -> tuple[Rows, torch.Tensor, Handle, Callable[[], None]]:
+            dispatched = low_latency.dispatch(
+                layers,
+                x,
+                topk_idx,
+                max_tokens=num_max_dispatch_tokens_per_rank,
+                num_experts=num_experts,
+                num_sms=Buffer.num_sms,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+                stats=cumulative_local_expert_recv_stats,
+            )
+            if not return_recv_hook:
+                dispatched[3]()
+            return dispatched
+
+        _refuse_both(async_finish, return_recv_hook)
+        used = (x, topk_idx, cumulative_local_expert_recv_stats)
+        (rows, counts, handle, hook), event = self._run(call, None, async_finish, used)
+        return rows, counts, handle, event, hook if return_recv_hook else None
+
+    @torch.no_grad()
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: Any,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Sends the experts' rows back, and sums those of each token times their weights, in float32.
+
+        Args:
+            x: bfloat16 [experts of this rank, ranks * most tokens, hidden].
+            topk_idx: those of the dispatch; the handle has them.
+            topk_weights: float32 [T, topk].
+            handle: of the dispatch.
+            use_logfmt: without effect: rows travel in bfloat16.
+            zero_copy: without effect: rows are read where they lie, in any tensor.
+            async_finish, return_recv_hook: as for `low_latency_dispatch`.
+            out: bfloat16 [T, hidden], or None for a new tensor.
+            combine_wait_recv_cost_stats: must be None.
+
+        Returns:
+            `out`, or the new tensor; the event; and the hook or None. Raises as `dispatch`.
+        """
+        refuse_unknown("low_latency_combine", others)
+        if combine_wait_recv_cost_stats is not None:
+            raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
+        self._usable()
+        _refuse_both(async_finish, return_recv_hook)
+
+        def call() -> tuple[torch.Tensor, Callable[[], None]]:
+            combined = low_latency.combine(x, topk_weights, handle, out)
+            if not return_recv_hook:
+                combined[1]()
+            return combined
+
+        (output, hook), event = self._run(call, None, async_finish, (x, topk_weights, out))
+        return output, event, hook if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
+        """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]."""
+        desc, config = routing_of(handle).desc, routing_of(handle).layer.ep_config
+        shape = (config.num_experts_per_rank, desc.rows // config.num_experts_per_rank, config.hidden)
+        if shape not in self._combine_buffers:
+            self._combine_buffers[shape] = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)
+        return self._combine_buffers[shape]
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Unmasking does nothing, as no rank is ever masked. Masking can't be had."""
+        if mask:
+            raise refuse("masked ranks", "when a rank fails, the calls of all ranks raise an error that names it")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fills int32 [ranks] with zeros: no rank is masked.
+
+        Raises:
+            CommunicatorError: a rank has failed.
+        """
+        self._usable()
+        self.communicator.group.failure.require_usable()
+        mask_status.zero_()
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Does nothing, as no rank is ever masked."""
+
+    # -- streams ---
+
+    def _usable(self) -> Layers:
+        if self._layers is None:
+            raise ClosedError("the buffer was destroyed")
+        return self._layers
+
+    def _run(
+        self, call: Callable[[], T], previous_event: EventOverlap | None, async_finish: bool, used: Any
+    ) -> tuple[T, EventOverlap]:
+        """Makes a call on the current stream, or an asynchronous one on the stream of the buffer."""
+        awaited = None if previous_event is None else previous_event.event
+        if self._stream is None or not async_finish:
+            if awaited is not None:
+                awaited.current_stream_wait()
+            return call(), EventOverlap(EventHandle() if async_finish else None)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            if awaited is not None:
+                awaited.current_stream_wait()
+            else:
+                self._stream.wait_stream(current)
+            result = call()
+            event = EventHandle()
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            for tensor in _tensors(used):
+                tensor.record_stream(self._stream)
+            for tensor in _tensors(result):
+                tensor.record_stream(current)
+        return result, EventOverlap(event)
+
+
+def _connected(source: Any) -> Communicator:
+    return Communicator(source, timeout=max(_LEAST_TIMEOUT_SECONDS, timeout_from(None)))
+
+
+def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:
+    if async_finish and return_recv_hook:
+        raise ArgumentError("return_recv_hook", "can't be given with async_finish: the hook runs on the current stream")
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples and lists."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for each in values:
+            yield from _tensors(each)

@@ -1,0 +1,47 @@
+"""Numbers by which callers tune DeepEP's kernels and size its buffers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
+_ALIGNMENT = 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a call may work. Only `num_sms` has an effect here: the most multiprocessors of a kernel.
+
+    ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is made when a call needs it. The size
+    hints are what rows in such chunks would take. Callers hand them to `Buffer`, which only keeps them.
+    """
+
+    num_sms: int = 20
+    num_max_nvl_chunked_send_tokens: int = 6
+    num_max_nvl_chunked_recv_tokens: int = 256
+    num_max_rdma_chunked_send_tokens: int = 6
+    num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for rows within a node."""
+        ranks = min(num_ranks, _RANKS_OF_A_NODE)
+        return _aligned(self.num_sms // 2 * ranks * self.num_max_nvl_chunked_recv_tokens * hidden_bytes)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """Bytes for rows between nodes; 0 for up to 8 ranks."""
+        if num_ranks <= _RANKS_OF_A_NODE:
+            return 0
+        nodes = num_ranks // _RANKS_OF_A_NODE
+        return _aligned(2 * (self.num_sms // 2) * nodes * self.num_max_rdma_chunked_recv_tokens * hidden_bytes)
+
+
+def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
+
+    Callers hand it to `Buffer`, which only keeps it.
+    """
+    return _aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

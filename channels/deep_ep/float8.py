@@ -1,0 +1,52 @@
+"""Float8 rows with scales that are powers of two, and the layouts of scales that grouped matrix products read."""
+
+from __future__ import annotations
+
+import torch
+
+from proxyccl.device.errors import ArgumentError
+
+ELEMENTS = 128
+"""Elements that share a scale."""
+_GREATEST = 448.0  # of float8_e4m3fn
+_LEAST_MAGNITUDE = 1e-4  # below which a group counts as this large
+_EXPONENTS_OF_A_WORD = 4
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+def quantize_rounded(x: torch.Tensor) -> Rows:
+    """Rows in float8, [T, hidden], and float32 scales [T, hidden / 128], each the least power of two that fits."""
+    tokens, hidden = x.shape
+    groups = x.float().view(tokens, hidden // ELEMENTS, ELEMENTS)
+    greatest = groups.abs().amax(-1).clamp(min=_LEAST_MAGNITUDE)
+    scales = torch.exp2(torch.ceil(torch.log2(greatest / _GREATEST)))
+    rows = (groups / scales.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return rows.view(tokens, hidden), scales
+
+
+def column_major(scales: torch.Tensor) -> torch.Tensor:
+    """An empty tensor like the scales [experts, rows, n], in which those of consecutive rows lie side by side."""
+    experts, rows, n = scales.shape
+    return torch.empty(experts, n, rows, dtype=scales.dtype, device=scales.device).transpose(1, 2)
+
+
+def packed_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Scales that are powers of two as four exponents (UE8M0) in each int32: [..., n] becomes [..., n / 4]."""
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return exponents.view(torch.int32)
+
+
+def carried(scales: torch.Tensor, tokens: int) -> torch.Tensor:
+    """A caller's scales, [T] or [T, n] of four bytes each, as float32 [T, n], which moves them as they are."""
+    if scales.dtype not in (torch.float32, torch.int32) or scales.dim() not in (1, 2) or len(scales) != tokens:
+        raise ArgumentError(
+            "x", f"has scales {scales.dtype} {list(scales.shape)}; expected float32 or int32 [{tokens}, n]"
+        )
+    return (scales if scales.dim() == 2 else scales.unsqueeze(1)).contiguous().view(torch.float32)
+
+
+def require_packable(hidden: int) -> None:
+    """Raises ArgumentError if a row's exponents don't fill whole words."""
+    if hidden % (ELEMENTS * _EXPONENTS_OF_A_WORD):
+        raise ArgumentError("use_ue8m0", f"needs a hidden size that is a multiple of 512, not {hidden}")

@@ -1,0 +1,107 @@
+"""What a dispatch returns for its combine. Callers pass it on; some look into it as into DeepEP's tuples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
+
+import torch
+
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.device.errors import ArgumentError
+
+Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+"""Rows, or a pair of float8 rows and their scales."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """A dispatch: the layer that made it, and its descriptor."""
+
+    layer: EPAll2AllLayer
+    desc: EPAllToAllLayoutDesc
+
+
+class Handle(Sequence[Any]):
+    """A sequence like DeepEP's handle, whose entries are made when they are read, as most callers read none.
+
+    Attributes:
+        routing: the dispatch.
+    """
+
+    def __init__(self, routing: Routing, entries: tuple[Callable[[], Any], ...]) -> None:
+        self.routing = routing
+        self._entries = entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return tuple(entry() for entry in self._entries[index])
+        return self._entries[index]()
+
+
+def routing_of(handle: Any) -> Routing:
+    """The dispatch that a handle is of.
+
+    Raises:
+        ArgumentError: it is no handle that a dispatch returned.
+    """
+    if not isinstance(handle, Handle):
+        raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+    return handle.routing
+
+
+def normal_handle(routing: Routing, is_token_in_rank: torch.Tensor) -> Handle:
+    """(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None).
+
+    rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
+    recv_src_idx: int32 [rows]: a row's token on its rank. Where None stands, DeepEP keeps the state of its queues.
+    """
+    desc = routing.desc
+    nothing = lambda: None  # noqa: E731
+    return Handle(
+        routing,
+        (
+            lambda: desc.counts.cumsum(0, dtype=torch.int32),
+            nothing,
+            nothing,
+            lambda: desc.source_tokens,
+            lambda: is_token_in_rank,
+            nothing,
+        ),
+    )
+
+
+def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_experts: int) -> Handle:
+    """(src_info, layout_range, max_tokens, hidden, num_experts).
+
+    src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
+    layout_range: int64 [experts of this rank, ranks]: where the rows of each rank begin, in the upper 32 bits, and how
+    many there are, in the lower.
+    """
+    layer, desc = routing.layer, routing.desc
+    config = layer.ep_config
+    own = config.rank * config.num_experts_per_rank
+
+    def layout_range() -> torch.Tensor:
+        counts = desc.counts[:, own : own + config.num_experts_per_rank].t().to(torch.int64)
+        return (counts.cumsum(1) - counts) << 32 | counts
+
+    return Handle(
+        routing,
+        (
+            lambda: desc.source_tokens.view(config.num_experts_per_rank, -1),
+            layout_range,
+            lambda: max_tokens,
+            lambda: hidden,
+            lambda: num_experts,
+        ),
+    )

@@ -1,0 +1,111 @@
+"""The layers behind a buffer: one for each shape of calls, made by all ranks together when a call first needs it.
+
+DeepEP's callers say how many tokens there are only in each call. In normal mode a layer starts with room for what the
+first call brings; if a later one brings more on any rank, all ranks learn of it and make a larger layer together.
+Layers live as long as their buffer, as handles of earlier dispatches belong to them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.device.errors import CapacityError
+from proxyccl.proxy.codec import Codec
+
+_TOKENS = Codec(int, 32, "number of tokens")
+_LEAST_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What two calls must have in common to use one layer.
+
+    Attributes:
+        layout: "rank" or "padded".
+        num_sms: the most multiprocessors of a kernel.
+        scale_elements: elements of a float8 row that share a scale; 0 for other rows.
+        most_rows: rows of every output, where a caller wants no wait on the CPU; else None.
+    """
+
+    layout: str
+    hidden: int
+    topk: int
+    num_experts: int
+    dtype: str
+    num_sms: int
+    scale_elements: int = 0
+    most_rows: int | None = None
+
+
+class Layers:
+    """Makes layers of a communicator and keeps them."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._latest: dict[tuple[Shape, int | None], EPAll2AllLayer] = {}
+        self._all: list[EPAll2AllLayer] = []
+
+    def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
+        """The layer for that most tokens of a rank, which all ranks give alike."""
+        key = shape, max_tokens
+        if key not in self._latest:
+            self._latest[key] = self._make(shape, max_tokens)
+        return self._latest[key]
+
+    def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
+        """Dispatches with a layer that is large enough for all ranks.
+
+        Returns:
+            The rows, their weights, the descriptor and the layer.
+        """
+        key, tokens = (shape, None), len(topk_idx)
+        if key not in self._latest:
+            everyone = self._communicator.group.exchange.all_gather(tokens, _TOKENS, "the size of a layer")
+            self._latest[key] = self._make(shape, _rounded(max(everyone)))
+        while True:
+            layer = self._latest[key]
+            try:
+                return *layer.dispatch(x, topk_idx, topk_weights), layer
+            except CapacityError as error:  # all ranks raise it
+                if shape.most_rows is not None:
+                    raise
+                self._latest[key] = self._make(shape, _rounded(error.needed))
+
+    def close(self) -> None:
+        """Releases the layers. All ranks call it together."""
+        layers, self._all, self._latest = self._all, [], {}
+        for layer in layers:
+            layer.finalize()
+
+    def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
+        communicator = self._communicator
+        ranks, local_ranks = communicator.world_size, communicator.local_world_size
+        layer = EPAll2AllLayer(
+            communicator,
+            max_tokens,
+            shape.hidden,
+            shape.topk,
+            communicator.rank,
+            shape.num_experts,
+            local_ranks,
+            ranks,
+            dtype=shape.dtype,
+            num_sm=shape.num_sms,
+            # A rank's sum of a token's only row is that row.
+            enable_local_combine=shape.layout == "rank" and local_ranks == ranks,
+            layout=shape.layout,
+            max_recv_tokens=shape.most_rows,
+            dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
+            scale_elements=shape.scale_elements or 128,
+            grows=shape.layout == "rank",
+        )
+        self._all.append(layer)
+        return layer
+
+
+def _rounded(tokens: int) -> int:
+    """The next power of two, so that a layer is seldom outgrown."""
+    return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()) if tokens else _LEAST_TOKENS

@@ -1,0 +1,18 @@
+"""Keywords that DeepEP's forks and later versions know, and what ProxyCCL does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def refuse(what: str, reason: str) -> NotImplementedError:
+    """The error for something that can't be had."""
+    return NotImplementedError(f"proxyccl.deep_ep has no {what}: {reason}")
+
+
+def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
+    """Ignores keywords that are None or False, as callers of forks pass many, and refuses others by name."""
+    for name, value in options.items():
+        if value is not None and value is not False:
+            raise refuse(f"{call}({name}=)", "DeepEP 1.2.1 does not have it either")

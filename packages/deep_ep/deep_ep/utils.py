@@ -1,0 +1,5 @@
+"""What programs import from deep_ep.utils."""
+
+from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+
+__all__ = ["EventHandle", "EventOverlap"]

@@ -1,0 +1,54 @@
+"""Programs that import deep_ep, on CPU tensors and the host runtime: ranks are threads, or processes with gloo."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from proxyccl import Communicator  # noqa: E402
+from support.deep_ep_clients import CLIENTS, Mixture, megatron, require_close  # noqa: E402
+from support.devices import runtime_with_blocks  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+WORLDS: list[tuple[int, dict[str, int]]] = [(1, {}), (3, {}), (4, {"local_world_size": 2})]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=str)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    size, options = request.param
+    with Ranks(size, make_runtime=runtime_with_blocks, **options) as made:
+        yield made
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_gets_what_its_experts_make(ranks: Ranks, client: str) -> None:
+    def body(comm: Communicator) -> None:
+        mixture = Mixture.of(comm.rank, comm.world_size)
+        require_close(CLIENTS[client](comm, mixture), mixture, float8="float8" in client or "SGLang" in client)
+
+    ranks.run(body)
+
+
+def test_megatrons_gradients(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        mixture = Mixture.of(comm.rank, comm.world_size)
+        _, tokens, weights = megatron(comm, mixture)
+        factors = torch.where(mixture.ids >= 0, mixture.weights * (mixture.ids + 1), 0).sum(1, keepdim=True)
+        torch.testing.assert_close(tokens.float(), factors.expand_as(tokens), rtol=0.02, atol=0.02)
+        sums = mixture.tokens.float().sum(1, keepdim=True)
+        expected = torch.where(mixture.ids >= 0, sums * (mixture.ids + 1), 0)
+        torch.testing.assert_close(weights, expected, rtol=0.02, atol=0.5)
+
+    ranks.run(body)
+
+
+def test_a_group_of_gloo_is_enough() -> None:
+    program = Path(__file__).parent / "programs" / "gloo_clients.py"
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

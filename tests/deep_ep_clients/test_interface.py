@@ -1,0 +1,295 @@
+"""DeepEP 1.2.1's interface: signatures, shapes, types and values of each call, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import deep_ep  # noqa: E402
+
+from proxyccl import ArgumentError, ClosedError, Communicator  # noqa: E402
+from support.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
+from support.devices import runtime_with_blocks  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+RANKS, PER_RANK, HIDDEN = 3, 4, 1024
+SIGNATURES = {
+    "__init__": "group num_nvl_bytes=0 num_rdma_bytes=0 low_latency_mode=False num_qps_per_rank=24 "
+    "allow_nvlink_for_low_latency_mode=True allow_mnnvl=False use_fabric=False explicitly_destroy=False "
+    "enable_shrink=False comm=None",
+    "get_dispatch_layout": "topk_idx num_experts previous_event=None async_finish=False allocate_on_comm_stream=False",
+    "dispatch": "x handle=None num_tokens_per_rank=None num_tokens_per_rdma_rank=None is_token_in_rank=None "
+    "num_tokens_per_expert=None topk_idx=None topk_weights=None expert_alignment=1 num_worst_tokens=0 config=None "
+    "previous_event=None async_finish=False allocate_on_comm_stream=False",
+    "combine": "x handle topk_weights=None bias=None config=None previous_event=None async_finish=False "
+    "allocate_on_comm_stream=False",
+    "clean_low_latency_buffer": "num_max_dispatch_tokens_per_rank hidden num_experts",
+    "low_latency_dispatch": "x topk_idx num_max_dispatch_tokens_per_rank num_experts "
+    "cumulative_local_expert_recv_stats=None dispatch_wait_recv_cost_stats=None use_fp8=True round_scale=False "
+    "use_ue8m0=False async_finish=False return_recv_hook=False",
+    "low_latency_combine": "x topk_idx topk_weights handle use_logfmt=False zero_copy=False async_finish=False "
+    "return_recv_hook=False out=None combine_wait_recv_cost_stats=None",
+    "low_latency_update_mask_buffer": "rank_to_mask mask=False",
+    "low_latency_query_mask_buffer": "mask_status",
+    "low_latency_clean_mask_buffer": "",
+    "get_next_low_latency_combine_buffer": "handle",
+    "get_local_buffer_tensor": "dtype size=None offset=0 use_rdma_buffer=False",
+    "get_low_latency_rdma_size_hint": "num_max_dispatch_tokens_per_rank hidden num_ranks num_experts",
+    "get_dispatch_config": "num_ranks",
+    "get_combine_config": "num_ranks",
+    "set_num_sms": "new_num_sms",
+    "capture": "",
+    "get_comm_stream": "",
+    "destroy": "",
+    "is_sm90_compiled": "",
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(RANKS, make_runtime=runtime_with_blocks) as made:
+        yield made
+
+
+def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> tuple[Any, ...]:
+    """A dispatch of a mixture's tokens, or of `x`, with the layout that it needs."""
+    per_rank, _, per_expert, in_rank, _ = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
+    return buffer.dispatch(
+        mixture.tokens if x is None else x,
+        num_tokens_per_rank=per_rank,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=mixture.ids,
+        topk_weights=mixture.weights,
+        **options,
+    )
+
+
+def arriving(rank: int) -> tuple[Any, Any, Any, list[int]]:
+    """What a rank gets of everyone's mixture: rows, local ids, the sources' token numbers, and rows of each source."""
+    rows, ids, tokens, counts = [], [], [], []
+    for source in range(RANKS):
+        mixture = Mixture.of(source, RANKS)
+        here = (mixture.ids >= 0) & (mixture.ids // PER_RANK == rank)
+        came = here.any(1)
+        rows.append(mixture.tokens[came])
+        ids.append(torch.where(here, mixture.ids - rank * PER_RANK, -1)[came])
+        tokens.append(came.nonzero().flatten().to(torch.int32))
+        counts.append(int(came.sum()))
+    return torch.cat(rows), torch.cat(ids), torch.cat(tokens), counts
+
+
+def same(got: Any, expected: Any) -> None:
+    """Equal values, shape and type."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    parameters = inspect.signature(getattr(deep_ep.Buffer, name)).parameters.values()
+    ours = [
+        each.name if each.default is each.empty else f"{each.name}={each.default}"
+        for each in parameters
+        if each.name != "self" and each.kind is not each.VAR_KEYWORD
+    ]
+    assert ours == SIGNATURES[name].split()
+
+
+def test_names_and_configs() -> None:
+    assert deep_ep.topk_idx_t is torch.int64
+    assert deep_ep.utils.EventOverlap is deep_ep.EventOverlap
+    config = deep_ep.Config(20, 6, 256, 6, 128)
+    assert config == deep_ep.Config(num_sms=20, num_max_rdma_chunked_recv_tokens=128)
+    assert config.get_nvl_buffer_size_hint(14336, 8) % 128 == 0
+    assert config.get_rdma_buffer_size_hint(14336, 8) == 0 < config.get_rdma_buffer_size_hint(14336, 16)
+    assert deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 8, 256) > 8 * 128 * 7168 * 2
+    with deep_ep.Buffer.capture() as event:
+        event.current_stream_wait()
+    with pytest.raises(ValueError, match="async_finish"):
+        deep_ep.EventOverlap().current_stream_wait()
+
+
+def test_the_layout_of_a_dispatch(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
+        expected = torch.stack([(mixture.ids // PER_RANK == rank) & (mixture.ids >= 0) for rank in range(RANKS)], 1)
+        same(in_rank, expected.any(2))
+        same(per_rank, in_rank.sum(0).to(torch.int32))
+        same(per_expert, torch.bincount(mixture.ids[mixture.ids >= 0], minlength=mixture.experts).to(torch.int32))
+        assert per_node is None
+        assert event.event is None
+
+    ranks.run(body)
+
+
+def test_what_a_dispatch_gives(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        rows, ids, tokens, counts = arriving(comm.rank)
+        received, row_ids, weights, per_expert, handle, _ = dispatched(buffer, mixture, expert_alignment=4)
+        same(received, rows)
+        same(row_ids, ids)
+        assert per_expert == [-(-int((ids == expert).sum()) // 4) * 4 for expert in range(PER_RANK)]
+        assert (weights[ids < 0] == 0).all()
+        prefixes, _, _, sources, in_rank, _ = handle
+        assert prefixes[:, comm.rank].tolist() == torch.tensor(counts).cumsum(0).tolist()
+        same(sources, tokens)
+        assert in_rank.shape == (len(mixture.tokens), RANKS)
+
+        # Again by the handle, in other values; and the weights back where they came from.
+        again, *nothing, _ = buffer.dispatch(2 * mixture.tokens, handle=handle)
+        same(again, 2 * rows)
+        assert nothing == [None] * 4
+        combined, back, _ = buffer.combine(received, handle, topk_weights=weights)
+        same(back, torch.where(mixture.ids >= 0, mixture.weights, 0))
+        times = in_rank.sum(1, keepdim=True).float()
+        same(combined, (mixture.tokens.float() * times).to(torch.bfloat16))
+        bias = torch.ones_like(mixture.tokens)
+        same(buffer.combine(received, handle, bias=(bias, None))[0], combined + bias)
+        same(buffer.combine(received, handle, bias=bias)[0], combined + bias)
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("scales", ["of 128", "of a row", "packed"])
+def test_float8_pairs(ranks: Ranks, scales: str) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+
+        def pair(tokens: Any) -> tuple[Any, Any]:
+            values, of_groups = quantized(tokens)
+            if scales == "packed":
+                return values, of_groups.view(torch.int32)[:, ::4].t().contiguous().t()
+            return values, of_groups if scales == "of 128" else of_groups[:, 0].contiguous()
+
+        expected = pair(arriving(comm.rank)[0])
+        (rows, got), _, _, _, handle, _ = dispatched(buffer, mixture, pair(mixture.tokens))
+        same(rows.view(torch.uint8), expected[0].view(torch.uint8))
+        same(got, expected[1])
+        (rows, got), *_ = buffer.dispatch(pair(mixture.tokens), handle=handle)
+        same(got, expected[1])
+
+    ranks.run(body)
+
+
+def test_worst_tokens_need_no_wait(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        rows, ids, _, _ = arriving(comm.rank)
+        received, row_ids, _, per_expert, handle, _ = dispatched(buffer, mixture, num_worst_tokens=60)
+        assert per_expert == []
+        assert received.shape == (60, HIDDEN)
+        same(received[: len(rows)], rows)
+        same(row_ids, torch.cat([ids, torch.full((60 - len(ids), ids.shape[1]), -1)]))
+        times = handle[4].sum(1, keepdim=True).float()
+        same(buffer.combine(received, handle)[0], (mixture.tokens.float() * times).to(torch.bfloat16))
+
+    ranks.run(body)
+
+
+def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer = deep_ep.Buffer(comm)
+        handles = []
+        for tokens in (5, 200 if comm.rank == 1 else 5, 7):
+            x = torch.full((tokens, 16), float(tokens), dtype=torch.bfloat16)
+            ids = torch.zeros(tokens, 1, dtype=torch.int64)
+            mixture = Mixture(x, ids, torch.ones(tokens, 1), RANKS, tokens)
+            received, _, _, per_expert, handle, _ = dispatched(buffer, mixture)
+            handles.append((received, handle, x))
+            assert len(received) == sum(per_expert)
+        for received, handle, x in handles:  # also those of the smaller layer
+            same(buffer.combine(received, handle)[0], x)
+
+    ranks.run(body)
+
+
+def test_low_latency(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm, low_latency_mode=True), Mixture.of(comm.rank, RANKS)
+        stats, most = torch.ones(PER_RANK, dtype=torch.int32), mixture.most_tokens
+        everyone = [Mixture.of(rank, RANKS) for rank in range(RANKS)]
+        arguments = mixture.tokens, mixture.ids, most, mixture.experts
+        for rounded in (False, True):
+            (rows, scales), counts, handle, event, hook = buffer.low_latency_dispatch(
+                *arguments, stats, round_scale=rounded, return_recv_hook=True
+            )
+            assert event.event is None
+            hook()
+            assert rows.shape == (PER_RANK, RANKS * most, HIDDEN)
+            assert scales.shape == (PER_RANK, RANKS * most, HIDDEN // 128)
+            assert scales.stride() == (RANKS * most * HIDDEN // 128, 1, RANKS * most)
+            sources, ranges, *sizes = handle
+            assert sizes == [most, HIDDEN, mixture.experts]
+            for local in range(PER_RANK):
+                came = [(each.ids == comm.rank * PER_RANK + local).any(1) for each in everyone]
+                expected = torch.cat([each.tokens[token] for each, token in zip(everyone, came, strict=True)])
+                count = int(counts[local])
+                assert count == len(expected)
+                values = dequantized(rows[local, :count], scales[local, :count].contiguous())
+                torch.testing.assert_close(values, expected.float(), rtol=0.07, atol=0.02)
+                assert sources[local, :count].tolist() == torch.cat([t.nonzero().flatten() for t in came]).tolist()
+                assert (ranges[local] & 0xFFFFFFFF).tolist() == [int(token.sum()) for token in came]
+                if rounded:
+                    assert (torch.frexp(scales[local, :count]).mantissa == 0.5).all()
+        assert stats.tolist() == (1 + 2 * counts).tolist()
+
+        rows, counts, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+        given = buffer.get_next_low_latency_combine_buffer(handle)
+        given[:] = 2 * rows
+        combined, _, hook = buffer.low_latency_combine(
+            given, mixture.ids, mixture.weights, handle, zero_copy=True, use_logfmt=True, return_recv_hook=True
+        )
+        hook()
+        factors = torch.where(mixture.ids >= 0, mixture.weights, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(combined.float(), 2 * mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
+        status = torch.ones(RANKS, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * RANKS
+
+    ranks.run(body)
+
+
+def test_what_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        def refused(what: str, call: Callable[[], Any], error: type[Exception] = ArgumentError) -> None:
+            with pytest.raises(error, match=what):
+                call()
+
+        buffer, mixture = deep_ep.Buffer(comm, explicitly_destroy=True), Mixture.of(0, 1)
+        low_latency = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
+        stats = torch.zeros(1, 1, dtype=torch.int64)
+        refused("group", lambda: deep_ep.Buffer(None))
+        refused("new_num_sms", lambda: deep_ep.Buffer.set_num_sms(7))
+        refused("explicitly_destroy", deep_ep.Buffer(comm).destroy)
+        refused("topk_idx", lambda: buffer.dispatch(mixture.tokens))
+        refused("num_tokens_per_expert", lambda: buffer.dispatch(mixture.tokens, topk_idx=mixture.ids))
+        refused("handle", lambda: buffer.combine(mixture.tokens, (None,) * 6))
+        refused("num_experts", lambda: buffer.get_dispatch_layout(mixture.ids, 0))
+        refused("exp_indices", lambda: dispatched(buffer, Mixture(mixture.tokens, mixture.ids, mixture.weights, 2, 9)))
+        refused("use_ue8m0", lambda: buffer.low_latency_dispatch(*low_latency, use_ue8m0=True))
+        both = {"async_finish": True, "return_recv_hook": True}
+        refused("return_recv_hook", lambda: buffer.low_latency_dispatch(*low_latency, **both))
+        for what, call in {
+            "use_nvfp4": lambda: buffer.low_latency_dispatch(*low_latency, use_nvfp4=True),
+            "dispatch_wait_recv_cost_stats": lambda: buffer.low_latency_dispatch(
+                *low_latency, dispatch_wait_recv_cost_stats=stats
+            ),
+            "masked ranks": lambda: buffer.low_latency_update_mask_buffer(0, mask=True),
+            "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8),
+        }.items():
+            refused(what, call, NotImplementedError)
+        buffer.low_latency_dispatch(*low_latency, use_nvfp4=False, x_global_scale=None)  # what is off is no matter
+        buffer.destroy()
+        buffer.destroy()
+        refused("destroyed", lambda: buffer.low_latency_dispatch(*low_latency), ClosedError)
+
+    with Ranks(1, make_runtime=runtime_with_blocks) as one:
+        one.run(body)

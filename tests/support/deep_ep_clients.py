@@ -1,0 +1,363 @@
+"""How programs call DeepEP: the same calls in the same order, with `deep_ep` alone.
+
+Each client runs a mixture of experts whose expert e multiplies by e + 1, so that `expected` says what must come out.
+
+- vLLM: vllm/model_executor/layers/fused_moe/deepep_{ht,ll}_prepare_finalize.py, and
+  vllm/distributed/device_communicators/all2all.py for how it makes buffers
+- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py
+- Megatron-LM: megatron/core/transformer/moe/fused_a2a.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import deep_ep
+import torch
+
+Tensor = Any
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """One rank's tokens and routing.
+
+    Attributes:
+        tokens: bfloat16 [T, hidden].
+        ids: int64 [T, topk], -1 for none.
+        weights: float32 [T, topk].
+        experts: of all ranks together.
+        most_tokens: of any rank.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+    experts: int
+    most_tokens: int
+
+    @staticmethod
+    def of(rank: int, ranks: int, hidden: int = 1024, topk: int = 4, experts_per_rank: int = 4) -> Mixture:
+        """A rank's share. Ranks have different numbers of tokens; the second has none."""
+        generator = torch.Generator().manual_seed(rank)
+        counts, experts = (9, 0, 17, 4), ranks * experts_per_rank
+        tokens = torch.randn(counts[rank], hidden, generator=generator).to(torch.bfloat16)
+        order = torch.rand(counts[rank], experts, generator=generator).argsort(1)[:, :topk]
+        ids = torch.where(torch.rand(order.shape, generator=generator) < 0.2, -1, order)
+        weights = torch.rand(ids.shape, generator=generator)
+        return Mixture(tokens, ids, weights, experts, max(counts))
+
+    @property
+    def expected(self) -> Tensor:
+        """float32 [T, hidden]: the sums."""
+        factors = torch.where(self.ids >= 0, self.weights * (self.ids + 1), 0).sum(1, keepdim=True)
+        return self.tokens.float() * factors
+
+
+def quantized(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows in float8 and a scale for each 128 elements."""
+    groups = tokens.float().view(len(tokens), tokens.shape[1] // 128, 128)
+    scales = groups.abs().amax(-1).clamp(min=1e-4) / 448
+    return (groups / scales[..., None]).to(torch.float8_e4m3fn).view(tokens.shape), scales
+
+
+def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
+    """Those rows in float32."""
+    groups = rows.float().view(*rows.shape[:-1], scales.shape[-1], -1)
+    return (groups * scales.unsqueeze(-1)).reshape(rows.shape)
+
+
+def sums_of_experts(rows: Tensor, ids: Tensor, weights: Tensor, first_expert: int) -> Tensor:
+    """What this rank's experts make of rows, one for each token and rank."""
+    factors = torch.where(ids >= 0, weights * (ids + first_expert + 1), 0).sum(1, keepdim=True)
+    return (rows.float() * factors).to(torch.bfloat16)
+
+
+def experts_of(rank: int, results: Tensor) -> Tensor:
+    """The numbers of a rank's experts plus 1, to multiply padded rows with."""
+    return (torch.arange(len(results)) + rank * len(results) + 1).view(-1, 1, 1)
+
+
+def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
+    """vLLM's high-throughput path: normal mode without events."""
+    buffer = deep_ep.Buffer(
+        group=group,
+        num_nvl_bytes=1 << 30,
+        num_rdma_bytes=0,
+        low_latency_mode=False,
+        num_qps_per_rank=1,
+        explicitly_destroy=True,
+    )
+    per_rank, token_data, none = mixture.experts // buffer.group_size, mixture.tokens, None
+    per_destination, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
+        topk_idx=mixture.ids,
+        num_experts=mixture.experts,
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    )
+    received, ids, weights, counts, handle, event = buffer.dispatch(
+        x=quantized(token_data) if float8 else token_data,
+        handle=None,
+        num_tokens_per_rank=per_destination,
+        num_tokens_per_rdma_rank=per_node,
+        is_token_in_rank=in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=mixture.ids,
+        topk_weights=mixture.weights,
+        expert_alignment=1,
+        config=deep_ep.Buffer.get_dispatch_config(buffer.group_size),
+        previous_event=none,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    )
+    assert ids.dtype == torch.int64
+    assert counts == [int((ids == expert).sum()) for expert in range(per_rank)]
+    rows = dequantized(*received) if float8 else received
+    combined, _, event = buffer.combine(
+        x=sums_of_experts(rows, ids, weights, buffer.rank * per_rank),
+        handle=handle,
+        topk_weights=None,
+        config=deep_ep.Buffer.get_combine_config(buffer.group_size),
+        previous_event=None,
+        async_finish=False,
+        allocate_on_comm_stream=False,
+    )
+    assert event.event is None
+    output = torch.empty_like(mixture.tokens)
+    output.copy_(combined, non_blocking=True)
+    buffer.destroy()
+    return output
+
+
+def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
+    """vLLM's low-latency path: everything received at once, and combined into its own tensor."""
+    ranks = group.size() if hasattr(group, "size") else group.world_size
+    buffer = deep_ep.Buffer(
+        group=group,
+        num_nvl_bytes=1 << 30,
+        num_rdma_bytes=deep_ep.Buffer.get_low_latency_rdma_size_hint(
+            num_max_dispatch_tokens_per_rank=mixture.most_tokens,
+            hidden=mixture.tokens.shape[1],
+            num_ranks=ranks,
+            num_experts=mixture.experts,
+        ),
+        low_latency_mode=True,
+        num_qps_per_rank=mixture.experts // ranks,
+        allow_nvlink_for_low_latency_mode=True,
+        allow_mnnvl=False,
+        explicitly_destroy=True,
+        enable_shrink=False,
+    )
+    received, counts, handle, _event, hook = buffer.low_latency_dispatch(
+        mixture.tokens,
+        mixture.ids,
+        mixture.most_tokens,
+        mixture.experts,
+        use_fp8=float8,
+        async_finish=False,
+        return_recv_hook=False,
+    )
+    assert hook is None
+    rows = dequantized(received[0], received[1].contiguous()) if float8 else received.float()
+    assert rows.shape == (mixture.experts // ranks, ranks * mixture.most_tokens, mixture.tokens.shape[1])
+    rows = torch.where(torch.arange(rows.shape[1])[None, :, None] < counts[:, None, None], rows, 0)
+    output = torch.empty_like(mixture.tokens)
+    buffer.low_latency_combine(
+        (rows * experts_of(buffer.rank, rows)).to(torch.bfloat16),
+        mixture.ids,
+        mixture.weights,
+        handle,
+        async_finish=False,
+        zero_copy=False,
+        return_recv_hook=False,
+        out=output,
+    )
+    buffer.destroy()
+    return output
+
+
+class SGLang:
+    """SGLang's dispatcher: one buffer for both modes, asynchronous calls, and each call in two halves."""
+
+    def __init__(self, group: Any, mixture: Mixture) -> None:
+        ranks = group.size() if hasattr(group, "size") else group.world_size
+        configs = (deep_ep.Buffer.get_dispatch_config(ranks), deep_ep.Config(num_sms=24))
+        hidden_bytes = mixture.tokens.shape[1] * 2
+        self.buffer = deep_ep.Buffer(
+            group,
+            max(config.get_nvl_buffer_size_hint(hidden_bytes, ranks) for config in configs),
+            max(config.get_rdma_buffer_size_hint(hidden_bytes, ranks) for config in configs),
+            low_latency_mode=True,
+            num_qps_per_rank=max(deep_ep.Buffer.num_sms, mixture.experts // ranks),
+            allow_mnnvl=True,
+        )
+        self.mixture = mixture
+
+    def normal(self) -> Tensor:
+        """Its path for prompts."""
+        buffer, mixture = self.buffer, self.mixture
+        previous = deep_ep.Buffer.capture()
+        per_rank, per_node, per_expert, in_rank, previous = buffer.get_dispatch_layout(
+            mixture.ids,
+            mixture.experts,
+            previous_event=previous,
+            async_finish=True,
+            allocate_on_comm_stream=previous is not None,
+        )
+        received, ids, weights, counts, handle, event = buffer.dispatch(
+            quantized(mixture.tokens),
+            topk_idx=mixture.ids,
+            topk_weights=mixture.weights,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=previous,
+            async_finish=True,
+            allocate_on_comm_stream=True,
+            expert_alignment=128,
+            config=None,
+        )
+        event.current_stream_wait()
+        assert all(count % 128 == 0 for count in counts)
+        first = buffer.rank * len(counts)
+        output = sums_of_experts(dequantized(*received), ids, weights, first)
+        combined, _, event = buffer.combine(
+            output,
+            handle,
+            async_finish=True,
+            previous_event=deep_ep.Buffer.capture(),
+            allocate_on_comm_stream=True,
+            config=None,
+        )
+        event.current_stream_wait()
+        return combined
+
+    def low_latency(self, *, hooks: bool) -> Tensor:
+        """Its path for decoding, with hooks or events, and scales as DeepGEMM takes them."""
+        buffer, mixture = self.buffer, self.mixture
+        buffer.clean_low_latency_buffer(mixture.most_tokens, mixture.tokens.shape[1], mixture.experts)
+        (rows, scales), counts, handle, event, hook = buffer.low_latency_dispatch(
+            mixture.tokens,
+            mixture.ids,
+            mixture.most_tokens,
+            mixture.experts,
+            use_fp8=True,
+            async_finish=not hooks,
+            return_recv_hook=hooks,
+            round_scale=True,
+            use_ue8m0=True,
+        )
+        hook() if hooks else event.current_stream_wait()
+        assert scales.dtype == torch.int32
+        assert scales.stride()[-2] == 1
+        exponents = scales.contiguous().view(torch.uint8).view(*rows.shape[:2], -1)
+        values = dequantized(rows, (exponents.to(torch.int32) << 23).view(torch.float32))
+        values = torch.where(torch.arange(rows.shape[1])[None, :, None] < counts[:, None, None], values, 0)
+        combined, event, hook = buffer.low_latency_combine(
+            x=(values * experts_of(buffer.rank, values)).to(torch.bfloat16),
+            topk_idx=mixture.ids,
+            topk_weights=mixture.weights,
+            handle=handle,
+            async_finish=not hooks,
+            return_recv_hook=hooks,
+        )
+        hook() if hooks else event.current_stream_wait()
+        return combined
+
+
+class _MegatronDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, probs: Tensor, experts: int, buffer: Any) -> Any:
+        previous = deep_ep.utils.EventOverlap(deep_ep.utils.EventHandle())
+        per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(
+            ids, experts, previous_event=previous, async_finish=True, allocate_on_comm_stream=True
+        )
+        rows, row_ids, row_probs, counts, handle, after = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=probs,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert,
+            previous_event=event,
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        after.current_stream_wait()
+        ctx.buffer, ctx.handle = buffer, handle
+        return rows, row_ids, row_probs, torch.tensor(counts), handle
+
+    @staticmethod
+    def backward(ctx: Any, rows_grad: Tensor, _ids: Any, probs_grad: Tensor, _counts: Any, _handle: Any) -> Any:
+        grad, probs, after = ctx.buffer.combine(
+            rows_grad.contiguous(),
+            ctx.handle,
+            topk_weights=probs_grad.float(),
+            previous_event=deep_ep.utils.EventOverlap(deep_ep.utils.EventHandle()),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        after.current_stream_wait()
+        return grad, None, probs, None, None
+
+
+class _MegatronCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Any, handle: Any) -> Tensor:
+        combined, _, _ = buffer.combine(x, handle=handle, async_finish=False, previous_event=None)
+        ctx.buffer, ctx.handle = buffer, handle
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, _, _, _, _, _ = ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle, previous_event=None)
+        return rows, None, None
+
+
+def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    """Megatron-LM's fused dispatch and combine, with their backward passes.
+
+    Returns:
+        The output, and the gradients of tokens and weights where the output's is 1 everywhere.
+    """
+    ranks = group.size() if hasattr(group, "size") else group.world_size
+    config = deep_ep.Buffer.get_dispatch_config(ranks)
+    hidden_bytes = mixture.tokens.shape[1] * 2
+    buffer = deep_ep.Buffer(
+        group,
+        config.get_nvl_buffer_size_hint(hidden_bytes, ranks),
+        config.get_rdma_buffer_size_hint(hidden_bytes, ranks),
+    )
+    tokens, weights = mixture.tokens.clone().requires_grad_(), mixture.weights.clone().requires_grad_()
+    rows, ids, row_weights, counts, handle = _MegatronDispatch.apply(
+        tokens, mixture.ids, weights, mixture.experts, buffer
+    )
+    first = buffer.rank * len(counts)
+    output = _MegatronCombine.apply(sums_of_experts(rows, ids, row_weights, first), buffer, handle)
+    output.sum().backward()
+    return output.detach(), tokens.grad, weights.grad
+
+
+CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
+    "vLLM high throughput": lambda group, mixture: vllm_high_throughput(group, mixture, float8=False),
+    "vLLM high throughput, float8": lambda group, mixture: vllm_high_throughput(group, mixture, float8=True),
+    "vLLM low latency": lambda group, mixture: vllm_low_latency(group, mixture, float8=False),
+    "vLLM low latency, float8": lambda group, mixture: vllm_low_latency(group, mixture, float8=True),
+    "SGLang normal": lambda group, mixture: SGLang(group, mixture).normal(),
+    "SGLang low latency, hooks": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=True),
+    "SGLang low latency, events": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=False),
+    "Megatron-LM": lambda group, mixture: megatron(group, mixture)[0],
+}
+"""Each client's output for a rank's mixture."""
+
+
+def require_close(output: Tensor, mixture: Mixture, *, float8: bool) -> None:
+    """Raises AssertionError if an output differs by more than rounding explains, of float8 or of bfloat16."""
+    greatest = mixture.expected.abs().amax(1, keepdim=True).clamp(min=1e-3)
+    error = ((output.float() - mixture.expected).abs() / greatest).amax() if len(output) else torch.tensor(0.0)
+    assert error < (0.07 if float8 else 0.02), float(error)
