@@ -7,6 +7,7 @@ both.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -18,15 +19,13 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.runtime import StreamLike
 
+Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
+
 
 class Layer(Protocol):
-    """The part of `EPAll2AllLayer` that is recorded here."""
+    """The part of `EPAll2AllLayer` that backward passes call."""
 
     ctx: DispatchCombineContext
-
-    def dispatch(self, *arguments: Any, **options: Any) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        """See `EPAll2AllLayer.dispatch`."""
-        ...
 
     def redispatch(self, *arguments: Any, **options: Any) -> Any:
         """See `EPAll2AllLayer.redispatch`."""
@@ -41,28 +40,29 @@ class Layer(Protocol):
         ...
 
 
-def dispatch(
-    layer: Layer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
-) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-    """`EPAll2AllLayer.dispatch`, recorded."""
-    rows, row_weights, desc = _Dispatch.apply(layer, tokens, expert_ids, weights, scatter, stream)
+def dispatch(layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
+    """Makes a call that dispatches these tokens and weights, and records it."""
+    rows, row_weights, desc = _Dispatch.apply(layer, call, tokens, weights)
     return rows, row_weights, desc
 
 
-def combine(layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike) -> Any:
-    """`EPAll2AllLayer.combine` without `out`, recorded."""
-    return _Combine.apply(layer, rows, desc, weights, stream)
+def redispatch(layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
+    """Makes a call that dispatches these tokens by an existing layout, and records it."""
+    return _Redispatch.apply(layer, call, tokens, desc)
+
+
+def combine(layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc) -> Any:
+    """Makes a call that combines these rows by these weights, and records it."""
+    return _Combine.apply(layer, call, rows, weights, desc)
 
 
 class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
     """A token's gradient is the sum of its rows' gradients; a weight's is that of its row's weight."""
 
     @staticmethod
-    def forward(
-        ctx: Any, layer: Layer, tokens: Any, expert_ids: Any, weights: Any, scatter: Any, stream: StreamLike
-    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        rows, row_weights, desc = layer.dispatch(tokens, expert_ids, weights, scatter, stream=stream)
-        outputs = ((rows, ctx.needs_input_grad[1]), (row_weights, ctx.needs_input_grad[3]))
+    def forward(ctx: Any, layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
+        rows, row_weights, desc = call()
+        outputs = ((rows, ctx.needs_input_grad[2]), (row_weights, ctx.needs_input_grad[3]))
         for output, _ in outputs:
             _clear_rest(output, desc)
         ctx.mark_non_differentiable(*(output for output, wanted in outputs if output is not None and not wanted))
@@ -74,19 +74,37 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, rows_grad: Any, row_weights_grad: Any, _: None) -> tuple[Any, ...]:
         layer, desc = ctx.layer, ctx.desc
         tokens_grad = weights_grad = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[2]:
             tokens_grad = layer.combine(rows_grad.contiguous(), desc)
         if ctx.needs_input_grad[3]:
             weights_grad = _collect(layer, desc, row_weights_grad.contiguous())
-        return None, tokens_grad, None, weights_grad, None, None
+        return None, None, tokens_grad, weights_grad
+
+
+class _Redispatch(torch.autograd.Function):  # type: ignore[misc]
+    """A token's gradient is the sum of its rows' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
+        rows = call()
+        _clear_rest(rows, desc)
+        ctx.layer, ctx.desc = layer, desc
+        return rows
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, rows_grad: Any) -> tuple[Any, ...]:
+        return None, None, ctx.layer.combine(rows_grad.contiguous(), ctx.desc), None
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
     """A row's gradient is its token's, times its weight; a weight's is the product of that gradient and its row."""
 
     @staticmethod
-    def forward(ctx: Any, layer: Layer, rows: Any, desc: EPAllToAllLayoutDesc, weights: Any, stream: StreamLike) -> Any:
-        output = layer.combine(rows, desc, weights=weights, stream=stream)
+    def forward(
+        ctx: Any, layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc
+    ) -> Any:
+        output = call()
         ctx.layer, ctx.desc = layer, desc
         ctx.save_for_backward(rows if ctx.needs_input_grad[3] else None, weights)
         return output
@@ -101,11 +119,11 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
             wide = torch.promote_types(rows.dtype, weights.dtype)
             weights_grad = torch.einsum("rh,rh->r", rows.to(wide), rows_grad.to(wide)).to(weights.dtype)
             _clear_rest(weights_grad, desc)
-        if weights is not None and ctx.needs_input_grad[1]:
+        if weights is not None and ctx.needs_input_grad[2]:
             values, stream = _view_and_stream(layer, rows_grad)
             layer.ctx.scale(values, _view_and_stream(layer, weights)[0], stream)
         _clear_rest(rows_grad, desc)
-        return None, rows_grad if ctx.needs_input_grad[1] else None, None, weights_grad, None
+        return None, None, rows_grad if ctx.needs_input_grad[2] else None, weights_grad, None
 
 
 def _collect(layer: Layer, desc: EPAllToAllLayoutDesc, grad: Any) -> Any:

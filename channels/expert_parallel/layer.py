@@ -52,12 +52,14 @@ class PendingDispatch:
     Attributes:
         desc: the descriptor, filled by `dispatch_recv`.
         output: with a fixed number of rows, what `dispatch_recv` will fill and return; else None.
+        recorded: the caller's tokens and weights, if torch records the call.
     """
 
     desc: EPAllToAllLayoutDesc
     inputs: DispatchInputs
     stream: StreamLike
     output: _Output | None = None
+    recorded: tuple[Any, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class PendingCombine:
     weights: ArrayView | None
     stream: StreamLike
     topk_weights: ArrayView | None = None
+    recorded: tuple[Any, Any] | None = None
 
 
 class EPAll2AllLayer:
@@ -81,9 +84,9 @@ class EPAll2AllLayer:
     Calls are queued on the caller's stream. Without `max_recv_tokens` (the exact mode) `dispatch` waits on the CPU for
     the number of received rows, but not for the rows. With it, `dispatch` does not wait and can be captured in a graph.
 
-    If torch records gradients and an input requires one, `dispatch` and `combine` are recorded. This must be so on all
-    ranks or on none, since the backward pass calls the layer too. `redispatch` and the calls in two halves are not
-    recorded.
+    If torch records gradients and an input requires one, `dispatch`, `redispatch` and `combine` are recorded, also in
+    two halves. This must be so on all ranks or on none, since the backward pass calls the layer too, in whole calls.
+    Dispatches in float8 and layout="padded" are not recorded.
 
     Args:
         ep_group: a `Communicator`, an MPI communicator or a torch process group. For the last two the layer makes a
@@ -299,13 +302,10 @@ class EPAll2AllLayer:
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        autograd = None if self.quantized else _recording(input, weight)
-        if autograd is not None and self.layout == "padded":
-            raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
+        autograd = self._recording_dispatch(input, weight)
         if autograd is not None:
-            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(
-                self, input, exp_indices, weight, full_scatter_indices, stream
-            )
+            call = lambda: self.dispatch(input, exp_indices, weight, full_scatter_indices, stream=stream)  # noqa: E731
+            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, input, weight)
             return recorded
         inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         if self.max_recv_tokens is None:
@@ -330,10 +330,11 @@ class EPAll2AllLayer:
 
         The arguments must stay as they are until `dispatch_recv`. One dispatch can be under way at a time.
         """
+        recorded = (input, weight) if self._recording_dispatch(input, weight) is not None else None
         inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         desc = self.ctx.describe("dispatch_send", inputs)
         self.ctx.begin(ROUTE | SEND, desc, inputs, stream)
-        self._sent = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs))
+        self._sent = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs), recorded)
         return self._sent
 
     def dispatch_recv(
@@ -343,6 +344,12 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         if pending is not self._sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
+        given = pending.recorded or ()
+        autograd = _recording(*given)
+        if autograd is not None:
+            call = lambda: self.dispatch_recv(pending, stream=stream)  # noqa: E731
+            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, *given)
+            return recorded
         stream = pending.stream if stream is None else stream
         if pending.output is not None:
             self._sent = None
@@ -367,6 +374,9 @@ class EPAll2AllLayer:
         """
         desc = self._own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
+        autograd = self._recording_dispatch(input)
+        if autograd is not None:
+            return autograd.redispatch(self, lambda: self.redispatch(input, desc, stream=stream), input, desc)
         rows, scales = self._rows_of(input, desc.num_dispatch_token_cur_rank)
         stream = self.ctx.stream_for(stream, rows.owner)
         output = self._new_rows(rows.owner, desc.rows, float8=scales is not None)
@@ -469,15 +479,12 @@ class EPAll2AllLayer:
         Returns:
             `out`, or the new array. Raises as `dispatch`.
         """
-        autograd = _recording(input, weights, topk_weights)
+        autograd = self._recording_combine(input, weights, topk_weights)
         if autograd is not None:
-            if topk_weights is not None or self.layout == "padded":
-                raise ArgumentError(
-                    "topk_weights" if topk_weights is not None else "input", "can't be recorded by torch"
-                )
-            if out is not None:
-                raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
-            return autograd.combine(self, input, ep_a2a_layout_desc, weights, stream)
+            _refuse_recorded_output(out)
+            desc = self._own_desc(ep_a2a_layout_desc)
+            call = lambda: self.combine(input, desc, weights=weights, stream=stream)  # noqa: E731
+            return autograd.combine(self, call, input, weights, desc)
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
         slots = self._slot_weights(topk_weights, desc)
         output, target = self._combine_output(out, rows, desc)
@@ -499,8 +506,9 @@ class EPAll2AllLayer:
         """
         desc, rows, scales, stream = self._combine_arguments(input, ep_a2a_layout_desc, weights, stream)
         slots = self._slot_weights(topk_weights, desc)
+        recorded = (input, weights) if self._recording_combine(input, weights, topk_weights) is not None else None
         self.ctx.combine("combine_send", SEND, desc, rows, scales, None, stream)
-        self._returned = PendingCombine(desc, rows, scales, stream, slots)
+        self._returned = PendingCombine(desc, rows, scales, stream, slots, recorded)
         return self._returned
 
     def combine_recv(self, pending: PendingCombine, *, out: Any = None, stream: StreamLike = None) -> Any:
@@ -508,6 +516,12 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         if pending is not self._returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
+        given = pending.recorded or ()
+        autograd = _recording(*given)
+        if autograd is not None:
+            _refuse_recorded_output(out)
+            call = lambda: self.combine_recv(pending, stream=stream)  # noqa: E731
+            return autograd.combine(self, call, *given, pending.desc)
         output, target = self._combine_output(out, pending.rows, pending.desc)
         self._returned = None
         stream = pending.stream if stream is None else stream
@@ -649,6 +663,19 @@ class EPAll2AllLayer:
         scales = None if weights is None else self._input(weights, "weights", leading, "float32")
         return desc, rows, scales, self.ctx.stream_for(stream, input)
 
+    def _recording_dispatch(self, *inputs: Any) -> ModuleType | None:
+        autograd = None if self.quantized else _recording(*inputs)
+        if autograd is not None and self.layout == "padded":
+            raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
+        return autograd
+
+    def _recording_combine(self, input: Any, weights: Any, topk_weights: Any) -> ModuleType | None:
+        autograd = _recording(input, weights, topk_weights)
+        if autograd is not None and (topk_weights is not None or self.layout == "padded"):
+            argument = "input" if topk_weights is None else "topk_weights"
+            raise ArgumentError(argument, "can't be given if torch records the call for a backward pass")
+        return autograd
+
     def _slot_weights(self, topk_weights: Any, desc: EPAllToAllLayoutDesc) -> ArrayView | None:
         if topk_weights is None:
             return None
@@ -697,6 +724,11 @@ class EPAll2AllLayer:
 def _none_of(view: ArrayView) -> ArrayView:
     """The same array without any row."""
     return replace(view, shape=(0, *view.shape[1:]))
+
+
+def _refuse_recorded_output(out: Any) -> None:
+    if out is not None:
+        raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
 
 
 def _recording(*inputs: Any) -> ModuleType | None:

@@ -122,7 +122,17 @@ def weights_alone(layer: EPAll2AllLayer, tokens: Tensor, ids: Tensor, weights: T
     return layer.combine(rows * row_weights[:, None], desc) + tokens
 
 
-@pytest.mark.parametrize("block", [weighted_by_hand, tokens_alone, weights_alone])
+def in_halves(layer: EPAll2AllLayer, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    rows, row_weights, desc = layer.dispatch_recv(layer.dispatch_send(tokens, ids, weights))
+    return layer.combine_recv(layer.combine_send(torch.tanh(rows) * row_weights[:, None], desc))
+
+
+def by_an_earlier_routing(layer: EPAll2AllLayer, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    _, _, desc = layer.dispatch(tokens.detach(), ids)
+    return layer.combine(torch.tanh(layer.redispatch(tokens, desc)), desc) * weights.sum()
+
+
+@pytest.mark.parametrize("block", [weighted_by_hand, tokens_alone, weights_alone, in_halves, by_an_earlier_routing])
 def test_gradients_are_the_numerical_ones(mixture: Mixture, block: Block) -> None:
     assert torch.autograd.gradcheck(lambda *inputs: mixture.run(block, *inputs), mixture.inputs())
 
@@ -178,6 +188,31 @@ def test_gradients_are_those_of_one_process(mixture: Mixture) -> None:
     for rank, (tokens_grad, weights_grad, _) in enumerate(found):
         torch.testing.assert_close(tokens_grad, wanted[1 + 2 * rank])
         torch.testing.assert_close(weights_grad, wanted[2 + 2 * rank])
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool) -> None:
+    """An expert multiplies by its number plus 1, so the gradients are known."""
+    mixture = Mixture(pair, layout="rank", dtype="float32", weight_dtype="float32")
+
+    def body(comm: Communicator) -> None:
+        layer, ids = mixture.layers[comm.rank], mixture.ids[comm.rank]
+        tokens = torch.rand((len(ids), HIDDEN), requires_grad=True)
+        weights = torch.rand(ids.shape, requires_grad=True)
+        if halves:
+            rows, row_weights, desc = layer.dispatch_recv(layer.dispatch_send(tokens, ids, weights))
+        else:
+            rows, row_weights, desc = layer.dispatch(tokens, ids, weights)
+        # Where no expert is here the weight is a constant zero, whatever it is multiplied by.
+        factors = desc.local_expert_ids + comm.rank * EXPERTS_PER_RANK + 1
+        made = rows * (row_weights * factors).sum(1, keepdim=True)
+        combined = layer.combine_recv(layer.combine_send(made, desc)) if halves else layer.combine(made, desc)
+        combined.sum().backward()
+        kept = torch.where(ids < layer.ep_config.num_experts, ids + 1, 0).float()
+        torch.testing.assert_close(tokens.grad, (kept * weights).sum(1, keepdim=True).expand(-1, HIDDEN))
+        torch.testing.assert_close(weights.grad, kept * tokens.detach().sum(1, keepdim=True))
+
+    pair.run(body)
 
 
 # -- what is recorded ---
