@@ -330,8 +330,10 @@ class Buffer:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
         layers = self._usable()
 
-        def call() -> tuple[Rows, torch.Tensor, Handle, Callable[[], None]]:
-            dispatched = low_latency.dispatch(
+        _refuse_both(async_finish, return_recv_hook)
+
+        def call() -> tuple[Rows, torch.Tensor, Handle, Callable[[], None] | None]:
+            return low_latency.dispatch(
                 layers,
                 x,
                 topk_idx,
@@ -342,15 +344,12 @@ class Buffer:
                 round_scale=round_scale,
                 use_ue8m0=use_ue8m0,
                 stats=cumulative_local_expert_recv_stats,
+                hooked=return_recv_hook,
             )
-            if not return_recv_hook:
-                dispatched[3]()
-            return dispatched
 
-        _refuse_both(async_finish, return_recv_hook)
         used = (x, topk_idx, cumulative_local_expert_recv_stats)
         (rows, counts, handle, hook), event = self._run(call, None, async_finish, used)
-        return rows, counts, handle, event, hook if return_recv_hook else None
+        return rows, counts, handle, event, hook
 
     @torch.no_grad()
     def low_latency_combine(
@@ -389,14 +388,9 @@ class Buffer:
         self._usable()
         _refuse_both(async_finish, return_recv_hook)
 
-        def call() -> tuple[torch.Tensor, Callable[[], None]]:
-            combined = low_latency.combine(x, topk_weights, handle, out)
-            if not return_recv_hook:
-                combined[1]()
-            return combined
-
+        call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
         (output, hook), event = self._run(call, None, async_finish, (x, topk_weights, out))
-        return output, event, hook if return_recv_hook else None
+        return output, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]."""

@@ -25,10 +25,11 @@ def quantize_rounded(x: torch.Tensor) -> Rows:
     return rows.view(tokens, hidden), scales
 
 
-def column_major(scales: torch.Tensor) -> torch.Tensor:
-    """An empty tensor like the scales [experts, rows, n], in which those of consecutive rows lie side by side."""
+def column_major(scales: torch.Tensor, *, packed: bool) -> torch.Tensor:
+    """An empty tensor for scales [experts, rows, n], packed or not. Those of consecutive rows lie side by side."""
     experts, rows, n = scales.shape
-    return torch.empty(experts, n, rows, dtype=scales.dtype, device=scales.device).transpose(1, 2)
+    shape = (experts, n // _EXPONENTS_OF_A_WORD if packed else n, rows)
+    return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype).transpose(1, 2)
 
 
 def packed_exponents(scales: torch.Tensor) -> torch.Tensor:

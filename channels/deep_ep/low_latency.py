@@ -33,8 +33,9 @@ def dispatch(
     round_scale: bool,
     use_ue8m0: bool,
     stats: torch.Tensor | None,
-) -> tuple[Rows, torch.Tensor, Handle, Hook]:
-    """What `Buffer.low_latency_dispatch` returns, but for the event. The hook receives the rows."""
+    hooked: bool,
+) -> tuple[Rows, torch.Tensor, Handle, Hook | None]:
+    """What `Buffer.low_latency_dispatch` returns, but for the event. If `hooked`, the hook receives the rows."""
     if use_ue8m0 and not round_scale:
         raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
     if x.dim() != 2 or topk_idx.dim() != 2:
@@ -46,40 +47,46 @@ def dispatch(
     shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, scale_elements)
     layer = layers.of_size(shape, max_tokens)
     ids = torch.where(topk_idx < 0, num_experts, topk_idx).to(torch.int32)
-    pending = layer.dispatch_send(quantize_rounded(x) if use_fp8 and round_scale else x, ids)
-    assert pending.output is not None
-    desc, received = pending.desc, pending.output.rows
-    scales = None
-    if use_fp8:
-        made = packed_exponents(received[1]) if use_ue8m0 else received[1]
-        scales = column_major(made)
+    tokens = quantize_rounded(x) if use_fp8 and round_scale else x
+    pending = layer.dispatch_send(tokens, ids) if hooked else None
+    if pending is None:
+        received, _, desc = layer.dispatch(tokens, ids)
+    else:
+        assert pending.output is not None
+        received, desc = pending.output.rows, pending.desc
+    handle = low_latency_handle(Routing(layer, desc), max_tokens, hidden, num_experts)
+    scales = column_major(received[1], packed=use_ue8m0) if use_fp8 else None
 
-    def receive() -> None:
-        layer.dispatch_recv(pending)
+    def finish() -> None:
+        if pending is not None:
+            layer.dispatch_recv(pending)
         if scales is not None:
             scales.copy_(packed_exponents(received[1]) if use_ue8m0 else received[1])
         if stats is not None:
             stats.add_(desc.expert_rows)
 
-    handle = low_latency_handle(Routing(layer, desc), max_tokens, hidden, num_experts)
-    return received if scales is None else (received[0], scales), desc.expert_rows, handle, receive
+    if not hooked:
+        finish()
+    rows = received if scales is None else (received[0], scales)
+    return rows, desc.expert_rows, handle, finish if hooked else None
 
 
 def combine(
-    x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None
-) -> tuple[torch.Tensor, Hook]:
-    """What `Buffer.low_latency_combine` returns, but for the event. The hook receives and sums the rows."""
+    x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
+) -> tuple[torch.Tensor, Hook | None]:
+    """What `Buffer.low_latency_combine` returns, but for the event. If `hooked`, the hook receives the rows."""
     routing = routing_of(handle)
     layer, desc = routing.layer, routing.desc
     if layer.sums_on_own_node:
-        pending = layer.combine_send(x, desc, topk_weights=topk_weights)
+        weights = {"topk_weights": topk_weights}
     else:
-        pending = layer.combine_send(x, desc, weights=layer.weights_by_row(topk_weights, desc))
-    if out is None:
-        out = x.new_empty(desc.num_dispatch_token_cur_rank, x.shape[-1])
-    target = out
+        weights = {"weights": layer.weights_by_row(topk_weights, desc)}
+    if not hooked:
+        return layer.combine(x, desc, out=out, **weights), None
+    pending = layer.combine_send(x, desc, **weights)
+    target = x.new_empty(desc.num_dispatch_token_cur_rank, x.shape[-1]) if out is None else out
 
-    def receive() -> None:
+    def finish() -> None:
         layer.combine_recv(pending, out=target)
 
-    return target, receive
+    return target, finish

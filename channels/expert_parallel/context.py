@@ -312,18 +312,19 @@ class DispatchCombineContext:
         """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
         scales. With None it receives nothing.
         """
-        if desc.num_recv_tokens is None or output is None:
+        if desc.num_recv_tokens is None:  # with a fixed number of rows they were made before
             desc.size_rows(rows if output is not None else 0)
         call = self._fill_inputs(phases, desc, inputs)
         if output is not None:
             self._fill_output(call, rows, output)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
-        first_rows = desc.pointer("first_rows") if inputs.scatter is not None and desc.rows else 0
-        fill = (lambda handle: self._fill(first_rows, 4 * rows, handle)) if first_rows else None
+        # Rows that nobody writes must show it: a row that the caller's indices leave out, or one past the received.
+        cleared, size = ("first_rows", 4 * rows) if inputs.scatter is not None else ("", 0)
         if self.chosen_per_rank and received is not None:
-            rest, size = desc.pointer("row_experts"), 4 * rows * self.ep_config.topk
-            fill = lambda handle: self._fill(rest, size, handle)  # noqa: E731
+            cleared, size = "row_experts", 4 * rows * self.ep_config.topk
+        at = desc.pointer(cleared) if size and desc.rows else 0
+        fill = (lambda handle: self._fill(at, size, handle)) if at else None
         kept = (desc, desc.table_owners, inputs, output, received)
         self._launch(self._dispatch, call, stream, kept, before=fill)
 

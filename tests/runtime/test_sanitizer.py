@@ -104,7 +104,7 @@ def run(directory: Path, *scenarios: str) -> subprocess.CompletedProcess[str]:
         ("all_reduce", "all_reduce_on_streams"),
         ("moves", "symmetric_memory", "transfers"),
         ("dispatch_combine",),
-        ("expert_parallel",),
+        ("expert_parallel", "expert_layouts"),
         ("ring", "copy_streams", "pinned_memory"),
         ("plans",),
         ("channels", "grid", "timeout"),

@@ -171,6 +171,30 @@ def expert_parallel() -> None:
     run(4, body, local_world_size=2)
 
 
+def expert_layouts() -> None:
+    """A row for each rank, and padded rows: ids that are announced and ids that are counted, and calls in halves."""
+
+    def body(comm: Communicator) -> None:
+        experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
+        for layout, most in (("rank", 40), ("rank", 8), ("padded", 8)):
+            sizes = (most, 33, 3, comm.rank, experts, *node)
+            layer = EPAll2AllLayer(comm, *sizes, dtype="float32", num_sm=3, layout=layout)
+            for tokens in (most, comm.rank):
+                x = np.full((tokens, 33), 1 + comm.rank, np.float32)
+                ids = (np.arange(3 * tokens, dtype=np.int32) % (experts + 1)).reshape(tokens, 3)
+                of_part = 2 if layout == "rank" else 1  # experts that share a row of a token
+                parts = [{each // of_part for each in row if each < experts} for row in ids.tolist()]
+                expected = x * np.array([len(of_token) for of_token in parts], np.float32).reshape(tokens, 1)
+                rows, _, desc = layer.dispatch(x, ids, np.full((tokens, 3), 2, np.float32))
+                assert np.array_equal(layer.combine(rows, desc), expected)
+                rows, _, desc = layer.dispatch_recv(layer.dispatch_send(x, ids))
+                assert np.array_equal(layer.combine_recv(layer.combine_send(rows, desc)), expected)
+            layer.finalize()
+
+    run(3, body)
+    run(4, body, local_world_size=2)
+
+
 # -- ring, engine and channels ---
 
 RING = r"""
