@@ -165,6 +165,8 @@ wheel: $(VENV)/.wheel-tools
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir $(WHEEL) $(WHEEL)/built/*.whl
 	mv $(WHEEL)/built/*.tar.gz $(WHEEL) && rm -r $(WHEEL)/built
 	$(BIN)/python tests/wheel/check_distributions.py $(WHEEL)
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --wheel-dir $(WHEEL)/deep_ep packages/deep_ep
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -304,7 +304,7 @@ class Buffer:
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts, with room for the most rows that each expert can get.
 
-        One dispatch can be under way at a time, and one combine.
+        Two dispatches with hooks can be under way at a time, and their combines.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.

@@ -45,15 +45,23 @@ class Layers:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._latest: dict[tuple[Shape, int | None], EPAll2AllLayer] = {}
+        self._growing: dict[Shape, EPAll2AllLayer] = {}
+        self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
+        self._second: dict[tuple[Shape, int], bool] = {}
         self._all: list[EPAll2AllLayer] = []
 
-    def of_size(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
-        """The layer for that most tokens of a rank, which all ranks give alike."""
-        key = shape, max_tokens
-        if key not in self._latest:
-            self._latest[key] = self._make(shape, max_tokens)
-        return self._latest[key]
+    def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
+        """A layer for that most tokens of a rank, which all ranks give alike.
+
+        Calls with hooks take two layers in turn, so that two of them can be under way at once.
+        """
+        second = hooked and self._second.get((shape, max_tokens), False)
+        if hooked:
+            self._second[shape, max_tokens] = not second
+        key = shape, max_tokens, second
+        if key not in self._of_size:
+            self._of_size[key] = self._make(shape, max_tokens)
+        return self._of_size[key]
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
         """Dispatches with a layer that is large enough for all ranks.
@@ -61,22 +69,21 @@ class Layers:
         Returns:
             The rows, their weights, the descriptor and the layer.
         """
-        key, tokens = (shape, None), len(topk_idx)
-        if key not in self._latest:
-            everyone = self._communicator.group.exchange.all_gather(tokens, _TOKENS, "the size of a layer")
-            self._latest[key] = self._make(shape, _rounded(max(everyone)))
+        if shape not in self._growing:
+            everyone = self._communicator.group.exchange.all_gather(len(topk_idx), _TOKENS, "the size of a layer")
+            self._growing[shape] = self._make(shape, _rounded(max(everyone)))
         while True:
-            layer = self._latest[key]
+            layer = self._growing[shape]
             try:
                 return *layer.dispatch(x, topk_idx, topk_weights), layer
             except CapacityError as error:  # all ranks raise it
                 if shape.most_rows is not None:
                     raise
-                self._latest[key] = self._make(shape, _rounded(error.needed))
+                self._growing[shape] = self._make(shape, _rounded(error.needed))
 
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
-        layers, self._all, self._latest = self._all, [], {}
+        layers, self._all, self._growing, self._of_size = self._all, [], {}, {}
         for layer in layers:
             layer.finalize()
 

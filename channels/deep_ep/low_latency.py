@@ -45,7 +45,7 @@ def dispatch(
         require_packable(hidden)
     scale_elements = ELEMENTS if use_fp8 else 0
     shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, scale_elements)
-    layer = layers.of_size(shape, max_tokens)
+    layer = layers.of_size(shape, max_tokens, hooked=hooked)
     ids = torch.where(topk_idx < 0, num_experts, topk_idx).to(torch.int32)
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
     pending = layer.dispatch_send(tokens, ids) if hooked else None

@@ -257,6 +257,27 @@ def test_low_latency(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+def test_two_batches_are_under_way(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        factors = torch.where(mixture.ids >= 0, mixture.weights, 0).sum(1, keepdim=True)
+        arguments = mixture.ids, mixture.most_tokens, mixture.experts
+        for _ in range(2):
+            batches = [times * mixture.tokens for times in (1, 2)]
+            sent = [buffer.low_latency_dispatch(x, *arguments, use_fp8=False, return_recv_hook=True) for x in batches]
+            for *_, hook in sent:
+                hook()
+            returned = [
+                buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle, return_recv_hook=True)
+                for rows, _, handle, _, _ in sent
+            ]
+            for (combined, _, hook), x in zip(returned, batches, strict=True):
+                hook()
+                torch.testing.assert_close(combined.float(), x.float() * factors, rtol=0.02, atol=0.02)
+
+    ranks.run(body)
+
+
 def test_what_is_refused() -> None:
     def body(comm: Communicator) -> None:
         def refused(what: str, call: Callable[[], Any], error: type[Exception] = ArgumentError) -> None:

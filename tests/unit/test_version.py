@@ -27,3 +27,10 @@ def test_the_package_reports_the_version_of_the_project(version: str) -> None:
 def test_the_changelog_begins_with_the_version_of_the_project(version: str, pytestconfig: pytest.Config) -> None:
     headings = re.findall(r"^## (\S+) - ", (pytestconfig.rootpath / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert headings[0] == version
+
+
+def test_the_distribution_of_deep_ep_has_the_version_of_the_project(version: str, pytestconfig: pytest.Config) -> None:
+    path = pytestconfig.rootpath / "packages/deep_ep/pyproject.toml"
+    project = tomllib.loads(path.read_text())["project"]
+    assert project["version"] == version
+    assert project["dependencies"] == [f"proxyccl[torch]=={version}"]
