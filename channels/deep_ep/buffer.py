@@ -451,7 +451,9 @@ class Buffer:
 
 
 def _connected(source: Any) -> Communicator:
-    return Communicator(source, timeout=max(_LEAST_TIMEOUT_SECONDS, timeout_from(None)))
+    """A communicator of the group's ranks, on the GPU where torch works now."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return Communicator(source, device=device, timeout=max(_LEAST_TIMEOUT_SECONDS, timeout_from(None)))
 
 
 def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:

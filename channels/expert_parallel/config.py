@@ -14,7 +14,7 @@ TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
-_MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit integers in the tables
+MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
 
 
@@ -69,11 +69,11 @@ class EPConfig:
             raise ArgumentError("topk", f"must be at most {MAX_TOPK}, not {self.topk}")
         if self.max_tokens > _MAX_TOKENS:
             raise ArgumentError("max_tokens", f"must be at most {_MAX_TOKENS}, not {self.max_tokens}")
-        if self.world_size * self.max_tokens * self.topk > _MAX_SLOTS:
+        if self.world_size * self.max_tokens * self.topk > MAX_SLOTS:
             raise ArgumentError(
                 "max_tokens",
                 f"{self.max_tokens} tokens of {self.topk} experts on {self.world_size} ranks make too many rows; "
-                f"expected at most {_MAX_SLOTS}",
+                f"expected at most {MAX_SLOTS}",
             )
         for argument, known in (
             ("token_dtype", TOKEN_DTYPES),

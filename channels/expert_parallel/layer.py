@@ -10,7 +10,7 @@ from typing import Any
 from proxyccl.channels.collectives.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
-from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, EPConfig
+from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, MAX_SLOTS, EPConfig
 from proxyccl.channels.expert_parallel.context import (
     GATHER,
     LAYOUT,
@@ -186,6 +186,12 @@ class EPAll2AllLayer:
             if max_recv_tokens is not None:
                 raise ArgumentError("max_recv_tokens", 'can\'t be given with layout="padded", which has its own')
             max_recv_tokens = config.num_experts_per_rank * padded_rows
+            if max_recv_tokens > MAX_SLOTS:
+                raise ArgumentError(
+                    "max_tokens",
+                    f"{max_tokens} tokens of {world_size} ranks for each of {config.num_experts_per_rank} experts make "
+                    f"too many padded rows; expected at most {MAX_SLOTS}",
+                )
         self.layout = layout
         self._rows_shape = (config.num_experts_per_rank, padded_rows) if padded_rows else None
         chosen_per_rank = config.num_experts_per_rank if layout == "rank" else 0
@@ -333,9 +339,10 @@ class EPAll2AllLayer:
         recorded = (input, weight) if self._recording_dispatch(input, weight) is not None else None
         inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
         desc = self.ctx.describe("dispatch_send", inputs)
+        pending = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs), recorded)
         self.ctx.begin(ROUTE | SEND, desc, inputs, stream)
-        self._sent = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs), recorded)
-        return self._sent
+        self._sent = pending
+        return pending
 
     def dispatch_recv(
         self, pending: PendingDispatch, *, stream: StreamLike = None

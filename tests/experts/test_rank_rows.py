@@ -280,6 +280,7 @@ def test_what_is_refused() -> None:
         refused("weight_dtype", lambda: case.layer(comm, weight_dtype="float64"))
         refused("num_tot_experts", lambda: Case((3,), experts_per_rank=4096).layer(comm))
         refused("max_recv_tokens", lambda: case.layer(comm, layout="padded", max_recv_tokens=5))
+        refused("max_tokens", lambda: Case((3 << 20,), experts_per_rank=1024).layer(comm, layout="padded"))
         layer = case.layer(comm)
         rows, ids, weights = case.arguments(comm)
         refused("full_scatter_indices", lambda: layer.dispatch(rows, ids, weights, ids))
