@@ -24,7 +24,7 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -160,7 +160,7 @@ stubs: $(VENV)/.locked
 WHEEL := build/wheel
 wheel: $(VENV)/.wheel-tools
 	rm -rf $(WHEEL)
-	CPPFLAGS="-I$(CURDIR)/build/rdma-headers/usr/include -DPROXYCCL_LINK_OLD_SYMBOLS" LDSHARED="$(CC) -shared" \
+	CPPFLAGS="-I$(CURDIR)/build/rdma-headers/usr/include -I$(CURDIR)/build/fabric-headers/usr/include -DPROXYCCL_LINK_OLD_SYMBOLS" LDSHARED="$(CC) -shared" \
 	  $(BIN)/python -m build --quiet --no-isolation --outdir $(WHEEL)/built .
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --strip --wheel-dir $(WHEEL) $(WHEEL)/built/*.whl
 	mv $(WHEEL)/built/*.tar.gz $(WHEEL) && rm -r $(WHEEL)/built
@@ -198,6 +198,12 @@ fake-verbs: $(FAKE_VERBS)/libfake_device.so
 $(FAKE_VERBS)/libfake_device.so: tests/support/verbs/fake_device.c tests/support/verbs/fake_device.h
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/rdma-headers/usr/include $(filter %.c,$^) -o $@
 
+# The endpoint that the tests of the fabric transport write to (tests/support/fabric).
+FAKE_FABRIC := build/fake-fabric
+fake-fabric: $(FAKE_FABRIC)/libfake_endpoint.so
+$(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fabric/fake_endpoint.c tests/support/fabric/fake_endpoint.h
+	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -o $@
+
 # What the library, the examples and the build need; for GPUs only where there is one.
 GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)
 $(VENV)/.locked: requirements.lock $(GPU_LOCK)
@@ -206,8 +212,10 @@ $(VENV)/.locked: requirements.lock $(GPU_LOCK)
 	touch $@
 
 $(VENV)/.built: $(VENV)/.locked $(SOURCES)
-	@reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_headers.py build/rdma-headers) || \
-	  { [ $$? = 2 ] && echo "The engine is built without RDMA: $$reason"; }
+	@reason=$$($(BIN)/python tests/support/fetch_headers.py build/rdma-headers libibverbs-dev) || \
+	  { [ $$? = 2 ] && echo "The engine is built without the transport verbs: $$reason"; }
+	@reason=$$($(BIN)/python tests/support/fetch_headers.py build/fabric-headers libfabric-dev) || \
+	  { [ $$? = 2 ] && echo "The engine is built without the transport fabric: $$reason"; }
 	$(PIP_INSTALL) --no-build-isolation --no-deps --editable . --config-settings editable_mode=strict
 	touch $@
 

@@ -40,8 +40,10 @@ from proxyccl.device.arrays import Array
 from proxyccl.device.errors import ArgumentError, ProxyCCLError
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 
@@ -104,6 +106,8 @@ class Communicator:
             RDMA device can't register its GPU's memory.
         rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA_*``, else the defaults of
             `RdmaOptions`.
+        fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults
+            of `FabricOptions`.
         cta_policy: "zero" leaves the multiprocessors to the program, as NCCL_CTA_POLICY_ZERO does: collectives are by
             proxy unless a call names an algorithm or another policy. "default" takes what is fastest. The same on all
             ranks. None for ``PROXYCCL_CTA_POLICY``, else "default".
@@ -133,6 +137,7 @@ class Communicator:
         proxy_cores: str | None = None,
         transport: TransportChoice = None,
         rdma: RdmaOptions | None = None,
+        fabric: FabricOptions | None = None,
         cta_policy: str | None = None,
         linger: float | None = None,
     ) -> None:
@@ -148,7 +153,9 @@ class Communicator:
             timeout=bounded,
             local_world_size=local_world_size,
             transport=transport,
-            rdma_options=rdma or RdmaOptions.from_environment(),
+            transport_options=TransportOptions(
+                rdma or RdmaOptions.from_environment(), fabric or FabricOptions.from_environment()
+            ),
             proxy_options=proxy_options,
             linger=linger,
         )

@@ -100,7 +100,7 @@ class Group:
             meeting.topology,
             proxy_place=meeting.place,
             proxy_options=meeting.proxy_options,
-            rdma_options=meeting.rdma_options,
+            transport_options=meeting.transport_options,
             description=Description.of_this_program(self.rank, self.world_size, self.job),
         )
         self._wait_release = WaitRelease(lambda: self.links.proxy_if_started, f"proxyccl-release-{self.rank}")

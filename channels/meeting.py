@@ -34,8 +34,8 @@ from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.hosts import host_name
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import missing_transports
-from proxyccl.proxy.verbs.options import RdmaOptions
 
 _NAME = Codec(str, 4096, "name")
 _HANDLE = Codec(bytes, 64 << 10, "memory handle")
@@ -56,7 +56,7 @@ class Meeting:
         job: the group's name, the same on all ranks.
         place: where this rank's proxy runs.
         proxy_options: of the proxy.
-        rdma_options: of the RDMA device.
+        transport_options: of transports between hosts.
         bootstrap: over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
@@ -72,7 +72,7 @@ class Meeting:
     job: str
     place: ProxyPlace
     proxy_options: ProxyOptions
-    rdma_options: RdmaOptions
+    transport_options: TransportOptions
     bootstrap: Bootstrap
     owns_bootstrap: bool
     linger: float | None
@@ -88,7 +88,7 @@ def meet(
     timeout: float,
     local_world_size: int | None,
     transport: TransportChoice,
-    rdma_options: RdmaOptions,
+    transport_options: TransportOptions,
     proxy_options: ProxyOptions,
     linger: float | None = None,
 ) -> Meeting:
@@ -128,7 +128,7 @@ def meet(
         job,
         place,
         proxy_options,
-        rdma_options,
+        transport_options,
         bootstrap,
         owns_bootstrap,
         linger,
@@ -206,7 +206,7 @@ def meet_apart(
         answers[0][1],
         whole.place,
         whole.proxy_options,
-        whole.rdma_options,
+        whole.transport_options,
         bootstrap,
         True,
         whole.linger,

@@ -204,7 +204,12 @@ class RegisteredMemory:
         self._require_open()
         if transport not in self._rdma_ids:
             proxy = self._group.links.proxy
-            self._rdma_ids[transport] = proxy.add_rdma_memory(memory.address, self.nbytes, memory.local_key)
+            if memory.copied:
+                handle = functools.partial(self._handle, self._group.rank)
+                first = proxy.add_memory(self.ptr, self.nbytes, memory.local_key, handle=handle)
+            else:
+                first = proxy.add_rdma_memory(memory.address, self.nbytes, memory.local_key)
+            self._rdma_ids[transport] = first
         return self._rdma_ids[transport]
 
     def peer_nbytes(self, peer: int) -> int:

@@ -24,8 +24,8 @@ from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
-from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS, require_rings
 
 
@@ -52,7 +52,7 @@ class PeerLinks:
         failure: told when the proxy fails.
         proxy_place: where the proxy runs.
         proxy_options: of the proxy.
-        rdma_options: of the RDMA device.
+        transport_options: of transports between hosts.
         description: how observers know the proxy.
 
     Attributes:
@@ -71,7 +71,7 @@ class PeerLinks:
         *,
         proxy_place: ProxyPlace,
         proxy_options: ProxyOptions,
-        rdma_options: RdmaOptions,
+        transport_options: TransportOptions,
         description: Description,
     ) -> None:
         self._runtime = runtime
@@ -87,7 +87,7 @@ class PeerLinks:
         self._connections: dict[tuple[int, bool], Connection] = {}  # by peer, and whether for private memory
         self._transports: dict[int, str] = {}
         self.topology = topology
-        self.rdma = Rdma(runtime, control, exchange, topology, lambda: self.proxy, rdma_options)
+        self.rdma = Rdma(runtime, control, exchange, topology, lambda: self.proxy, transport_options)
 
     def bring_up(self) -> None:
         """Makes the RDMA endpoints, where any two ranks need them. All ranks call it together."""

@@ -13,10 +13,10 @@ from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, Ru
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.interface import Connection, Proxy, RdmaContext, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import process_numa_node
-from proxyccl.proxy.verbs.options import RdmaOptions
 
 
 class _Answer(Message, frozen=True):
@@ -45,7 +45,7 @@ class Rdma:
         exchange: between all ranks.
         topology: which ranks run where.
         proxy: returns this rank's proxy.
-        options: which device to use, and the settings of its queue pairs.
+        options: which devices to use, and their settings.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Rdma:
         exchange: Exchange,
         topology: Topology,
         proxy: Callable[[], Proxy],
-        options: RdmaOptions,
+        options: TransportOptions,
     ) -> None:
         self._runtime = runtime
         self._control = control

@@ -18,6 +18,9 @@ from proxyccl.proxy.transports.table import TRANSPORTS
 
 _WITHIN_HOST = next(name for name, transport in TRANSPORTS.items() if not transport.uses_rdma)
 _BETWEEN_HOSTS = [name for name, transport in TRANSPORTS.items() if transport.uses_rdma]
+_REHEARSING = [
+    name for name, transport in TRANSPORTS.items() if transport.rdma is not None and transport.rdma.rehearses
+]
 
 TransportChoice = str | Mapping[tuple[int, int], str] | None
 """A transport for all pairs of ranks, or for some of them; None, and pairs that are not named, leave it open."""
@@ -203,7 +206,7 @@ class Topology:
             return chosen
         if chosen is None and self.nodes[first] == self.nodes[second]:
             return _WITHIN_HOST
-        candidates = [chosen] if chosen is not None else _BETWEEN_HOSTS
+        candidates = [chosen] if chosen is not None else _REHEARSING if same_host else _BETWEEN_HOSTS
         usable = [name for name in candidates if not any(info.missing_for(name) for info in pair)]
         if usable:
             return next((name for name in usable if not any(info.unsupported.get(name) for info in pair)), usable[0])

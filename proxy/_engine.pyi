@@ -182,6 +182,53 @@ class _ProxycclVerbsQp:
 class ProxycclVerbsQp(_ProxycclVerbsQp, CData): ...
 class ProxycclVerbsQpPointer(_ProxycclVerbsQp, ItemPointer[ProxycclVerbsQp]): ...
 
+class _ProxycclFabricLibrary:
+    fi_getinfo: int
+    fi_freeinfo: int
+    fi_dupinfo: int
+    fi_fabric: int
+
+class ProxycclFabricLibrary(_ProxycclFabricLibrary, CData): ...
+class ProxycclFabricLibraryPointer(_ProxycclFabricLibrary, ItemPointer[ProxycclFabricLibrary]): ...
+
+class _ProxycclFabricOffer:
+    provider: PointerField[CharPointer]
+    fabric: PointerField[CharPointer]
+    domain: PointerField[CharPointer]
+    source: Field[VoidPointer, Pointer]
+    source_bytes: int
+    address_format: int
+    ordered: int
+    remote: int
+    virtual_keys: int
+    provider_keys: int
+    key_bytes: int
+    depth: int
+    max_message: int
+    bits_per_second: int
+
+class ProxycclFabricOffer(_ProxycclFabricOffer, CData): ...
+class ProxycclFabricOfferPointer(_ProxycclFabricOffer, ItemPointer[ProxycclFabricOffer]): ...
+class ProxycclFabricOffers(CData): ...
+class ProxycclFabricOffersPointer(Pointer): ...
+class ProxycclFabricEndpoint(CData): ...
+class ProxycclFabricEndpointPointer(Pointer): ...
+
+class _ProxycclFabricParts:
+    endpoint: int
+    queue: int
+
+class ProxycclFabricParts(_ProxycclFabricParts, CData): ...
+class ProxycclFabricPartsPointer(_ProxycclFabricParts, ItemPointer[ProxycclFabricParts]): ...
+
+class _ProxycclFabricRegion:
+    region: int
+    key: int
+    descriptor: int
+
+class ProxycclFabricRegion(_ProxycclFabricRegion, CData): ...
+class ProxycclFabricRegionPointer(_ProxycclFabricRegion, ItemPointer[ProxycclFabricRegion]): ...
+
 class _ProxycclCall:
     fields: ArrayField[int, Uint64Pointer]
 
@@ -280,6 +327,21 @@ class _ProxycclStagedOptions:
 class ProxycclStagedOptions(_ProxycclStagedOptions, CData): ...
 class ProxycclStagedOptionsPointer(_ProxycclStagedOptions, ItemPointer[ProxycclStagedOptions]): ...
 
+class _ProxycclFabricOptions:
+    endpoint: int
+    queue: int
+    peer: int
+    depth: int
+    ordered: int
+    max_message: int
+    signal_key: int
+    requests: int
+    requests_key: int
+    descriptors: PointerField[Uint64Pointer]
+
+class ProxycclFabricOptions(_ProxycclFabricOptions, CData): ...
+class ProxycclFabricOptionsPointer(_ProxycclFabricOptions, ItemPointer[ProxycclFabricOptions]): ...
+
 class Lib:
     PROXYCCL_PLACE_HANDLER: Final[int]
     PROXYCCL_PLAN_WAIT_SHIFT: Final[int]
@@ -341,6 +403,11 @@ class Lib:
     PROXYCCL_STAGED_MESSAGES: Final[int]
     PROXYCCL_STAGED_ALIGN: Final[int]
     PROXYCCL_STAGED_WORDS_BYTES: Final[int]
+    PROXYCCL_FABRIC_FAILED: Final[int]
+    PROXYCCL_FABRIC_REQUEST_BYTES: Final[int]
+    PROXYCCL_FABRIC_MOST_DEPTH: Final[int]
+    PROXYCCL_FABRIC_LOCAL_KEYS: Final[int]
+    PROXYCCL_FABRIC_ERROR_TEXT: Final[int]
     def proxyccl_trace_read(
         self,
         stats: Passed[ProxycclWorkerStatsPointer],
@@ -441,6 +508,52 @@ class Lib:
         self, object: int, offset: int, qp_num: int, found: Passed[ProxycclVerbsQpPointer], /
     ) -> int: ...
     def proxyccl_verbs_check_qp(self, qp: int, qp_num: int, found: Passed[ProxycclVerbsQpPointer], /) -> int: ...
+    def proxyccl_fabric_offers(
+        self,
+        library: Passed[ProxycclFabricLibraryPointer],
+        provider: Passed[CharPointer] | bytes,
+        ordered: int,
+        offers: Passed[PointerTo[ProxycclFabricOffersPointer]] | Sequence[Passed[ProxycclFabricOffersPointer]],
+        /,
+    ) -> int: ...
+    def proxyccl_fabric_offer(
+        self, offers: Passed[ProxycclFabricOffersPointer], number: int, offer: Passed[ProxycclFabricOfferPointer], /
+    ) -> int: ...
+    def proxyccl_fabric_offers_free(self, offers: Passed[ProxycclFabricOffersPointer], /) -> None: ...
+    def proxyccl_fabric_open(
+        self,
+        library: Passed[ProxycclFabricLibraryPointer],
+        offers: Passed[ProxycclFabricOffersPointer],
+        number: int,
+        completions: int,
+        endpoint: Passed[PointerTo[ProxycclFabricEndpointPointer]] | Sequence[Passed[ProxycclFabricEndpointPointer]],
+        call: Passed[PointerTo[CharPointer]] | Sequence[Passed[CharPointer] | bytes],
+        /,
+    ) -> int: ...
+    def proxyccl_fabric_parts(
+        self, endpoint: Passed[ProxycclFabricEndpointPointer], parts: Passed[ProxycclFabricPartsPointer], /
+    ) -> None: ...
+    def proxyccl_fabric_close(self, endpoint: Passed[ProxycclFabricEndpointPointer], /) -> int: ...
+    def proxyccl_fabric_address(
+        self, endpoint: Passed[ProxycclFabricEndpointPointer], address: Pointer, bytes: Passed[Uint64Pointer], /
+    ) -> int: ...
+    def proxyccl_fabric_insert(
+        self,
+        endpoint: Passed[ProxycclFabricEndpointPointer],
+        address: Passed[CharPointer] | bytes,
+        peer: Passed[Uint64Pointer],
+        /,
+    ) -> int: ...
+    def proxyccl_fabric_register(
+        self,
+        endpoint: Passed[ProxycclFabricEndpointPointer],
+        address: int,
+        bytes: int,
+        key: int,
+        region: Passed[ProxycclFabricRegionPointer],
+        /,
+    ) -> int: ...
+    def proxyccl_fabric_deregister(self, region: int, /) -> int: ...
     def proxyccl_calls_read(
         self, log: Passed[ProxycclCallEntryPointer], sequence: int, call: Passed[ProxycclCallPointer], /
     ) -> int: ...
@@ -518,6 +631,8 @@ class Lib:
     def proxyccl_remote_write_target_set(
         self, target: Passed[ProxycclRemoteWriteTargetPointer], base: int, bytes: int, /
     ) -> None: ...
+    def proxyccl_fabric_built(self) -> int: ...
+    def proxyccl_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
 
 class FFI(BaseFFI):
     @overload
@@ -665,6 +780,38 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclVerbsQp[]"], init: int | Sequence[Initial[ProxycclVerbsQp]], /
     ) -> Array[ProxycclVerbsQp, ProxycclVerbsQpPointer]: ...
     @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricLibrary *"], init: Initial[ProxycclFabricLibrary] = ..., /
+    ) -> ProxycclFabricLibraryPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricLibrary[]"], init: int | Sequence[Initial[ProxycclFabricLibrary]], /
+    ) -> Array[ProxycclFabricLibrary, ProxycclFabricLibraryPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOffer *"], init: Initial[ProxycclFabricOffer] = ..., /
+    ) -> ProxycclFabricOfferPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOffer[]"], init: int | Sequence[Initial[ProxycclFabricOffer]], /
+    ) -> Array[ProxycclFabricOffer, ProxycclFabricOfferPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricParts *"], init: Initial[ProxycclFabricParts] = ..., /
+    ) -> ProxycclFabricPartsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricParts[]"], init: int | Sequence[Initial[ProxycclFabricParts]], /
+    ) -> Array[ProxycclFabricParts, ProxycclFabricPartsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricRegion *"], init: Initial[ProxycclFabricRegion] = ..., /
+    ) -> ProxycclFabricRegionPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricRegion[]"], init: int | Sequence[Initial[ProxycclFabricRegion]], /
+    ) -> Array[ProxycclFabricRegion, ProxycclFabricRegionPointer]: ...
+    @overload
     def new(self, cdecl: Literal["ProxycclCall *"], init: Initial[ProxycclCall] = ..., /) -> ProxycclCallPointer: ...
     @overload
     def new(
@@ -767,6 +914,39 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclStagedOptions[]"], init: int | Sequence[Initial[ProxycclStagedOptions]], /
     ) -> Array[ProxycclStagedOptions, ProxycclStagedOptionsPointer]: ...
     @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOptions *"], init: Initial[ProxycclFabricOptions] = ..., /
+    ) -> ProxycclFabricOptionsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOptions[]"], init: int | Sequence[Initial[ProxycclFabricOptions]], /
+    ) -> Array[ProxycclFabricOptions, ProxycclFabricOptionsPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOffers **"], init: Passed[ProxycclFabricOffersPointer] = ..., /
+    ) -> PointerTo[ProxycclFabricOffersPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricOffers *[]"], init: int | Sequence[Passed[ProxycclFabricOffersPointer]], /
+    ) -> Array[ProxycclFabricOffersPointer, PointerTo[ProxycclFabricOffersPointer]]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclFabricEndpoint **"], init: Passed[ProxycclFabricEndpointPointer] = ..., /
+    ) -> PointerTo[ProxycclFabricEndpointPointer]: ...
+    @overload
+    def new(
+        self,
+        cdecl: Literal["ProxycclFabricEndpoint *[]"],
+        init: int | Sequence[Passed[ProxycclFabricEndpointPointer]],
+        /,
+    ) -> Array[ProxycclFabricEndpointPointer, PointerTo[ProxycclFabricEndpointPointer]]: ...
+    @overload
+    def new(self, cdecl: Literal["char **"], init: Passed[CharPointer] | bytes = ..., /) -> PointerTo[CharPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["char *[]"], init: int | Sequence[Passed[CharPointer] | bytes], /
+    ) -> Array[CharPointer, PointerTo[CharPointer]]: ...
+    @overload
     def new(self, cdecl: Literal["uint32_t *"], init: int = ..., /) -> Uint32Pointer: ...
     @overload
     def new(self, cdecl: Literal["uint32_t[]"], init: int | Sequence[int], /) -> Array[int, Uint32Pointer]: ...
@@ -819,6 +999,24 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclVerbsQp *"], value: CData | int, /) -> ProxycclVerbsQpPointer: ...
     @overload
+    def cast(
+        self, cdecl: Literal["ProxycclFabricLibrary *"], value: CData | int, /
+    ) -> ProxycclFabricLibraryPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFabricOffer *"], value: CData | int, /) -> ProxycclFabricOfferPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["void *"], value: CData | int, /) -> VoidPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFabricOffers *"], value: CData | int, /) -> ProxycclFabricOffersPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclFabricEndpoint *"], value: CData | int, /
+    ) -> ProxycclFabricEndpointPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFabricParts *"], value: CData | int, /) -> ProxycclFabricPartsPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclFabricRegion *"], value: CData | int, /) -> ProxycclFabricRegionPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclCall *"], value: CData | int, /) -> ProxycclCallPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclCallEntry *"], value: CData | int, /) -> ProxycclCallEntryPointer: ...
@@ -843,8 +1041,6 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclCopyOptions *"], value: CData | int, /) -> ProxycclCopyOptionsPointer: ...
     @overload
-    def cast(self, cdecl: Literal["void *"], value: CData | int, /) -> VoidPointer: ...
-    @overload
     def cast(self, cdecl: Literal["ProxycclVerbsOptions *"], value: CData | int, /) -> ProxycclVerbsOptionsPointer: ...
     @overload
     def cast(
@@ -854,6 +1050,20 @@ class FFI(BaseFFI):
     def cast(
         self, cdecl: Literal["ProxycclStagedOptions *"], value: CData | int, /
     ) -> ProxycclStagedOptionsPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclFabricOptions *"], value: CData | int, /
+    ) -> ProxycclFabricOptionsPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclFabricOffers **"], value: CData | int, /
+    ) -> PointerTo[ProxycclFabricOffersPointer]: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclFabricEndpoint **"], value: CData | int, /
+    ) -> PointerTo[ProxycclFabricEndpointPointer]: ...
+    @overload
+    def cast(self, cdecl: Literal["char **"], value: CData | int, /) -> PointerTo[CharPointer]: ...
     @overload
     def cast(self, cdecl: Literal["uint32_t *"], value: CData | int, /) -> Uint32Pointer: ...
     @overload
@@ -881,6 +1091,10 @@ class FFI(BaseFFI):
             "ProxycclPlanSteps",
             "ProxycclRuntimeTable",
             "ProxycclVerbsQp",
+            "ProxycclFabricLibrary",
+            "ProxycclFabricOffer",
+            "ProxycclFabricParts",
+            "ProxycclFabricRegion",
             "ProxycclCall",
             "ProxycclCallEntry",
             "ProxycclCallers",
@@ -894,6 +1108,10 @@ class FFI(BaseFFI):
             "ProxycclVerbsOptions",
             "ProxycclRemoteWriteTarget",
             "ProxycclStagedOptions",
+            "ProxycclFabricOptions",
+            "ProxycclFabricOffers *",
+            "ProxycclFabricEndpoint *",
+            "char *",
             "uint32_t",
         ],
         /,

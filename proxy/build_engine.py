@@ -128,6 +128,32 @@ typedef struct { uintptr_t qp; uintptr_t send_cq; ...; } ProxycclVerbsQp;
 ProxycclVerbsFinding proxyccl_verbs_find_qp(uintptr_t object, uint32_t offset, uint32_t qp_num, ProxycclVerbsQp *found);
 ProxycclVerbsFinding proxyccl_verbs_check_qp(uintptr_t qp, uint32_t qp_num, ProxycclVerbsQp *found);
 
+typedef struct {
+  uintptr_t fi_getinfo; uintptr_t fi_freeinfo; uintptr_t fi_dupinfo; uintptr_t fi_fabric; ...;
+} ProxycclFabricLibrary;
+typedef struct {
+  const char *provider; const char *fabric; const char *domain; const void *source; uint32_t source_bytes;
+  uint32_t address_format; uint32_t ordered; uint32_t remote; uint32_t virtual_keys; uint32_t provider_keys;
+  uint32_t key_bytes; uint32_t depth; uint64_t max_message; uint64_t bits_per_second; ...;
+} ProxycclFabricOffer;
+typedef struct ProxycclFabricOffers ProxycclFabricOffers;
+typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
+typedef struct { uintptr_t endpoint; uintptr_t queue; ...; } ProxycclFabricParts;
+typedef struct { uintptr_t region; uint64_t key; uintptr_t descriptor; ...; } ProxycclFabricRegion;
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+                           ProxycclFabricOffers **offers);
+int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
+void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
+int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
+                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call);
+void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
+int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
+int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
+int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
+int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
+                             ProxycclFabricRegion *region);
+int proxyccl_fabric_deregister(uintptr_t region);
+
 enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, ... };
 typedef struct { uint64_t fields[...]; } ProxycclCall;
 typedef struct { uint64_t sequence; ProxycclCall call; ...; } ProxycclCallEntry;
@@ -183,6 +209,7 @@ ffi.set_source(
 #include "announcements.h"
 #include "calls.h"
 #include "engine.h"
+#include "fabric_objects.h"
 #include "rendezvous.h"
 #include "transports.h"
 #include "verbs_objects.h"
@@ -208,7 +235,13 @@ static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
     ],
-    # The last exists where `make` had to fetch libibverbs' headers.
-    include_dirs=["proxy/engine", "device", "device/include", "build/rdma-headers/usr/include"],
+    # The last two exist where `make` had to fetch libibverbs' and libfabric's headers.
+    include_dirs=[
+        "proxy/engine",
+        "device",
+        "device/include",
+        "build/rdma-headers/usr/include",
+        "build/fabric-headers/usr/include",
+    ],
     extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
 )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from proxyccl.device.runtime import Event, PinnedMemory, Stream
-from proxyccl.proxy.codec import Message, Uint32, Uint64
+from proxyccl.proxy.codec import Message, Uint64
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import Trigger
-from proxyccl.proxy.verbs.options import RdmaOptions
 
 Handler = Callable[[Trigger], None]
 
@@ -105,7 +105,7 @@ class RdmaEndpointInfo(Message, frozen=True):
 
     endpoint: bytes
     segment: Uint64
-    rkey: Uint32
+    rkey: Uint64
     area: Uint64 = 0
     ring_bytes: Uint64 = 0
 
@@ -320,7 +320,7 @@ class Proxy(Protocol):
         ...
 
     def open_rdma(
-        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> RdmaContext:
         """The rank's RDMA context. Called once; the caller closes it after the proxy.
 

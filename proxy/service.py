@@ -25,14 +25,14 @@ from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
 from proxyccl.proxy.plan_table import PlanTable
+from proxyccl.proxy.rdma_setup import RdmaSetup
 from proxyccl.proxy.service_rdma import ServiceRdma
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
 from proxyccl.proxy.trigger import MAX_CHANNELS, Trigger
-from proxyccl.proxy.verbs.options import RdmaOptions
-from proxyccl.proxy.verbs.setup import RdmaSetup
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -224,11 +224,11 @@ class ProxyService:
         return self._add_connection(transport, find_transport(transport).connect(self._engine, options), peer)
 
     def open_rdma(
-        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> ServiceRdma:
         """See `Proxy.open_rdma`."""
-        setup = RdmaSetup(self.runtime, self._shared.memory, signals, options, near, local_rank)
-        return ServiceRdma(self.connect, setup)
+        setup = RdmaSetup(self.runtime, self._shared.memory, signals, near, local_rank)
+        return ServiceRdma(self.connect, setup, options)
 
     def _add_connection(self, transport: str, made: EngineConnection, peer: int | None) -> Connection:
         try:
@@ -395,8 +395,9 @@ class ProxyService:
         connection = self._connection_at(info.connection)
         reason = ffi.string(info.reason).decode() if info.reason else ""
         if connection is not None and info.code == native.PROXYCCL_ERROR_TRANSPORT:
-            meaning = find_transport(connection.transport).status_text(info.status)
-            reason = f"{reason}: {meaning}" if meaning else reason
+            transport = find_transport(connection.transport)
+            meaning = filter(None, (transport.status_text(info.status), transport.error_text(connection.pointer)))
+            reason = ": ".join((reason, *meaning))
         return ProxyFailure(
             code=info.code,
             channel=info.channel if of_trigger else None,

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import Connection, RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import rdma_functions
 from proxyccl.proxy.transports.transport import RdmaEndpoint
-from proxyccl.proxy.verbs.setup import RdmaSetup
 
 _MOST_ENDPOINTS: int = _engine.lib.PROXYCCL_MAX_CONNECTIONS
 
@@ -39,24 +40,26 @@ class ServiceRdma:
     Args:
         connect: makes the service's connections.
         setup: the rank that devices are opened for.
+        options: which devices, and their settings.
 
     Raises:
         ArgumentError: the words to signal leave the control segment.
     """
 
-    def __init__(self, connect: Connect, setup: RdmaSetup) -> None:
+    def __init__(self, connect: Connect, setup: RdmaSetup, options: TransportOptions) -> None:
         signals, segment = setup.signals, setup.segment
         if not 0 <= signals.start <= signals.stop <= segment.nbytes:
             raise ArgumentError("signals", f"must lie within the {segment.nbytes} bytes of the control segment")
         self._connect = connect
         self._setup = setup
-        self._devices: dict[Callable[[RdmaSetup], Any], Any] = {}  # by the function that opened them
+        self._options = options
+        self._devices: dict[Callable[[RdmaSetup, TransportOptions], Any], Any] = {}  # by the function that opened them
         self._endpoints: dict[int, _PeerEndpoint] = {}  # by peer
 
     def _device(self, transport: str) -> Any:
         open_device = rdma_functions(transport).open
         if open_device not in self._devices:
-            self._devices[open_device] = open_device(self._setup)
+            self._devices[open_device] = open_device(self._setup, self._options)
         return self._devices[open_device]
 
     def unsupported_reason(self, transport: str) -> str:

@@ -53,8 +53,8 @@ from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport
-from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import require_rings
 
 __all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
@@ -291,7 +291,7 @@ class DaemonClient:
         return self._daemon.ask(ReserveElsewhere(), ChannelReserved).channel
 
     def open_rdma(
-        self, options: RdmaOptions, signals: range, *, near: int | None = None, local_rank: int = 0
+        self, options: TransportOptions, signals: range, *, near: int | None = None, local_rank: int = 0
     ) -> DaemonRdma:
         """Has the daemon open an RDMA device for this rank. Arguments and errors as of `Proxy.open_rdma`."""
         return DaemonRdma(self._daemon, OpenRdma.of(options, signals, near, local_rank), self._timeout)

@@ -26,16 +26,18 @@ from proxyccl.device.errors import (
 )
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
+from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import Connection, ProxyFailure, RdmaEndpointInfo
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.plan import ProxyPlan
 from proxyccl.proxy.plan_table import MAX_PLANS
 from proxyccl.proxy.shared_words import SharedWords
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 7
+VERSION = 8
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """In a frame: the control segment's and the rings'."""
@@ -146,7 +148,7 @@ class AddRdmaMemory(Request, frozen=True):
 
     address: Uint64
     nbytes: Nbytes
-    key: Uint32
+    key: Uint64
 
 
 class RemoveMemory(Request, frozen=True):
@@ -229,32 +231,36 @@ class OpenRdma(Request, frozen=True):
     """An RDMA device for this client. Answered by `Done`.
 
     Attributes:
-        options: `RdmaOptions`, by field.
+        rdma: `RdmaOptions`, by field.
+        fabric: `FabricOptions`, by field.
         signals: begin and end, in bytes, of the words in the control segment that peers may signal.
         near: NUMA node that the device should be near to.
         local_rank: the rank's number on its host.
     """
 
-    options: dict[str, str | int | None]
+    rdma: dict[str, str | int | None]
+    fabric: dict[str, str | int | None]
     signals: tuple[SegmentOffset, SegmentOffset]
     near: Annotated[int, Meta(ge=0, le=2**16)] | None
     local_rank: Rank
 
     def __post_init__(self) -> None:
-        names = [field.name for field in fields(RdmaOptions)]
-        if self.options.keys() != set(names):
-            raise ValueError(f"options has the fields {', '.join(self.options)}; expected {', '.join(names)}")
+        for name, kind, given in (("rdma", RdmaOptions, self.rdma), ("fabric", FabricOptions, self.fabric)):
+            expected = [field.name for field in fields(kind)]
+            if given.keys() != set(expected):
+                raise ValueError(f"{name} has the fields {', '.join(given)}; expected {', '.join(expected)}")
 
     @property
-    def rdma_options(self) -> RdmaOptions:
+    def options(self) -> TransportOptions:
         """The options. Raises ArgumentError for a value that cannot be."""
-        values: dict[str, Any] = dict(self.options)
-        return RdmaOptions(**values)
+        rdma: dict[str, Any] = dict(self.rdma)
+        fabric: dict[str, Any] = dict(self.fabric)
+        return TransportOptions(RdmaOptions(**rdma), FabricOptions(**fabric))
 
     @classmethod
-    def of(cls, options: RdmaOptions, signals: range, near: int | None, local_rank: int) -> OpenRdma:
+    def of(cls, options: TransportOptions, signals: range, near: int | None, local_rank: int) -> OpenRdma:
         """The request for these options."""
-        return cls(asdict(options), (signals.start, signals.stop), near, local_rank)
+        return cls(asdict(options.rdma), asdict(options.fabric), (signals.start, signals.stop), near, local_rank)
 
 
 class RdmaUnsupportedReason(Request, frozen=True):
@@ -379,7 +385,7 @@ class Exposed(Reply, frozen=True):
 
     number: Uint64
     address: Uint64
-    key: Uint32
+    key: Uint64
     local_key: Uint32
     copied: bool
 

@@ -71,7 +71,7 @@ class SessionRdma:
         if self._context is not None:
             raise ProtocolError("open_rdma: an RDMA device is open already")
         self._context = self._proxy.open_rdma(
-            request.rdma_options,
+            request.options,
             range(*request.signals),
             near=request.near,
             local_rank=request.local_rank,

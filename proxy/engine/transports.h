@@ -5,7 +5,7 @@
 #include "transport.h"
 
 /* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any. */
-#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged)
+#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric)
 
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)

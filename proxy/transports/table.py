@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.transports import copy, staged, verbs
+from proxyccl.proxy.transports import copy, fabric, staged, verbs
 from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
 
 TRANSPORTS: dict[str, Transport] = {
@@ -12,6 +12,7 @@ TRANSPORTS: dict[str, Transport] = {
         copy.TRANSPORT,
         verbs.TRANSPORT,
         staged.TRANSPORT,
+        fabric.TRANSPORT,
     )
 }
 """Of several that reach a peer, the first is preferred."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
-from proxyccl.proxy.verbs.setup import RdmaSetup
 
 
 class RdmaEndpoint(Protocol):
@@ -54,10 +55,11 @@ class RdmaFunctions:
         refusal: error text for memory of `{rank}` that could not be exposed because of `{reason}`.
         withdraws_at_once: whether `withdraw` only refuses later puts of peers, so that it may be called while workers
             still use the memory.
+        rehearses: whether nodes that are rehearsed on one host use it without being asked to.
     """
 
     missing: Callable[[], str]
-    open: Callable[[RdmaSetup], Any]
+    open: Callable[[RdmaSetup, TransportOptions], Any]
     unsupported_reason: Callable[[Any], str]
     make_endpoint: Callable[[Any], RdmaEndpoint]
     expose: Callable[[Any, int, int, bytes], RdmaMemory]
@@ -65,6 +67,11 @@ class RdmaFunctions:
     registers_source: bool
     refusal: str
     withdraws_at_once: bool = False
+    rehearses: bool = True
+
+
+def _no_error_text(connection: Any) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class Transport:
         connect: makes a connection of the engine from the transport's own options.
         status_text: returns a status of such a connection in words; empty for a driver's own status.
         statuses: the statuses that no other transport returns.
+        error_text: returns what is known of the error that ended a connection of the engine beyond its status.
         rdma: what it does by RDMA; None for a transport that copies within a host.
     """
 
@@ -84,6 +92,7 @@ class Transport:
     status_text: Callable[[int], str]
     statuses: range
     rdma: RdmaFunctions | None = None
+    error_text: Callable[[Any], str] = _no_error_text
 
     @property
     def uses_rdma(self) -> bool:

@@ -9,6 +9,8 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import (
     EngineConnection,
     EngineRuntime,
@@ -111,6 +113,11 @@ def missing_for_verbs() -> str:
     return missing() or ""
 
 
+def open_verbs(setup: RdmaSetup, options: TransportOptions) -> VerbsContext:
+    """Opens the device, which `verbs` and `staged` share."""
+    return VerbsContext(setup, options.rdma)
+
+
 def _unsupported_reason(device: VerbsContext) -> str:
     return unsupported_reason(device.registrations, device.runtime)
 
@@ -131,7 +138,7 @@ TRANSPORT = Transport(
     statuses=range(lib.PROXYCCL_VERBS_COMPLETION, 2 * lib.PROXYCCL_VERBS_COMPLETION),
     rdma=RdmaFunctions(
         missing=missing_for_verbs,
-        open=VerbsContext,
+        open=open_verbs,
         unsupported_reason=_unsupported_reason,
         make_endpoint=_Endpoint,
         expose=_expose,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 
+from proxyccl.proxy.rdma_setup import RdmaSetup
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
+from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.proxy.verbs.setup import RdmaSetup
 from proxyccl.proxy.verbs.staging import RemoteWriteTargets
 
 
@@ -18,21 +19,22 @@ class VerbsContext:
         device: the device.
         registrations: memory that is registered with it.
         write_targets: memory that peers' staged puts may write.
-        runtime, segment, signals, options: as in the setup.
+        runtime, segment, signals: as in the setup.
+        options: which device, and its settings.
 
     Raises:
         ArgumentError: an option names something that does not exist.
         RuntimeUnavailableError: no device can be used; the message says why.
     """
 
-    def __init__(self, setup: RdmaSetup) -> None:
+    def __init__(self, setup: RdmaSetup, options: RdmaOptions) -> None:
         self.runtime = setup.runtime
         self.segment = setup.segment
         self.signals = setup.signals
-        self.options = setup.options
+        self.options = options
         self.write_targets = RemoteWriteTargets()
-        choice = choose_device(rdma_devices(), setup.options, setup.near, local_rank=setup.local_rank)
-        self.device = VerbsDevice.open(choice, setup.options)
+        choice = choose_device(rdma_devices(), options, setup.near, local_rank=setup.local_rank)
+        self.device = VerbsDevice.open(choice, options)
         self.registrations = Registrations(self.device)
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ from proxyccl.device.errors import (
     WaitTimeoutError,
 )
 from proxyccl.device.runtime import Event, Runtime, Stream
+from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
@@ -69,6 +70,7 @@ __all__ = [
     "EPConfig",
     "Event",
     "ExchangeError",
+    "FabricOptions",
     "HandlerError",
     "KernelError",
     "MemoryChannel",

@@ -145,7 +145,7 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node() -> None:
 
 # -- what moves the data ---
 
-RDMA = {"missing": {"verbs": "", "staged": ""}}
+RDMA = {"missing": {"verbs": "", "staged": "", "fabric": ""}}
 
 
 def test_copies_within_a_node_and_rdma_between(runtime: Runtime, own: RankInfo) -> None:
@@ -184,13 +184,27 @@ def test_a_staged_pair_uses_rdma(runtime: Runtime, own: RankInfo) -> None:
 
 
 def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
-    there = replace(own, host="elsewhere", missing=dict.fromkeys(("verbs", "staged"), "there is no RDMA device"))
+    lacks = {**dict.fromkeys(("verbs", "staged"), "there is no RDMA device"), "fabric": "there is no libfabric"}
+    there = replace(own, host="elsewhere", missing=lacks)
     topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
-    with pytest.raises(RuntimeUnavailableError, match="ranks 0 and 1: rank 1 lacks it: there is no RDMA device"):
+    message = "ranks 0 and 1: rank 1 lacks it: there is no RDMA device; there is no libfabric"
+    with pytest.raises(RuntimeUnavailableError, match=message):
         topology.transports()
     bystander = Topology.find(2, processes(replace(own, **RDMA), there, replace(own, **RDMA)), runtime, None)
     with pytest.raises(RuntimeUnavailableError, match="rank 1 lacks it"):
         bystander.uses_rdma()  # every rank hears of it
+
+
+def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
+    lacks = {**dict.fromkeys(("verbs", "staged"), "there is no RDMA device"), "fabric": ""}
+    here = replace(own, missing=lacks)
+    elsewhere = replace(here, host="elsewhere")
+    assert Topology.find(0, processes(here, elsewhere), runtime, None).transports() == {1: "fabric"}
+    both = replace(elsewhere, missing={**dict.fromkeys(lacks, "")})
+    assert Topology.find(0, processes(replace(here, missing=both.missing), both), runtime, None).transports() == {
+        1: "verbs"
+    }
+    assert Topology.find(0, processes(here, here), runtime, 1).transports() == {1: "copy"}
 
 
 def test_a_pair_is_forced_on_either_transport(runtime: Runtime, own: RankInfo) -> None:

@@ -33,6 +33,7 @@ from proxyccl.proxy.daemon import session, session_memories
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
+from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import RdmaEndpointInfo
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs.options import RdmaOptions
@@ -40,6 +41,8 @@ from support.daemons import RunningDaemon, running_daemon
 from support.observing import wait_for
 from support.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
 from support.running import TIMEOUT, run_ranks
+
+OPTIONS = {"rdma": asdict(RdmaOptions()), "fabric": asdict(FabricOptions())}
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +178,7 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "add_pinned_memory"},
         {"do": "add_pinned_memory", "handle": 3},
         {"do": "add_pinned_memory", "handle": b"\0", "nbytes": 1},
-        {"do": "add_rdma_memory", "address": 4096, "nbytes": 1, "key": 1 << 32},
+        {"do": "add_rdma_memory", "address": 4096, "nbytes": 1, "key": 1 << 64},
         {"do": "add_rdma_memory", "address": -1, "nbytes": 1, "key": 0},
         {"do": "rdma_unsupported_reason", "transport": "verbs"},
         {"do": "make_endpoint", "peer": 1, "transport": "verbs"},
@@ -183,8 +186,8 @@ def test_ids_of_another_client_are_none_of_this_ones(daemon: RunningDaemon, byst
         {"do": "connect_rdma", "peer": 1},
         {"do": "expose", "handle": b"\0", "nbytes": 1, "transport": "verbs"},
         {"do": "withdraw", "number": 0},
-        {"do": "open_rdma", "options": {"device": "mlx5_0"}, "signals": [0, 8], "near": None, "local_rank": 0},
-        {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0], "near": None, "local_rank": 0},
+        {"do": "open_rdma", **OPTIONS, "rdma": {"device": "mlx5_0"}, "signals": [0, 8], "near": None, "local_rank": 0},
+        {"do": "open_rdma", **OPTIONS, "signals": [0], "near": None, "local_rank": 0},
         {"do": "add_plan"},
         {"do": "add_plan", "plan": {"posts": [{"channel": -1, "memory": 0, "offset": 0}]}},
         {"do": "add_plan", "plan": {"sends": [{"channel": 0, "src_memory": 0}]}},
@@ -323,7 +326,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 {"do": "add_plan", "plan": client.plan(used)},
                 {"do": "remove_plan", "number": rng.randrange(1, 4)},
                 {"do": "add_rdma_memory", "address": 4096, "nbytes": 64, "key": 1},
-                {"do": "open_rdma", "options": asdict(RdmaOptions()), "signals": [0, 8], "near": 0, "local_rank": 0},
+                {"do": "open_rdma", **OPTIONS, "signals": [0, 8], "near": 0, "local_rank": 0},
                 {"do": "make_endpoint", "peer": 1, "transport": "staged"},
                 {"do": "expose", "handle": handle, "nbytes": 64, "transport": "verbs"},
                 OPEN,

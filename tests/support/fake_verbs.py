@@ -219,7 +219,8 @@ class Loop:
         destination: what they write.
         peers: number of peers.
         service: options of the service.
-        options: of each `FakePeer`.
+        make_peer: makes each peer; None for `FakePeer`.
+        options: of each peer.
     """
 
     def __init__(
@@ -229,6 +230,7 @@ class Loop:
         *,
         peers: int = 1,
         service: dict[str, Any] | None = None,
+        make_peer: Callable[..., FakePeer] | None = None,
         **options: Any,
     ) -> None:
         runtime = rank_runtime(0)
@@ -243,7 +245,8 @@ class Loop:
             **(service or {}),
         )
         self.producer = Producer(self.service)
-        self.peers = [FakePeer(self.service, source, destination, rank=7 + i, **options) for i in range(peers)]
+        make = make_peer or FakePeer
+        self.peers = [make(self.service, source, destination, rank=7 + i, **options) for i in range(peers)]
 
     def __enter__(self) -> Loop:
         return self

@@ -1,11 +1,10 @@
-"""What an RDMA device is opened for."""
+"""What a device of a transport between hosts is opened for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from proxyccl.device.runtime import PinnedMemory, Runtime
-from proxyccl.proxy.verbs.options import RdmaOptions
 
 
 @dataclass(frozen=True)
@@ -16,7 +15,6 @@ class RdmaSetup:
         runtime: whose device memory peers reach.
         segment: the rank's control segment.
         signals: where in it, in bytes, the words lie that peers' proxies may signal.
-        options: which device, and its settings.
         near: NUMA node that the device is to be near to; None: all are equally near.
         local_rank: the rank's number on its host.
     """
@@ -24,6 +22,5 @@ class RdmaSetup:
     runtime: Runtime
     segment: PinnedMemory
     signals: range
-    options: RdmaOptions
     near: int | None
     local_rank: int

@@ -1,0 +1,255 @@
+#include "fabric_objects.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if __has_include(<rdma/fi_rma.h>)
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+/* The oldest that has all of this. A library of any later version behaves as that one did. */
+#define INTERFACE FI_VERSION(1, 9)
+
+typedef int Getinfo(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
+typedef void Freeinfo(struct fi_info *);
+typedef struct fi_info *Dupinfo(const struct fi_info *);
+typedef int OpenFabric(struct fi_fabric_attr *, struct fid_fabric **, void *);
+
+struct ProxycclFabricOffers {
+  struct fi_info *first;
+  Freeinfo *free_info;
+};
+
+struct ProxycclFabricEndpoint {
+  int binds_regions; /* memory is registered with the endpoint, not with its domain alone */
+  struct fid_fabric *fabric;
+  struct fid_domain *domain;
+  struct fid_cq *queue;
+  struct fid_av *peers;
+  struct fid_ep *endpoint;
+};
+
+static int status_of(ssize_t status) { return status >= 0 ? 0 : (int)-status; }
+
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+                           ProxycclFabricOffers **offers) {
+  Freeinfo *free_info = (Freeinfo *)library->fi_freeinfo;
+  struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
+  if (hints == NULL) return ENOMEM;
+  hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests give a provider the room */
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (ordered) hints->tx_attr->msg_order = hints->rx_attr->msg_order = FI_ORDER_WAW;
+  if (provider != NULL) hints->fabric_attr->prov_name = strdup(provider);
+  struct fi_info *found = NULL;
+  const int status = ((Getinfo *)library->fi_getinfo)(INTERFACE, NULL, NULL, 0, hints, &found);
+  free_info(hints);
+  if (status != 0) return status_of(status);
+  *offers = malloc(sizeof **offers);
+  if (*offers == NULL) {
+    free_info(found);
+    return ENOMEM;
+  }
+  **offers = (ProxycclFabricOffers){found, free_info};
+  return 0;
+}
+
+static const struct fi_info *info_of(const ProxycclFabricOffers *offers, uint32_t number) {
+  const struct fi_info *info = offers->first;
+  for (; info != NULL && number > 0; --number) info = info->next;
+  return info;
+}
+
+int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) {
+  const struct fi_info *info = info_of(offers, number);
+  if (info == NULL) return 0;
+  const uint64_t ordered_bytes = info->ep_attr->max_order_waw_size;
+  const int ordered = (info->tx_attr->msg_order & FI_ORDER_WAW) != 0 && ordered_bytes >= sizeof(uint64_t);
+  *offer = (ProxycclFabricOffer){
+      .provider = info->fabric_attr->prov_name,
+      .fabric = info->fabric_attr->name,
+      .domain = info->domain_attr->name,
+      .source = info->src_addr,
+      .source_bytes = (uint32_t)info->src_addrlen,
+      .address_format = info->addr_format,
+      .ordered = (uint32_t)ordered,
+      .remote = (info->caps & (FI_LOCAL_COMM | FI_REMOTE_COMM)) != FI_LOCAL_COMM,
+      .virtual_keys = (info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0,
+      .provider_keys = (info->domain_attr->mr_mode & FI_MR_PROV_KEY) != 0,
+      .key_bytes = (uint32_t)info->domain_attr->mr_key_size,
+      .depth = (uint32_t)info->tx_attr->size,
+      /* Order may end at a length. */
+      .max_message =
+          ordered && ordered_bytes < info->ep_attr->max_msg_size ? ordered_bytes : info->ep_attr->max_msg_size,
+      .bits_per_second = info->nic != NULL && info->nic->link_attr != NULL ? info->nic->link_attr->speed : 0,
+  };
+  return 1;
+}
+
+void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) {
+  offers->free_info(offers->first);
+  free(offers);
+}
+
+static int open_parts(ProxycclFabricEndpoint *self, OpenFabric *open_fabric, struct fi_info *info, uint32_t completions,
+                      const char **call) {
+  struct fi_cq_attr queue = {.size = completions, .format = FI_CQ_FORMAT_CONTEXT, .wait_obj = FI_WAIT_NONE};
+  struct fi_av_attr peers = {.type = info->domain_attr->av_type == FI_AV_MAP ? FI_AV_MAP : FI_AV_TABLE};
+  int status;
+  *call = "fi_fabric";
+  if ((status = open_fabric(info->fabric_attr, &self->fabric, NULL)) != 0) return status;
+  *call = "fi_domain";
+  if ((status = fi_domain(self->fabric, info, &self->domain, NULL)) != 0) return status;
+  *call = "fi_cq_open";
+  if ((status = fi_cq_open(self->domain, &queue, &self->queue, NULL)) != 0) return status;
+  *call = "fi_av_open";
+  if ((status = fi_av_open(self->domain, &peers, &self->peers, NULL)) != 0) return status;
+  *call = "fi_endpoint";
+  if ((status = fi_endpoint(self->domain, info, &self->endpoint, NULL)) != 0) return status;
+  *call = "fi_ep_bind";
+  if ((status = fi_ep_bind(self->endpoint, &self->peers->fid, 0)) != 0) return status;
+  if ((status = fi_ep_bind(self->endpoint, &self->queue->fid, FI_TRANSMIT | FI_RECV | FI_SELECTIVE_COMPLETION)) != 0)
+    return status;
+  *call = "fi_enable";
+  return fi_enable(self->endpoint);
+}
+
+int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
+                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call) {
+  const struct fi_info *info = info_of(offers, number);
+  ProxycclFabricEndpoint *self = calloc(1, sizeof *self);
+  *call = "calloc";
+  if (self == NULL || info == NULL) {
+    free(self);
+    return ENOMEM;
+  }
+  self->binds_regions = (info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
+  struct fi_info *own = ((Dupinfo *)library->fi_dupinfo)(info);
+  const int status = own == NULL ? -ENOMEM : open_parts(self, (OpenFabric *)library->fi_fabric, own, completions, call);
+  if (own != NULL) ((Freeinfo *)library->fi_freeinfo)(own);
+  if (status != 0) {
+    proxyccl_fabric_close(self);
+    return status_of(status);
+  }
+  *endpoint = self;
+  return 0;
+}
+
+void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {
+  *parts = (ProxycclFabricParts){(uintptr_t)endpoint->endpoint, (uintptr_t)endpoint->queue};
+}
+
+int proxyccl_fabric_close(ProxycclFabricEndpoint *self) {
+  struct fid *const parts[] = {
+      self->endpoint == NULL ? NULL : &self->endpoint->fid, self->peers == NULL ? NULL : &self->peers->fid,
+      self->queue == NULL ? NULL : &self->queue->fid,       self->domain == NULL ? NULL : &self->domain->fid,
+      self->fabric == NULL ? NULL : &self->fabric->fid,
+  };
+  int first = 0;
+  for (size_t i = 0; i < sizeof parts / sizeof *parts; ++i) {
+    const int status = parts[i] == NULL ? 0 : fi_close(parts[i]);
+    if (first == 0) first = status_of(status);
+  }
+  free(self);
+  return first;
+}
+
+int proxyccl_fabric_address(const ProxycclFabricEndpoint *self, void *address, uint64_t *bytes) {
+  size_t room = *bytes;
+  const int status = fi_getname(&self->endpoint->fid, address, &room);
+  *bytes = room;
+  return status_of(status);
+}
+
+int proxyccl_fabric_insert(ProxycclFabricEndpoint *self, const char *address, uint64_t *peer) {
+  fi_addr_t inserted = FI_ADDR_NOTAVAIL;
+  const int status = fi_av_insert(self->peers, address, 1, &inserted, 0, NULL);
+  *peer = inserted;
+  return status == 1 ? 0 : status < 0 ? -status : FI_EINVAL;
+}
+
+int proxyccl_fabric_register(ProxycclFabricEndpoint *self, uintptr_t address, uint64_t bytes, uint64_t key,
+                             ProxycclFabricRegion *region) {
+  struct fid_mr *made = NULL;
+  int status =
+      fi_mr_reg(self->domain, (const void *)address, bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0, &made, NULL);
+  if (status != 0) return status_of(status);
+  if (self->binds_regions) {
+    status = fi_mr_bind(made, &self->endpoint->fid, 0);
+    if (status == 0) status = fi_mr_enable(made);
+  }
+  if (status == 0 && fi_mr_key(made) == FI_KEY_NOTAVAIL) status = -FI_EKEYREJECTED;
+  if (status != 0) {
+    fi_close(&made->fid);
+    return status_of(status);
+  }
+  *region = (ProxycclFabricRegion){(uintptr_t)made, fi_mr_key(made), (uintptr_t)fi_mr_desc(made)};
+  return 0;
+}
+
+int proxyccl_fabric_deregister(uintptr_t region) { return status_of(fi_close(&((struct fid_mr *)region)->fid)); }
+
+#else
+
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+                           ProxycclFabricOffers **offers) {
+  (void)library, (void)provider, (void)ordered, (void)offers;
+  return ENOSYS;
+}
+
+/* Without offers nobody calls the others. */
+int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer) {
+  (void)offers, (void)number, (void)offer;
+  return 0;
+}
+
+void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers) { (void)offers; }
+
+int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
+                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call) {
+  (void)library, (void)offers, (void)number, (void)completions, (void)endpoint;
+  *call = "fi_fabric";
+  return ENOSYS;
+}
+
+void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts) {
+  (void)endpoint, (void)parts;
+}
+
+int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint) {
+  (void)endpoint;
+  return 0;
+}
+
+int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes) {
+  (void)endpoint, (void)address, (void)bytes;
+  return ENOSYS;
+}
+
+int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer) {
+  (void)endpoint, (void)address, (void)peer;
+  return ENOSYS;
+}
+
+int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
+                             ProxycclFabricRegion *region) {
+  (void)endpoint, (void)address, (void)bytes, (void)key, (void)region;
+  return ENOSYS;
+}
+
+int proxyccl_fabric_deregister(uintptr_t region) {
+  (void)region;
+  return 0;
+}
+
+#endif

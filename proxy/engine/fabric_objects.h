@@ -1,0 +1,68 @@
+/* Opens libfabric's objects for Python: what providers offer, an endpoint, registered memory, peers' addresses.
+ *
+ * Python loads the library; here is what needs its headers. Functions that return an int return 0, or the number of
+ * libfabric's error, unless they say otherwise. */
+#ifndef PROXYCCL_FABRIC_OBJECTS_H
+#define PROXYCCL_FABRIC_OBJECTS_H
+
+#include <stdint.h>
+
+/* Addresses of the library's functions, of the same names. */
+typedef struct ProxycclFabricLibrary {
+  uintptr_t fi_getinfo, fi_freeinfo, fi_dupinfo, fi_fabric;
+} ProxycclFabricLibrary;
+
+/* One way to make an endpoint. Strings and addresses are the offer's. */
+typedef struct ProxycclFabricOffer {
+  const char *provider, *fabric, *domain;
+  const void *source; /* the endpoint's own address, `source_bytes` of `address_format`; NULL if not known yet */
+  uint32_t source_bytes, address_format;
+  uint32_t ordered;       /* writes change the peer's memory in their order */
+  uint32_t remote;        /* it reaches other hosts */
+  uint32_t virtual_keys;  /* a key goes with the memory's own addresses; otherwise with offsets in it */
+  uint32_t provider_keys; /* the provider chooses keys; otherwise the caller does */
+  uint32_t key_bytes;
+  uint32_t depth; /* writes that may be outstanding */
+  uint64_t max_message;
+  uint64_t bits_per_second; /* of the link; 0: not known */
+} ProxycclFabricOffer;
+
+/* What providers offer for writes to peers' memory. `provider` is a name as in FI_PROVIDER, or NULL; `ordered` asks for
+ * order. Frees itself by proxyccl_fabric_offers_free. */
+typedef struct ProxycclFabricOffers ProxycclFabricOffers;
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+                           ProxycclFabricOffers **offers);
+/* 1 and the offer of a number from 0, or 0 if there is none. */
+int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
+void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
+
+/* An endpoint with its domain, completion queue and address vector, enabled. */
+typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
+typedef struct ProxycclFabricParts {
+  uintptr_t endpoint, queue; /* fid_ep *, fid_cq * */
+} ProxycclFabricParts;
+
+/* `call` is set to the name of the call that failed. */
+int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,
+                         uint32_t completions, ProxycclFabricEndpoint **endpoint, const char **call);
+void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabricParts *parts);
+/* Nothing may be outstanding that matters, and all memory is deregistered. The first error of what it closes. */
+int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
+
+/* The endpoint's address. `bytes` is the room, then the length. */
+int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
+/* Makes a peer known. `peer` is set to its fi_addr_t. */
+int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
+
+typedef struct ProxycclFabricRegion {
+  uintptr_t region; /* fid_mr * */
+  uint64_t key;
+  uintptr_t descriptor;
+} ProxycclFabricRegion;
+
+/* Registers memory that peers write and that writes read. `key` is for providers that let the caller choose. */
+int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
+                             ProxycclFabricRegion *region);
+int proxyccl_fabric_deregister(uintptr_t region);
+
+#endif

@@ -1,0 +1,298 @@
+/* Operations wait in a queue of the connection until a request is free. Requests are numbered from 1; all up to number
+ * `retired` are complete.
+ *
+ * Where the peer's memory changes in the order of the writes, a request is kept back until the next one or the end of a
+ * run of triggers: so only the last of a run asks for a completion, which retires all before it. Elsewhere each request
+ * has a completion of its own.
+ *
+ * A completion tells that the data was delivered, as a reliable connection of verbs does: a peer whose workers have
+ * ended carries out no more writes. */
+#include "fabric_transport.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "operations.h"
+#include "transports.h"
+
+static const char *fabric_refused(const void *given) {
+  const ProxycclFabricOptions *options = given;
+  if (options->endpoint == 0) return "endpoint";
+  if (options->queue == 0) return "queue";
+  if (options->depth == 0 || options->depth > PROXYCCL_FABRIC_MOST_DEPTH) return "depth";
+  if (options->max_message == 0) return "max_message";
+  if (options->requests == 0 || options->requests % sizeof(uint64_t) != 0) return "requests";
+  if (options->requests_key >= PROXYCCL_FABRIC_LOCAL_KEYS) return "requests_key";
+  if (options->descriptors == NULL) return "descriptors";
+  return NULL;
+}
+
+#if __has_include(<rdma/fi_rma.h>)
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+enum {
+  COMPLETIONS = 16, /* taken with one call */
+  RUNS = 4,         /* a window is asked for so many completions, so that it never empties to refill */
+  WAITS = -1        /* no status: there is no room now */
+};
+
+typedef struct FabricConnection FabricConnection;
+
+/* `context` is the provider's from the write to the completion. */
+typedef struct {
+  struct fi_context2 context;
+  FabricConnection *connection;
+  uint64_t value;   /* of a signal: what is written */
+  uint32_t awaited; /* it has a completion of its own */
+  uint32_t state;   /* pairing 40: 0, or what its completion told: DELIVERED or the number of an error */
+} FabricRequest;
+
+enum { DELIVERED = UINT32_MAX };
+
+_Static_assert(sizeof(FabricRequest) <= PROXYCCL_FABRIC_REQUEST_BYTES,
+               "a request has its place in the memory of requests");
+
+struct FabricConnection {
+  ProxycclConnection base;
+  ProxycclFabricOptions options;
+  struct fid_ep *endpoint;
+  struct fid_cq *queue;
+  uint32_t run;   /* most requests without a completion */
+  uint32_t quiet; /* requests since the last one with a completion */
+  uint64_t made, posted, retired;
+  struct iovec part;        /* the request that is made and not posted, if there is one */
+  struct fi_rma_iov target; /* likewise */
+  void *descriptor;         /* likewise */
+  char text[PROXYCCL_FABRIC_ERROR_TEXT];
+  OperationQueue operations;
+  FlushQueue flushes;
+};
+
+static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConnection *)base; }
+
+static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
+
+/* Pairing 40, release: whoever takes a completion, for the worker of the request's connection. */
+static void request_complete(FabricRequest *request, uint32_t state) {
+  __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
+}
+
+/* Pairing 40, acquire. */
+static uint32_t request_state(const FabricRequest *request) {
+  return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE);
+}
+
+static FabricRequest *request_of(const FabricConnection *self, uint64_t number) {
+  return (FabricRequest *)(self->options.requests + number % self->options.depth * PROXYCCL_FABRIC_REQUEST_BYTES);
+}
+
+static void *descriptor_of(const FabricConnection *self, uint64_t key) {
+  return key < PROXYCCL_FABRIC_LOCAL_KEYS ? (void *)(uintptr_t)self->options.descriptors[key] : NULL;
+}
+
+/* Posts the request that is kept back, if there is one. */
+static int post(FabricConnection *self, int awaited) {
+  if (self->posted == self->made) return 0;
+  FabricRequest *request = request_of(self, self->made);
+  const struct fi_msg_rma message = {
+      .msg_iov = &self->part,
+      .desc = &self->descriptor,
+      .iov_count = 1,
+      .addr = self->options.peer,
+      .rma_iov = &self->target,
+      .rma_iov_count = 1,
+      .context = request,
+  };
+  request->awaited = (uint32_t)awaited;
+  request->state = 0;
+  const ssize_t status =
+      fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+  if (status == -FI_EAGAIN) return WAITS;
+  if (status != 0) return failed((int)-status);
+  self->posted = self->made;
+  self->quiet = awaited ? 0 : self->quiet + 1;
+  return 0;
+}
+
+/* Makes the next request of an operation. */
+static void make_request(FabricConnection *self, Operation *operation) {
+  FabricRequest *request = request_of(self, ++self->made);
+  request->connection = self;
+  self->target.addr = operation->destination;
+  self->target.key = operation->destination_key;
+  if (operation->kind == PUT) {
+    const uint64_t most = self->options.max_message;
+    const uint64_t bytes = operation->bytes < most ? operation->bytes : most;
+    self->part = (struct iovec){(void *)(uintptr_t)operation->source, bytes};
+    self->descriptor = descriptor_of(self, operation->source_key);
+    operation_advance(operation, bytes);
+  } else {
+    request->value = operation->value;
+    self->part = (struct iovec){&request->value, sizeof request->value};
+    self->descriptor = descriptor_of(self, self->options.requests_key);
+  }
+  self->target.len = self->part.iov_len;
+}
+
+/* Makes requests of the operations in order, as far as there is room, and posts all but the last. */
+static int issue(FabricConnection *self) {
+  for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
+    if (operation->kind == FLUSH) {
+      if (!flushes_push(&self->flushes, operation, self->made, self->retired)) return 0;
+      operations_pop(&self->operations);
+      continue;
+    }
+    const int status = post(self, !self->options.ordered || self->quiet + 1 >= self->run);
+    if (status != 0) return status == WAITS ? 0 : status;
+    if (self->made - self->retired == self->options.depth) return 0;
+    if (operation->kind == SIGNAL && !self->options.ordered && self->made != self->retired) return 0;
+    make_request(self, operation);
+    if (operation->bytes == 0) operations_pop(&self->operations);
+  }
+  return 0;
+}
+
+/* Notes an error, in the provider's words too, for the connection whose request it ended. */
+static int take_error(FabricConnection *self) {
+  struct fi_cq_err_entry entry = {0};
+  if (fi_cq_readerr(self->queue, &entry, 0) < 0) return 0; /* another connection's worker took it */
+  FabricRequest *request = entry.op_context;
+  FabricConnection *concerned = request != NULL ? request->connection : self;
+  fi_cq_strerror(self->queue, entry.prov_errno, entry.err_data, concerned->text, sizeof concerned->text);
+  concerned->text[sizeof concerned->text - 1] = 0;
+  const uint32_t error = entry.err > 0 ? (uint32_t)entry.err : EIO;
+  if (request == NULL) return failed((int)error);
+  request_complete(request, error);
+  return 0;
+}
+
+/* Takes what the endpoint has completed, of all its connections. This also carries out what peers write here. */
+static int take_completions(FabricConnection *self, uint32_t *progress) {
+  struct fi_cq_entry completions[COMPLETIONS];
+  ssize_t taken;
+  do {
+    taken = fi_cq_read(self->queue, completions, COMPLETIONS);
+    if (taken == -FI_EAGAIN) return 0;
+    if (taken == -FI_EAVAIL) return take_error(self);
+    if (taken < 0) return failed((int)-taken);
+    for (ssize_t i = 0; i < taken; ++i) request_complete(completions[i].op_context, DELIVERED);
+    *progress += (uint32_t)taken;
+  } while (taken == COMPLETIONS);
+  return 0;
+}
+
+/* Retires the requests up to the last that is complete together with all before it. */
+static int retire(FabricConnection *self) {
+  for (uint64_t number = self->retired + 1; number <= self->posted; ++number) {
+    const FabricRequest *request = request_of(self, number);
+    const uint32_t state = request_state(request);
+    if (state != 0 && state != DELIVERED) return failed((int)state); /* each tells of an error */
+    if (!request->awaited) continue; /* the next one with a completion tells that it is complete */
+    if (state == 0) break;
+    self->retired = number;
+  }
+  flushes_complete(&self->flushes, self->retired);
+  return 0;
+}
+
+static uint32_t fabric_ready(const ProxycclConnection *base) {
+  return operations_ready(&((const FabricConnection *)base)->operations);
+}
+
+static int fabric_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  FabricConnection *self = self_of(base);
+  operations_push_put(&self->operations, dst, dst_offset, src, src_offset, bytes);
+  return issue(self);
+}
+
+static int fabric_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
+  FabricConnection *self = self_of(base);
+  (void)previous;
+  operations_push_signal(&self->operations, remote, self->options.signal_key, value);
+  return issue(self);
+}
+
+static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
+  FabricConnection *self = self_of(base);
+  operations_push_flush(&self->operations, flushed, value);
+  return issue(self);
+}
+
+static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
+  FabricConnection *self = self_of(base);
+  int status = take_completions(self, progress);
+  if (status == 0) status = retire(self);
+  if (status == 0) status = issue(self);
+  if (status == 0) status = post(self, 1);
+  if (status == WAITS) status = 0;
+  return status == 0 ? proxyccl_mark_progress(base) : status;
+}
+
+/* An operation waits only behind an outstanding request. */
+static int fabric_idle(const ProxycclConnection *base) {
+  const FabricConnection *self = (const FabricConnection *)base;
+  return self->made == self->retired;
+}
+
+static void fabric_destroy(ProxycclConnection *base) { free(base); }
+
+int proxyccl_fabric_built(void) { return 1; }
+
+const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
+  return ((const FabricConnection *)connection)->text;
+}
+
+static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntimeTable *runtime) {
+  const ProxycclFabricOptions *options = given;
+  FabricConnection *self = calloc(1, sizeof *self);
+  (void)runtime;
+  if (self == NULL) return NULL;
+  self->base.transport = &proxyccl_fabric_transport;
+  self->options = *options;
+  self->endpoint = (struct fid_ep *)options->endpoint;
+  self->queue = (struct fid_cq *)options->queue;
+  self->run = options->depth / RUNS > 0 ? options->depth / RUNS : 1;
+  return &self->base;
+}
+
+const ProxycclTransport proxyccl_fabric_transport = {
+    .name = "fabric",
+    .copies = PROXYCCL_COPIES_SOURCE, /* providers over sockets read a source by its address alone, with no key */
+    .refused = fabric_refused,
+    .create = fabric_create,
+    .ready = fabric_ready,
+    .put = fabric_put,
+    .signal = fabric_signal,
+    .flush = fabric_flush,
+    .poll = fabric_poll,
+    .idle = fabric_idle,
+    .destroy = fabric_destroy,
+};
+
+#else
+
+int proxyccl_fabric_built(void) { return 0; }
+
+const char *proxyccl_fabric_error_text(const ProxycclConnection *connection) {
+  (void)connection;
+  return "";
+}
+
+static ProxycclConnection *fabric_create(const void *options, const ProxycclRuntimeTable *runtime) {
+  (void)options, (void)runtime;
+  errno = ENOSYS;
+  return NULL;
+}
+
+const ProxycclTransport proxyccl_fabric_transport = {
+    .name = "fabric", .refused = fabric_refused, .create = fabric_create};
+
+#endif

@@ -1,0 +1,45 @@
+/* RMA writes through libfabric, from one endpoint for all peers of a rank.
+ *
+ * Compiling it needs libfabric's headers; running it needs no link to the library, as writing and polling are calls
+ * through the operation tables of the endpoint and of its completion queue. */
+#ifndef PROXYCCL_FABRIC_TRANSPORT_H
+#define PROXYCCL_FABRIC_TRANSPORT_H
+
+#include <stdint.h>
+
+/* A status of this transport is this value plus the number of libfabric's error. */
+enum { PROXYCCL_FABRIC_FAILED = 1 << 20 };
+
+enum {
+  PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* of the memory that a request takes */
+  PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
+  PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* local keys of a rank */
+  PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's words on an error */
+};
+
+typedef struct ProxycclFabricOptions {
+  uintptr_t endpoint; /* fid_ep *, enabled */
+  uintptr_t queue; /* fid_cq *, the endpoint's. Connections share both; whoever polls takes everyone's completions. */
+  uint64_t peer;   /* the peer's fi_addr_t */
+  uint32_t depth;  /* most requests outstanding */
+  uint32_t
+      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
+  uint64_t max_message; /* bytes that one request may carry */
+  uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
+  uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */
+  uint32_t requests_key;       /* local key of that memory */
+  const uint64_t *descriptors; /* by local key, the descriptor of registered memory; LOCAL_KEYS of them */
+} ProxycclFabricOptions;
+
+/* The key of a put's source is its local key: an index, as the key may come from another process. A put's destination
+ * has the peer's key, and as its `base` the address that goes with that key; so has a signal's word. */
+
+/* 1 if this build has the transport: it was built with libfabric's headers. */
+int proxyccl_fabric_built(void);
+
+typedef struct ProxycclConnection ProxycclConnection;
+
+/* The provider's words on the error that ended a connection of this transport; empty if it had none. */
+const char *proxyccl_fabric_error_text(const ProxycclConnection *connection);
+
+#endif

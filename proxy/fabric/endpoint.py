@@ -1,0 +1,269 @@
+"""An endpoint of libfabric, its address for peers, and the memory that is registered with it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from proxyccl.device.errors import ArgumentError, ClosedError, ProtocolError, ResourceError
+from proxyccl.device.lease_cache import LeaseCache
+from proxyccl.proxy import _engine
+from proxyccl.proxy.codec import Codec, Message, Uint32
+from proxyccl.proxy.fabric.library import FabricOffer, Library, load
+from proxyccl.proxy.fabric.options import FabricOptions
+
+ffi, lib = _engine.ffi, _engine.lib
+
+_ADDRESS_BYTES = 512
+_COMPLETIONS = 8192
+_KEY_EXISTS = 269  # FI_ENOKEY: an own registration has this key
+_KEY_TRIES = 8
+_LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
+
+
+class FabricAddress(Message, frozen=True):
+    """Where an endpoint is: what it tells its peers.
+
+    Attributes:
+        provider: the provider that its peers need too.
+        format: libfabric's number of the form of `address`.
+        address: the address.
+    """
+
+    provider: Annotated[str, Meta(max_length=256)]
+    format: Uint32
+    address: Annotated[bytes, Meta(max_length=_ADDRESS_BYTES)]
+
+
+ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
+
+
+@dataclass(frozen=True)
+class FabricConnectionOptions:
+    """A connection over an endpoint (fabric_transport.h).
+
+    Attributes:
+        endpoint: address of the fid_ep.
+        queue: address of its fid_cq.
+        peer: the peer's fi_addr_t.
+        depth: most writes outstanding.
+        ordered: whether a signal is written at once behind its data; otherwise when that is delivered.
+        max_message: bytes that one write may carry; a longer put becomes several.
+        signal_key: key of the memory with the peer's semaphore words.
+        requests: address of registered memory for `depth` requests, which outlives the endpoint.
+        requests_key: its local key.
+        descriptors: address of the table of local keys.
+    """
+
+    endpoint: int
+    queue: int
+    peer: int
+    depth: int
+    ordered: bool
+    max_message: int
+    signal_key: int
+    requests: int
+    requests_key: int
+    descriptors: int
+
+
+@dataclass(frozen=True)
+class FabricRegistration:
+    """A registered range of memory.
+
+    Attributes:
+        ptr: its address in this process.
+        nbytes: its size.
+        address: by which peers name its first byte: the same, or 0.
+        key: key for peers.
+        local_key: key for own writes; 0 if the provider needs none.
+        region: address of the fid_mr.
+        allocation: what `FabricEndpoint.register` was given.
+    """
+
+    ptr: int
+    nbytes: int
+    address: int
+    key: int
+    local_key: int
+    region: int
+    allocation: Hashable = None
+
+
+class FabricEndpoint:
+    """An endpoint for all peers of a rank, and memory that is registered with it. Threads may share it.
+
+    A range is registered once however often it is asked for. Ranges that nobody uses any more stay registered for the
+    next time if the caller names their allocation; the least recently used go first.
+
+    Attributes:
+        offer: the provider and its interface.
+        ordered: whether signals follow their data at once.
+        depth: most writes that a connection has outstanding.
+
+    Raises:
+        ResourceError: the system or the provider has no room.
+        RuntimeUnavailableError: the provider can't open it; the message says why.
+    """
+
+    def __init__(
+        self, offer: FabricOffer, options: FabricOptions, *, keep: int = 64, keep_bytes: int = 1 << 30
+    ) -> None:
+        self.offer = offer
+        self.ordered = offer.ordered and options.signal != "delivered"
+        self.depth = min(options.depth, offer.depth)
+        self._library: Library = load()
+        offers, number = offer.source
+        made, call = ffi.new("ProxycclFabricEndpoint **"), ffi.new("char **")
+        error = lib.proxyccl_fabric_open(self._library.functions, offers, number, _COMPLETIONS, made, call)
+        if error:
+            self._library.check(ffi.string(call[0]).decode(), str(offer), error)
+        self._endpoint: Any = made[0]
+        parts = ffi.new("ProxycclFabricParts *")
+        lib.proxyccl_fabric_parts(self._endpoint, parts)
+        self._parts = parts
+        self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has none
+        self._free_keys = deque(range(1, _LOCAL_KEYS))
+        self._lock = threading.Lock()
+        self._kept: list[Any] = []  # memory that the provider may touch until the endpoint is closed
+        self._made: LeaseCache[Hashable, FabricRegistration] = LeaseCache(
+            self._deregister, keep=keep, weigh=lambda made: made.nbytes, keep_weight=keep_bytes
+        )
+
+    @property
+    def address(self) -> bytes:
+        """The address for a peer's `connect`, as bytes."""
+        self._require_open()
+        room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
+        self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
+        raw = bytes(ffi.buffer(room, size[0]))
+        return ADDRESS.encode(FabricAddress(self.offer.provider, self.offer.address_format, raw))
+
+    def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
+        """The options of a connection to a peer's endpoint.
+
+        Args:
+            peer: the peer's `address`.
+            signal_key: key of the memory with the peer's semaphore words.
+
+        Raises:
+            ArgumentError: the bytes are not an address, or one that another provider has.
+            ResourceError: the system or the provider has no room.
+            RuntimeUnavailableError: the provider refuses the address.
+        """
+        self._require_open()
+        try:
+            theirs = ADDRESS.decode(peer, "the peer")
+        except ProtocolError as error:
+            raise ArgumentError("peer", f"not an endpoint's address: {error}") from None
+        if (theirs.provider, theirs.format) != (self.offer.provider, self.offer.address_format):
+            raise ArgumentError(
+                "peer",
+                f"it uses the provider {theirs.provider} with addresses of format {theirs.format}, and this rank "
+                f"{self.offer} of format {self.offer.address_format}; choose with the options provider and interface",
+            )
+        known = ffi.new("uint64_t *")
+        whole = theirs.address.ljust(_ADDRESS_BYTES, b"\0")  # providers read as much as the form has
+        self._check("fi_av_insert", lib.proxyccl_fabric_insert(self._endpoint, whole, known))
+        requests = ffi.new("char[]", self.depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES)
+        ptr = int(ffi.cast("uintptr_t", requests))
+        registration = self.register(ptr, len(requests))
+        with self._lock:
+            self._kept.append(requests)
+        return FabricConnectionOptions(
+            endpoint=self._parts.endpoint,
+            queue=self._parts.queue,
+            peer=known[0],
+            depth=self.depth,
+            ordered=self.ordered,
+            max_message=self.offer.max_message,
+            signal_key=signal_key,
+            requests=ptr,
+            requests_key=registration.local_key,
+            descriptors=int(ffi.cast("uintptr_t", self._descriptors)),
+        )
+
+    def register(self, ptr: int, nbytes: int, *, allocation: Hashable = None) -> FabricRegistration:
+        """Registers a range of the host's memory, or finds it registered. Each call is paired with a `release`.
+
+        Args:
+            ptr: address of the range.
+            nbytes: its size.
+            allocation: what tells this allocation from all others, earlier ones at the same address too; None: the
+                range is registered for as long as it is used.
+
+        Raises:
+            ArgumentError: the range is empty or none.
+            ResourceError: the system or the provider has no room.
+            RuntimeUnavailableError: the provider can't reach this memory.
+        """
+        if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
+            raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
+        if not isinstance(nbytes, int) or nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
+        self._require_open()
+        return self._made.acquire((ptr, nbytes, allocation), lambda: self._register(ptr, nbytes, allocation))
+
+    def release(self, registration: FabricRegistration) -> None:
+        """Ends one use. No write may name it any more when the last one ends."""
+        key = (registration.ptr, registration.nbytes, registration.allocation)
+        self._made.release(key, keep=registration.allocation is not None)
+
+    def _register(self, ptr: int, nbytes: int, allocation: Hashable) -> FabricRegistration:
+        made = ffi.new("ProxycclFabricRegion *")
+        for _ in range(_KEY_TRIES):
+            # Nobody who does not know a key can write, so it is a secret where this side chooses it.
+            key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
+            error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, made)
+            if error != _KEY_EXISTS:
+                break
+        self._check(f"fi_mr_reg of {nbytes} bytes", error)
+        return FabricRegistration(
+            ptr=ptr,
+            nbytes=nbytes,
+            address=ptr if self.offer.virtual_keys else 0,
+            key=made.key,
+            local_key=self._local_key(made),
+            region=made.region,
+            allocation=allocation,
+        )
+
+    def _local_key(self, made: Any) -> int:
+        if not made.descriptor:
+            return 0
+        with self._lock:
+            if not self._free_keys:
+                lib.proxyccl_fabric_deregister(made.region)
+                raise ResourceError(f"{_LOCAL_KEYS} memories are registered with {self.offer} already")
+            key = self._free_keys.popleft()
+            self._descriptors[key] = made.descriptor
+            return key
+
+    def _deregister(self, registration: FabricRegistration) -> None:
+        if registration.local_key:
+            with self._lock:
+                self._descriptors[registration.local_key] = 0
+                self._free_keys.append(registration.local_key)
+        self._check("fi_close of registered memory", lib.proxyccl_fabric_deregister(registration.region))
+
+    def _check(self, call: str, error: int) -> None:
+        self._library.check(call, str(self.offer), error)
+
+    def _require_open(self) -> None:
+        if self._endpoint is None:
+            raise ClosedError("the fabric's endpoint is closed")
+
+    def close(self) -> None:
+        """Deregisters everything and closes the endpoint. No engine may use it any more."""
+        if self._endpoint is None:
+            return
+        self._made.close()
+        endpoint, self._endpoint = self._endpoint, None
+        self._check("fi_close", lib.proxyccl_fabric_close(endpoint))
+        self._kept.clear()

@@ -1,0 +1,195 @@
+"""libfabric's library, loaded at run time, and what its providers offer: no other module loads it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
+from proxyccl.proxy import _engine
+
+ffi, lib = _engine.ffi, _engine.lib
+
+LIBRARY = "libfabric.so.1"
+INSTALL = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedora); on AWS the EFA installer"
+NEEDS = "libfabric's headers (Debian, Ubuntu: apt install libfabric-dev; Fedora: dnf install libfabric-devel)"
+"""What a build of the engine needs for the transport."""
+
+_FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
+_NO_DATA = 61  # FI_ENODATA: no provider offers it
+_EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
+# Formats of addresses (rdma/fabric.h) that users know too.
+_SOCKADDR_IN, _SOCKADDR_IN6 = 2, 3
+_IPV4, _IPV6 = slice(4, 8), slice(8, 24)
+
+
+class Library:
+    """The loaded library.
+
+    Attributes:
+        functions: addresses of its functions, a ProxycclFabricLibrary.
+        version: its version, such as "1.17".
+
+    Raises:
+        RuntimeUnavailableError: it can't be loaded; the message says what to install.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            loaded = ctypes.CDLL(name)
+        except OSError as error:
+            raise RuntimeUnavailableError(f"libfabric can't be loaded ({error}): {INSTALL}") from None
+        self.functions = ffi.new("ProxycclFabricLibrary *")
+        for function in _FUNCTIONS:
+            setattr(self.functions, function, ctypes.cast(getattr(loaded, function), ctypes.c_void_p).value)
+        loaded.fi_strerror.restype = ctypes.c_char_p
+        self._strerror = loaded.fi_strerror
+        loaded.fi_version.restype = ctypes.c_uint32
+        number = loaded.fi_version()
+        self.version = f"{number >> 16}.{number & 0xFFFF}"
+
+    def words(self, error: int) -> str:
+        """An error's number in libfabric's words."""
+        return str(self._strerror(error).decode())
+
+    def check(self, call: str, subject: str, error: int) -> None:
+        """Raises for an error's number that is not 0: ResourceError if something ran out, otherwise
+        RuntimeUnavailableError.
+        """
+        if error:
+            kind = ResourceError if error in _EXHAUSTED else RuntimeUnavailableError
+            raise kind(f"{call} of {subject}: {self.words(error)} (error {error})")
+
+
+@functools.cache
+def load() -> Library:
+    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else the system's.
+
+    Raises:
+        RuntimeUnavailableError: it can't be loaded.
+    """
+    return Library(os.environ.get("PROXYCCL_LIBFABRIC") or LIBRARY)
+
+
+def missing() -> str:
+    """What this machine lacks for libfabric, in words; empty if nothing. It does not ask the providers, which may take
+    a second.
+    """
+    lacks = []
+    if not lib.proxyccl_fabric_built():
+        lacks.append(f"the engine was built without {NEEDS}; install proxyccl anew with them")
+    try:
+        load()
+    except RuntimeUnavailableError as error:
+        lacks.append(str(error))
+    return "; ".join(lacks)
+
+
+@dataclass(frozen=True)
+class FabricOffer:
+    """One way in which a provider of libfabric makes endpoints.
+
+    Attributes:
+        provider: the provider's name, with those that it is layered on, such as "tcp;ofi_rxm".
+        domain: its name of the interface or device.
+        address: the endpoint's own address, where it is known before; None, or an IP address.
+        address_format: libfabric's number of the form of addresses.
+        ordered: whether the writes of an endpoint change a peer's memory in their order.
+        remote: whether it reaches other hosts.
+        virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
+        provider_keys: whether the provider chooses keys.
+        key_bytes: length of keys.
+        depth: writes that may be outstanding.
+        max_message: bytes that one write can carry, in order if it is ordered.
+        rate: of the link, in Gbit/s; 0 if unknown.
+        source: its list (a ProxycclFabricOffers), and its number there.
+    """
+
+    provider: str
+    domain: str
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
+    address_format: int
+    ordered: bool
+    remote: bool
+    virtual_keys: bool
+    provider_keys: bool
+    key_bytes: int
+    depth: int
+    max_message: int
+    rate: float
+    source: tuple[Any, int]
+
+    def __str__(self) -> str:
+        facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
+        facts.append("ordered writes" if self.ordered else "unordered writes")
+        if self.rate:
+            facts.append(f"{self.rate:g} Gbit/s")
+        return f"{self.provider} on {', '.join(facts)}"
+
+
+def fabric_offers(provider: str | None = None) -> list[FabricOffer]:
+    """What providers offer for writes to peers' memory, in libfabric's order of preference.
+
+    Args:
+        provider: a provider's full name; None for all.
+
+    Raises:
+        ResourceError: out of memory.
+        RuntimeUnavailableError: libfabric can't be used.
+    """
+    offers: dict[tuple[str, str, object, int], FabricOffer] = {}
+    for ordered in (True, False):  # some providers keep order only where they are asked to
+        for offer in _ask(provider, ordered=ordered):
+            offers.setdefault((offer.provider, offer.domain, offer.address, offer.address_format), offer)
+    return list(offers.values())
+
+
+def _ask(provider: str | None, *, ordered: bool) -> Iterator[FabricOffer]:
+    library = load()
+    made = ffi.new("ProxycclFabricOffers **")
+    name = provider.encode() if provider is not None else ffi.NULL
+    error = lib.proxyccl_fabric_offers(library.functions, name, ordered, made)
+    if error == _NO_DATA:
+        return
+    library.check("fi_getinfo", provider or "all providers", error)
+    offers = ffi.gc(made[0], lib.proxyccl_fabric_offers_free)
+    native = ffi.new("ProxycclFabricOffer *")
+    number = 0
+    while lib.proxyccl_fabric_offer(offers, number, native):
+        yield FabricOffer(
+            provider=_text(native.provider),
+            domain=_text(native.domain),
+            address=_ip_address(native.address_format, bytes(ffi.buffer(native.source, native.source_bytes)))
+            if native.source
+            else None,
+            address_format=native.address_format,
+            ordered=bool(native.ordered),
+            remote=bool(native.remote),
+            virtual_keys=bool(native.virtual_keys),
+            provider_keys=bool(native.provider_keys),
+            key_bytes=native.key_bytes,
+            depth=native.depth,
+            max_message=native.max_message,
+            rate=native.bits_per_second / 1e9,
+            source=(offers, number),
+        )
+        number += 1
+
+
+def _text(chars: Any) -> str:
+    return ffi.string(chars).decode() if chars else ""
+
+
+def _ip_address(address_format: int, raw: bytes) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    match int.from_bytes(raw[:2], "little") if address_format <= _SOCKADDR_IN6 else 0:
+        case socket.AF_INET:
+            return ipaddress.IPv4Address(raw[_IPV4])
+        case socket.AF_INET6:
+            return ipaddress.IPv6Address(raw[_IPV6])
+    return None

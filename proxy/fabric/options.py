@@ -1,0 +1,76 @@
+"""Options of the transport `fabric`: which provider of libfabric to use, on which interface, and how."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError
+
+SIGNALS = ("auto", "ordered", "delivered")
+
+_PREFIX = "PROXYCCL_FABRIC_"
+_DEPTHS = range(2, 4097)
+
+
+@dataclass(frozen=True)
+class FabricOptions:
+    """Which provider of libfabric to use, and how.
+
+    Attributes:
+        provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";
+            None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
+        interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a list with
+            commas of how a name begins. A list behind "=" has whole names, one behind "^" those that are not used.
+            None for any but the loopback.
+        depth: the most writes that a connection has outstanding, 2 to 4096; fewer if the provider takes fewer.
+        signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
+            order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can.
+
+    Raises:
+        ArgumentError: a value is out of range; the error names the field.
+    """
+
+    provider: str | None = None
+    interface: str | None = None
+    depth: int = 256
+    signal: str = "auto"
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) is not None or field.default is not None:
+                _check(field.name, field.name, getattr(self, field.name))
+
+    @classmethod
+    def from_environment(cls, **arguments: Any) -> FabricOptions:
+        """Options from ``PROXYCCL_FABRIC_PROVIDER``, ``PROXYCCL_FABRIC_INTERFACE``, …; arguments that are not None win.
+
+        Raises:
+            ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
+                name of an option.
+        """
+        named = {name: value for name, value in arguments.items() if value is not None}
+        known = {field.name: field for field in fields(cls)}
+        for name in named:
+            if name not in known:
+                raise ArgumentError(name, f"unknown option of the fabric; expected one of {', '.join(known)}")
+        for name in known.keys() - named.keys():
+            variable = _PREFIX + name.upper()
+            text = os.environ.get(variable)
+            if text:
+                value: object = int(text) if name == "depth" and text.isascii() and text.isdigit() else text
+                _check(name, variable, value)
+                named[name] = value
+        return cls(**named)
+
+
+def _check(field: str, shown: str, value: object) -> None:
+    if field == "depth":
+        if not isinstance(value, int) or isinstance(value, bool) or value not in _DEPTHS:
+            raise ArgumentError(shown, f"must be a whole number from {_DEPTHS[0]} to {_DEPTHS[-1]}, not {value!r}")
+    elif field == "signal":
+        if value not in SIGNALS:
+            raise ArgumentError(shown, f"must be one of {', '.join(SIGNALS)}, not {value!r}")
+    elif not isinstance(value, str) or not value.strip("=^,"):
+        raise ArgumentError(shown, f"must be a name, not {value!r}")

@@ -1,0 +1,21 @@
+"""What a rank was asked for by those transports between hosts that have options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.verbs.options import RdmaOptions
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Options by what they are for.
+
+    Attributes:
+        rdma: of the RDMA device, for the transports `verbs` and `staged`.
+        fabric: of libfabric.
+    """
+
+    rdma: RdmaOptions = field(default_factory=RdmaOptions)
+    fabric: FabricOptions = field(default_factory=FabricOptions)

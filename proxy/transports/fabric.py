@@ -1,0 +1,116 @@
+"""The transport `fabric`: RMA writes through libfabric, for networks without verbs (engine/fabric_transport.h)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric import library
+from proxyccl.proxy.fabric.context import FabricContext
+from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.transports.engine_connection import (
+    EngineConnection,
+    EngineRuntime,
+    create,
+    fill,
+    require_accepted,
+)
+from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+
+ffi, lib = _engine.ffi, _engine.lib
+
+_OWN_ERRORS = 256  # libfabric's own numbers begin here; lower ones are the system's
+
+
+def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineConnection:
+    native_options = ffi.new("ProxycclFabricOptions *")
+    fill(
+        native_options,
+        options,
+        (
+            *("endpoint", "queue", "peer", "depth", "ordered", "max_message"),
+            *("signal_key", "requests", "requests_key"),
+        ),
+    )
+    native_options.descriptors = ffi.cast("uint64_t *", options.descriptors)
+    require_accepted(TRANSPORT.name, native_options, options)
+    return EngineConnection(create(engine, TRANSPORT.name, native_options, needs=library.NEEDS))
+
+
+def _status_text(status: int) -> str:
+    error = status - lib.PROXYCCL_FABRIC_FAILED
+    if error < _OWN_ERRORS:
+        return os.strerror(error)
+    try:
+        return library.load().words(error)
+    except RuntimeUnavailableError:  # the status is another rank's, whose machine has the library
+        return f"libfabric's error {error}"
+
+
+def _error_text(connection: Any) -> str:
+    return ffi.string(lib.proxyccl_fabric_error_text(connection)).decode(errors="replace")
+
+
+class _Endpoint:
+    """See `RdmaEndpoint`. All peers reach the rank's one endpoint."""
+
+    def __init__(self, device: FabricContext) -> None:
+        self._device = device
+        segment = device.segment
+        self._options: FabricConnectionOptions | None = None
+        self.info = RdmaEndpointInfo(device.endpoint.address, segment.address, segment.key)
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
+
+    def connection_options(self, theirs: RdmaEndpointInfo) -> FabricConnectionOptions:
+        if self._options is None:
+            raise ArgumentError("endpoint", "it is not connected")
+        return self._options
+
+    def close(self) -> None:
+        """Does nothing: the endpoint is the device's."""
+
+
+def _open(setup: RdmaSetup, options: TransportOptions) -> FabricContext:
+    return FabricContext(setup, options.fabric)
+
+
+def _unsupported_reason(device: FabricContext) -> str:
+    runtime = device.runtime.name
+    return "" if runtime == "host" else f"libfabric is asked for the host's memory alone, not for that of {runtime}"
+
+
+def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
+    made = device.endpoint.register(ptr, nbytes, allocation=handle or None)
+    return RdmaMemory(TRANSPORT.name, made.address, made.key, made.local_key, True, made)
+
+
+def _withdraw(device: FabricContext, memory: RdmaMemory) -> None:
+    device.endpoint.release(memory.owner)
+
+
+TRANSPORT = Transport(
+    name="fabric",
+    connect=_connect,
+    status_text=_status_text,
+    statuses=range(lib.PROXYCCL_FABRIC_FAILED, 2 * lib.PROXYCCL_FABRIC_FAILED),
+    error_text=_error_text,
+    rdma=RdmaFunctions(
+        missing=library.missing,
+        open=_open,
+        unsupported_reason=_unsupported_reason,
+        make_endpoint=_Endpoint,
+        expose=_expose,
+        withdraw=_withdraw,
+        registers_source=True,
+        refusal="rank {rank}'s memory can't be reached through libfabric: {reason}",
+        rehearses=False,
+    ),
+)

@@ -1,0 +1,164 @@
+"""The fabric transport, through the engine, over an endpoint that copies memory, in the order of writes or in any."""
+
+from __future__ import annotations
+
+import errno
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import ArgumentError, Operation
+from proxyccl.proxy import _engine
+from proxyccl.proxy.transports.table import find_transport
+from support.fake_fabric import FakeFabricPeer
+from support.fake_verbs import Loop
+
+lib = _engine.lib
+PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+
+pytestmark = [
+    pytest.mark.host_only(reason="an endpoint of its own, in the CPU's memory"),
+    pytest.mark.own_proxy(reason="services of its own"),
+    pytest.mark.skipif(
+        not lib.proxyccl_fabric_built(), reason="this build has no fabric transport: libfabric's headers were not there"
+    ),
+]
+
+orders = pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+
+
+def memory(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def loop_of(source: NDArray[np.uint8], destination: NDArray[np.uint8], **options: Any) -> Loop:
+    return Loop(source, destination, make_peer=FakeFabricPeer, **options)
+
+
+@orders
+@pytest.mark.parametrize(("size", "max_message", "depth"), [(1, 1, 1), (4097, 4096, 2), (1_000_003, 64, 128)])
+def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: int, ordered: bool) -> None:
+    source, destination = memory(size + 3), np.zeros(size + 5, np.uint8)
+    with loop_of(source, destination, depth=depth, max_message=max_message, ordered=ordered) as loop:
+        loop.push(0, PUT, size, source=3, destination=4)
+        loop.flush()
+        assert (destination[4:-1] == source[3:]).all()
+        assert not destination[:4].any()
+        assert destination[-1] == 0
+        assert loop.peers[0].device.counts.requests == -(-size // max_message)
+
+
+@orders
+@pytest.mark.parametrize("offsets", [False, True], ids=["addresses", "offsets"])
+@pytest.mark.parametrize("depth", [1, 16, 128])
+def test_a_signal_arrives_behind_its_data(depth: int, ordered: bool, offsets: bool) -> None:
+    sizes = [1 + 37 * i % 501 for i in range(300)]
+    source, destination = memory(501), np.zeros(501, np.uint8)
+    options = {"depth": depth, "max_message": 100, "ordered": ordered, "offsets": offsets}
+    with loop_of(source, destination, channels=2, **options) as loop:
+        (peer,) = loop.peers
+        peer.device.dawdle(5, depth)
+        for number, size in enumerate(sizes):
+            loop.push(0, PUT | SIGNAL, size, channel=number % 2)
+        for channel in range(2):
+            loop.flush(channel=channel)
+        before = np.cumsum(sizes).tolist()
+        signals = peer.device.signals
+        words = [peer.words[number % 2 :].ctypes.data for number in range(len(sizes))]
+        assert [signal[:2] for signal in signals] == [(word, 1 + i // 2) for i, word in enumerate(words)]
+        assert all(seen >= needed for (_, _, seen), needed in zip(signals, before, strict=True))
+        assert peer.words.tolist() == [150, 150]
+        assert (destination == source).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
+    """Random triggers on three channels, puts over one another, and an endpoint that dawdles and refuses."""
+    rng = random.Random(seed)
+    source, destination = memory(1 << 14, seed), np.zeros(1 << 12, np.uint8)
+    expected = destination.copy()
+    with loop_of(
+        source,
+        destination,
+        channels=3,
+        depth=rng.choice([1, 2, 5, 16, 128]),
+        max_message=rng.choice([7, 64, 4096]),
+        service={"fifo_size": rng.choice([2, 64, 1024])},
+    ) as loop:
+        loop.peers[0].device.dawdle(rng.choice([1, 3, 40]), seed)
+        for _ in range(400):
+            operation, size = Operation(rng.randint(1, 7)), rng.randint(1, 300)
+            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
+            if operation & PUT:
+                expected[end : end + size] = source[start : start + size]
+            loop.push(0, operation, size, source=start, destination=end, channel=rng.randrange(3))
+        for channel in range(3):
+            loop.flush(channel=channel)
+        assert (destination == expected).all()
+
+
+def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
+        loop.push(0, PUT, 8, count=640)
+        loop.flush()
+        counts = loop.peers[0].device.counts
+        assert counts.requests == 640
+        assert counts.awaited <= 320
+
+
+@orders
+def test_a_flood_waits_in_the_ring(ordered: bool) -> None:
+    """While the endpoint carries out nothing, what it and the connection can't hold stays in the ring."""
+    source, destination = memory(8), np.zeros(8, np.uint8)
+    with loop_of(source, destination, depth=16, ordered=ordered, service={"fifo_size": 1024}) as loop:
+        (peer,) = loop.peers
+        peer.device.allow(0)
+        loop.push(0, PUT | SIGNAL, 8, count=1000)
+        loop.let_poll(0)
+        assert peer.device.counts.requests <= 16
+        assert loop.producer.taken(peer.channels[0]) < 300
+        peer.device.allow(-1)
+        loop.flush()
+        assert peer.words[0] == 1000
+
+
+@orders
+def test_a_failed_write_names_the_peer_and_quotes_the_provider(ordered: bool) -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), peers=2, ordered=ordered) as loop:
+        loop.peers[1].device.fail(3, errno.ECONNRESET)
+        loop.push(1, PUT, 8, count=5)
+        failure = loop.fails()
+        assert failure.peer == 8
+        assert failure.status == lib.PROXYCCL_FABRIC_FAILED + errno.ECONNRESET
+        assert failure.reason == "completion: Connection reset by peer: the fake provider's words"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"endpoint": 0},
+        {"queue": 0},
+        {"depth": 0},
+        {"depth": 4097},
+        {"max_message": 0},
+        {"requests": 0},
+        {"requests": 12345},
+        {"requests_key": 4096},
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused_by_name(wrong: dict[str, int]) -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8)) as loop:
+        given = loop.peers[0].options
+        with pytest.raises(ArgumentError, match=next(iter(wrong))):
+            loop.service.connect("fabric", replace(given, **wrong))
+
+
+def test_statuses_have_words() -> None:
+    text = find_transport("fabric").status_text
+    assert text(lib.PROXYCCL_FABRIC_FAILED + errno.EHOSTUNREACH) == "No route to host"
+    assert text(lib.PROXYCCL_FABRIC_FAILED + 269) != ""

@@ -1,0 +1,71 @@
+"""libfabric and `ip` for tests: the machine's, else those that are fetched once into build/fabric."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from support.debian_packages import UNAVAILABLE
+from support.once import one_at_a_time
+from support.paths import ROOT
+
+LIBRARY = "libfabric.so.1"
+_DIRECTORY = ROOT / "build/fabric"
+
+
+@functools.cache
+def _fetched() -> str:
+    """Why they can't be had here; empty if they can."""
+    if _is_installed():
+        return ""
+    with one_at_a_time(ROOT / "build/fabric.lock"):
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests/support/fetch_fabric.py"), str(_DIRECTORY)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=280,
+        )
+    if done.returncode == UNAVAILABLE:
+        return done.stdout.strip()
+    return done.stderr if done.returncode else ""
+
+
+def _is_installed() -> bool:
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return shutil.which("ip", path=_search_path()) is not None
+
+
+def _search_path() -> str:
+    return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+
+
+def unavailable_reason() -> str:
+    """Why there is no libfabric for tests; empty if there is."""
+    return _fetched()
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which a process finds the library."""
+    own = dict(os.environ)
+    if not _is_installed():
+        (library,) = _DIRECTORY.glob(f"usr/lib/*/{LIBRARY}")
+        own["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (str(library.parent), own.get("LD_LIBRARY_PATH"))))
+    return own
+
+
+def program(name: str) -> str:
+    """The path of a program."""
+    found = shutil.which(name, path=_search_path())
+    if found is not None:
+        return found
+    (fetched,) = (path for path in Path(_DIRECTORY).glob(f"*bin/{name}"))
+    return str(fetched)

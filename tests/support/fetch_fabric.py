@@ -1,0 +1,27 @@
+"""Puts libfabric and the programs that make networks into a directory, as far as they are not installed.
+
+python fetch_fabric.py DIRECTORY     exits with 0, or with 2 and the reason why they can't be had here
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.debian_packages import INSTALLED, Apt, fetch_program, fill_once, machine_suite, unpack
+
+PACKAGES = ("libfabric1", "iproute2")
+
+
+def fill(directory: Path) -> None:
+    """Downloads and unpacks into `directory`."""
+    with tempfile.TemporaryDirectory(dir=directory) as downloads:
+        apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
+        unpack(apt.download_with_dependencies(*PACKAGES), directory)
+
+
+if __name__ == "__main__":
+    fetch_program(lambda directory: fill_once(directory, " ".join(PACKAGES), fill))

@@ -1,0 +1,47 @@
+"""Puts the headers that a transport of the engine is built with into a directory, unless the C compiler finds the
+system's.
+
+python fetch_headers.py DIRECTORY PACKAGE     exits with 0, or with 2 and the reason why they can't be had here
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.debian_packages import Apt, fetch_program, fill_once, machine_suite, unpack
+
+HEADERS = {"libibverbs-dev": "infiniband/verbs.h", "libfabric-dev": "rdma/fabric.h"}
+"""By package, the header that tells whether its headers are there."""
+
+
+def found_by_the_compiler(header: str) -> bool:
+    """Whether the C compiler that builds extensions finds it without any help."""
+    compiler = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC"))
+    preprocess = [*compiler, "-E", "-x", "c", "-"]
+    done = subprocess.run(
+        preprocess, input=f"#include <{header}>\n".encode(), capture_output=True, check=False, timeout=60
+    )
+    return done.returncode == 0
+
+
+def fetch(directory: Path, package: str) -> None:
+    """Fills `directory`, unless there is no need to or that was done before."""
+
+    def fill(directory: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=directory) as downloads:
+            unpack([Apt(Path(downloads, "apt"), machine_suite()).download(package)], directory)
+
+    if not found_by_the_compiler(HEADERS[package]):
+        fill_once(directory, package, fill)
+
+
+if __name__ == "__main__":
+    fetch_program(lambda directory: fetch(directory, sys.argv[2]))

@@ -1,0 +1,126 @@
+"""Hosts that tests make: network namespaces with a host name of their own, all joined to one switch by veth pairs.
+
+The processes of such a host take each other for ranks of one host, and those of other hosts for ranks elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from support.fabric_packages import environment, program
+from support.paths import ROOT
+
+INTERFACE = "eth0"
+_STEP_SECONDS = 30
+
+
+class NoNetworkError(Exception):
+    """This machine can't have such hosts; the message says why."""
+
+
+class Hosts:
+    """So many hosts; a context manager.
+
+    Raises:
+        NoNetworkError: this process may not make them, or programs are missing.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._environment = environment()
+        for tool in ("unshare", "nsenter"):
+            if shutil.which(tool) is None:
+                raise NoNetworkError(f"there is no {tool} (util-linux)")
+        try:
+            switch = self._hold("switch")
+            self._ip(switch, "link", "add", "bridge", "type", "bridge")
+            self._ip(switch, "link", "set", "bridge", "up")
+            for number in range(count):
+                self._add(switch, number)
+        except BaseException:
+            self.close()
+            raise
+
+    def _hold(self, name: str) -> int:
+        """Makes namespaces, and a process that keeps them until its input ends."""
+        script = f"hostname {name} && echo made && cat"
+        holder = subprocess.Popen(
+            ["unshare", "--net", "--uts", "sh", "-c", script],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        self._holders.append(holder)
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"made\n":
+            raise NoNetworkError(f"no network namespaces: {holder.stderr.read().decode().strip()}")
+        return len(self._holders) - 1
+
+    def _add(self, switch: int, number: int) -> None:
+        host = self._hold(f"host{number}")
+        port, namespace = f"port{number}", str(self._holders[host].pid)
+        self._ip(switch, *f"link add {port} type veth peer name {INTERFACE} netns {namespace}".split())
+        self._ip(switch, *f"link set {port} master bridge up".split())
+        self._ip(host, *f"addr add 10.77.0.{number + 1}/24 dev {INTERFACE}".split())
+        self._ip(host, *f"addr add fd77::{number + 1}/64 dev {INTERFACE} nodad".split())
+        for interface in ("lo", INTERFACE):
+            self._ip(host, "link", "set", interface, "up")
+
+    def _ip(self, place: int, *arguments: str) -> None:
+        done = subprocess.run(
+            [*self._inside(place), program("ip"), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_STEP_SECONDS,
+            env=self._environment,
+        )
+        if done.returncode:
+            raise NoNetworkError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+    def _inside(self, place: int) -> list[str]:
+        return ["nsenter", "--net", "--uts", "--target", str(self._holders[place].pid), "--"]
+
+    def start(
+        self, host: int, script: Path, *arguments: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts a Python program on a host, with both outputs in a pipe."""
+        return subprocess.Popen(
+            [*self._inside(host + 1), sys.executable, str(script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**self._environment, "PYTHONPATH": str(ROOT / "tests"), **(env or {})},
+        )
+
+    def cut(self, host: int) -> None:
+        """Takes a host off the switch."""
+        self._ip(0, "link", "set", f"port{host}", "down")
+
+    def close(self) -> None:
+        """Ends the processes that keep the namespaces, and with them those."""
+        for holder in self._holders:
+            holder.communicate(timeout=_STEP_SECONDS)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def require_fabric(reason: str) -> None:
+    """Skips the test for a reason; with ``PROXYCCL_REQUIRE_FABRIC=1`` that is a failure."""
+    if os.environ.get("PROXYCCL_REQUIRE_FABRIC") == "1":
+        pytest.fail(f"PROXYCCL_REQUIRE_FABRIC is 1, and {reason}")
+    pytest.skip(reason)
