@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -24,6 +25,7 @@ from proxyccl.device.errors import PeerLostError
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
 
 _SIOCGIFADDR = 0x8915
+_IPV6 = Path("/proc/net/if_inet6")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
 _GREETING_SECONDS = 2.0
@@ -37,14 +39,24 @@ _KEEP_ALIVE = {
 
 
 def host_addresses() -> list[str]:
-    """This host's IPv4 addresses that other hosts may reach; those of the loopback if there are no others."""
+    """This host's addresses that other hosts may reach, IPv4 first; those of the loopback if there are no others."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without such an address
                 request = struct.pack("256s", name.encode()[:15])
                 found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
+    found += _ipv6_addresses()
     return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
+
+
+def _ipv6_addresses() -> list[str]:
+    """Those that are valid beyond one link, and the loopback's."""
+    if not _IPV6.exists():
+        return []
+    lines = (line.split() for line in _IPV6.read_text().splitlines())
+    addresses = (ipaddress.IPv6Address(bytes.fromhex(fields[0])) for fields in lines)
+    return [str(address) for address in addresses if not address.is_link_local]
 
 
 class Offer(Message, frozen=True):
@@ -115,9 +127,9 @@ class Listener:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        self._socket.bind(("", 0))
-        self._socket.listen(1024)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
 
     @property
     def offer(self) -> Offer:
@@ -163,7 +175,8 @@ class Listener:
         failures = dict.fromkeys(offer.addresses, "no answer")
         with selectors.DefaultSelector() as calls, contextlib.ExitStack() as sockets:
             for address in offer.addresses:
-                connection = sockets.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                connection = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 connection.setblocking(False)
                 connection.connect_ex((address, offer.port))
                 calls.register(connection, selectors.EVENT_WRITE, (connection, address))
@@ -184,7 +197,7 @@ class Listener:
                     calls.unregister(connection)
         tried = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
         raise PeerLostError(
-            f"no connection to rank {peer} on another host, port {offer.port}: {tried or 'it has no IPv4 address'}",
+            f"no connection to rank {peer} on another host, port {offer.port}: {tried or 'it has no address'}",
             rank=self._rank,
             peer=peer,
             operation="bootstrap",

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import pytest
 
@@ -28,11 +29,15 @@ class NoNetworkError(Exception):
 class Hosts:
     """So many hosts; a context manager.
 
+    Args:
+        count: number of hosts.
+        ipv4: whether they have IPv4 addresses beside those of IPv6.
+
     Raises:
         NoNetworkError: this process may not make them, or programs are missing.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, ipv4: bool = True) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._environment = environment()
         for tool in ("unshare", "nsenter"):
@@ -43,7 +48,7 @@ class Hosts:
             self._ip(switch, "link", "add", "bridge", "type", "bridge")
             self._ip(switch, "link", "set", "bridge", "up")
             for number in range(count):
-                self._add(switch, number)
+                self._add(switch, number, ipv4=ipv4)
         except BaseException:
             self.close()
             raise
@@ -64,12 +69,13 @@ class Hosts:
             raise NoNetworkError(f"no network namespaces: {holder.stderr.read().decode().strip()}")
         return len(self._holders) - 1
 
-    def _add(self, switch: int, number: int) -> None:
+    def _add(self, switch: int, number: int, *, ipv4: bool) -> None:
         host = self._hold(f"host{number}")
         port, namespace = f"port{number}", str(self._holders[host].pid)
         self._ip(switch, *f"link add {port} type veth peer name {INTERFACE} netns {namespace}".split())
         self._ip(switch, *f"link set {port} master bridge up".split())
-        self._ip(host, *f"addr add 10.77.0.{number + 1}/24 dev {INTERFACE}".split())
+        if ipv4:
+            self._ip(host, *f"addr add 10.77.0.{number + 1}/24 dev {INTERFACE}".split())
         self._ip(host, *f"addr add fd77::{number + 1}/64 dev {INTERFACE} nodad".split())
         for interface in ("lo", INTERFACE):
             self._ip(host, "link", "set", interface, "up")
@@ -119,7 +125,7 @@ class Hosts:
         self.close()
 
 
-def require_fabric(reason: str) -> None:
+def require_fabric(reason: str) -> NoReturn:
     """Skips the test for a reason; with ``PROXYCCL_REQUIRE_FABRIC=1`` that is a failure."""
     if os.environ.get("PROXYCCL_REQUIRE_FABRIC") == "1":
         pytest.fail(f"PROXYCCL_REQUIRE_FABRIC is 1, and {reason}")

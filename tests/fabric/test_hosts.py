@@ -1,0 +1,138 @@
+"""The fabric transport between hosts, over libfabric's TCP provider: hosts are network namespaces of this machine."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxyccl.proxy import _engine
+from support.fabric_packages import unavailable_reason
+from support.networks import Hosts, NoNetworkError, require_fabric
+from support.paths import ROOT
+
+pytestmark = [
+    pytest.mark.host_only(reason="ranks on hosts without GPUs"),
+    pytest.mark.own_proxy(reason="says where the proxies run"),
+]
+
+PROGRAM = ROOT / "tests/support/programs/on_hosts.py"
+SECONDS = 120
+
+
+def hosts_of(count: int, *, ipv4: bool = True) -> Hosts:
+    """So many hosts, or the test is skipped."""
+    if not _engine.lib.proxyccl_fabric_built():
+        require_fabric("this build has no fabric transport: libfabric's headers were not there")
+    reason = unavailable_reason()
+    if reason:
+        require_fabric(f"there is no libfabric: {reason}")
+    try:
+        return Hosts(count, ipv4=ipv4)
+    except NoNetworkError as error:
+        return require_fabric(str(error))
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with hosts_of(2) as made:
+        yield made
+
+
+class Job:
+    """Ranks of the program on hosts, so many on each.
+
+    Args:
+        hosts: the hosts.
+        ranks: on each.
+        directory: where they meet.
+        what: the program's last argument.
+        env: environment of all ranks.
+    """
+
+    def __init__(self, hosts: Hosts, ranks: list[int], directory: Path, what: str, **env: str) -> None:
+        places = [host for host, count in enumerate(ranks) for _ in range(count)]
+        env = {"PROXYCCL_PROXY": "thread", "PROXYCCL_TIMEOUT": "60", **env}
+        self.ranks = [
+            hosts.start(host, PROGRAM, str(directory), str(rank), str(len(places)), what, env=env)
+            for rank, host in enumerate(places)
+        ]
+
+    def outputs(self) -> list[str]:
+        """What each rank printed, when all have ended."""
+        try:
+            return [rank.communicate(timeout=SECONDS)[0] for rank in self.ranks]
+        finally:
+            for rank in self.ranks:
+                if rank.poll() is None:
+                    rank.kill()
+
+    def succeeds(self, transport: str = "fabric") -> None:
+        """Asserts that all ranks end well, and that those of other hosts are reached by a transport."""
+        outputs = self.outputs()
+        assert [rank.returncode for rank in self.ranks] == [0] * len(self.ranks), "\n".join(outputs)
+        assert all(f"'{transport}'" in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize(
+    ("ranks", "env"),
+    [
+        ([2, 2], {}),
+        ([1, 1], {"PROXYCCL_FABRIC_SIGNAL": "delivered"}),
+        ([1, 1], {"PROXYCCL_PROXY": "process"}),
+        ([1, 1], {"PROXYCCL_FABRIC_PROVIDER": "net"}),
+    ],
+    ids=["two on each", "as if unordered", "in a daemon", "by another provider"],
+)
+def test_collectives_and_experts_run_between_hosts(
+    hosts: Hosts, tmp_path: Path, ranks: list[int], env: dict[str, str]
+) -> None:
+    Job(hosts, ranks, tmp_path, "collectives", **env).succeeds()
+
+
+def test_ipv6_is_enough(tmp_path: Path) -> None:
+    with hosts_of(2, ipv4=False) as hosts:
+        Job(hosts, [1, 1], tmp_path, "collectives").succeeds()
+
+
+@pytest.mark.parametrize("signal", ["ordered", "delivered"])
+def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, signal: str) -> None:
+    few = {"PROXYCCL_FABRIC_DEPTH": "2", "PROXYCCL_FABRIC_SIGNAL": signal}
+    Job(hosts, [1, 1], tmp_path, "flood", **few).succeeds()
+
+
+def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path) -> None:
+    """Both ends of each pair open their connection at once, again and again."""
+    Job(hosts, [2, 2], tmp_path, "meetings").succeeds()
+
+
+def test_a_killed_rank_is_noticed_on_other_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    *others, killed = Job(hosts, [1, 2], tmp_path, "loss").outputs()
+    assert "done" not in killed
+    assert all("PeerLostError" in output and "rank 2" in output for output in others), others
+
+
+def test_a_cut_network_ends_the_job(tmp_path: Path) -> None:
+    with hosts_of(2) as hosts:
+        job = Job(hosts, [1, 1], tmp_path, "cut", PROXYCCL_TIMEOUT="5")
+        for rank in job.ranks:
+            assert rank.stdout is not None
+            assert any(line == "ready\n" for line in iter(rank.stdout.readline, "")), "no rank came so far"
+        hosts.cut(1)
+        for output in job.outputs():
+            assert "WaitTimeoutError" in output or "PeerLostError" in output, output
+
+
+def test_an_interface_that_is_not_there_is_named(hosts: Hosts, tmp_path: Path) -> None:
+    outputs = Job(hosts, [1, 1], tmp_path, "collectives", PROXYCCL_FABRIC_INTERFACE="=ib0").outputs()
+    assert all("interface: '=ib0' is none of eth0" in output for output in outputs), outputs
+
+
+def test_hosts_without_libfabric_are_told_what_to_install(hosts: Hosts, tmp_path: Path) -> None:
+    outputs = Job(hosts, [1, 1], tmp_path, "collectives", PROXYCCL_LIBFABRIC="/nowhere/libfabric.so.1").outputs()
+    for output, words in itertools.product(
+        outputs, ("no RDMA between ranks", "libfabric can't be loaded", "apt install")
+    ):
+        assert words in output, output

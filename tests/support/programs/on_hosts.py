@@ -1,0 +1,116 @@
+"""A rank of a job on several hosts, that the processes' starter joined by a directory: does what it is asked for.
+
+python on_hosts.py DIRECTORY RANK WORLD_SIZE WHAT
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from proxyccl import Communicator, DispatchCombine, ProxyCCLError
+from support.file_bootstrap import FileBootstrap
+
+
+def collectives(comm: Communicator) -> None:
+    """Collectives of a few lengths, in registered memory and in any, and a MoE round trip."""
+    n, rank = comm.world_size, comm.rank
+    for count in (1, 1000, 300_001):
+        x = comm.empty(count, "float32").upload(np.arange(count) % 7 + rank)
+        comm.all_reduce(x)
+        assert (x.numpy() == n * (np.arange(count) % 7) + n * (n - 1) / 2).all()
+    gathered = comm.empty(n * 5000, "int32")
+    comm.register(gathered)
+    comm.all_gather(comm.empty(5000, "int32").fill(rank), out=gathered)
+    assert (gathered.numpy() == np.arange(n).repeat(5000)).all()
+    sent = comm.empty(n * 3000, "int32").upload(np.arange(n * 3000) + 7 * rank)
+    received = comm.empty(n * 3000, "int32")
+    comm.all_to_all(sent, out=received)
+    part = np.arange(rank * 3000, (rank + 1) * 3000)
+    assert (received.numpy().reshape(n, 3000) == part + 7 * np.arange(n)[:, None]).all()
+    experts(comm)
+
+
+def experts(comm: Communicator) -> None:
+    """Each token comes back as often as it has experts."""
+    rng = np.random.default_rng(comm.rank)
+    tokens = rng.integers(-8, 8, (40, 64)).astype(np.float32)
+    chosen = rng.permuted(np.tile(np.arange(2 * comm.world_size), (40, 1)), axis=1)[:, :2].astype(np.int32)
+    exchange = DispatchCombine(comm, hidden=64, max_tokens=64, experts_per_rank=2, topk=2, dtype="float32")
+    exchange.prepare(tokens, chosen, np.ones((40, 2), np.float32))
+    rows, _ = exchange.dispatch()
+    assert (exchange.combine(rows) == 2 * tokens).all()
+
+
+def flood(comm: Communicator) -> None:
+    """More than the writes that may be outstanding."""
+    for _ in range(20):
+        x = comm.empty(50_000, "float32").fill(1)
+        comm.all_reduce(x)
+        assert (x.numpy() == comm.world_size).all()
+
+
+def loss(comm: Communicator) -> None:
+    """The last rank is killed in the middle; the others say so."""
+    x = comm.empty(1000, "float32").fill(1)
+    comm.all_reduce(x)
+    comm.synchronize()
+    if comm.rank == comm.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    _until_it_fails(comm)
+
+
+def cut(comm: Communicator) -> None:
+    """Says when it goes on, and goes on until the network ends it."""
+    x = comm.empty(1000, "float32").fill(1)
+    comm.all_reduce(x)
+    comm.synchronize()
+    print("ready", flush=True)
+    _until_it_fails(comm)
+
+
+def _until_it_fails(comm: Communicator) -> None:
+    x = comm.empty(100_000, "float32")
+    began = time.monotonic()
+    try:
+        while True:
+            comm.all_reduce(x.fill(1))
+            comm.synchronize()
+            time.sleep(0.001)
+    except ProxyCCLError as error:
+        print(f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}", flush=True)
+
+
+def one(comm: Communicator) -> None:
+    """A first collective."""
+    x = comm.empty(1000, "float32").fill(1)
+    comm.all_reduce(x)
+    assert (x.numpy() == comm.world_size).all()
+
+
+WHAT: dict[str, Callable[[Communicator], None]] = {each.__name__: each for each in (collectives, flood, loss, cut, one)}
+MEETINGS = 10
+
+
+def main() -> None:
+    directory, rank, world_size, what = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    bootstrap = FileBootstrap(directory, rank, world_size)
+    if what == "meetings":
+        for _ in range(MEETINGS):
+            with Communicator(bootstrap, "host") as comm:
+                one(comm)
+        what = "one"
+    with Communicator(bootstrap, "host") as comm:
+        transports = comm.topology.transports()
+        WHAT[what](comm)
+        print(f"done by {transports}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
