@@ -57,3 +57,20 @@ def write(**options: Any) -> int:
         Nanoseconds from the first post to the last completion; or a status of the transport `verbs`, negative.
     """
     return int(lib.proxyccl_verbs_bare_writes(ffi.new("ProxycclVerbsBareWrites *", options)))
+
+
+def fabric_write(**options: Any) -> int:
+    """Keeps writes outstanding on an endpoint of libfabric until all are complete.
+
+    Args:
+        options: the fields of ProxycclFabricBareWrites (fabric_loop.h).
+
+    Returns:
+        Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative.
+    """
+    return int(lib.proxyccl_fabric_bare_writes(ffi.new("ProxycclFabricBareWrites *", options)))
+
+
+def fabric_serve(queue: int, seconds: float) -> int:
+    """Polls a completion queue of libfabric for so long, so that writes arrive. Returns 0 or the number of an error."""
+    return int(lib.proxyccl_fabric_bare_serve(queue, int(seconds * 1e9)))

@@ -34,7 +34,7 @@ def choose_offer(offers: list[FabricOffer], options: FabricOptions, *, local_ran
         usable = [offer for offer in usable if wanted in (offer.provider, *offer.provider.split(";"))]
         if not usable:
             raise ArgumentError("provider", f"no provider {wanted!r}; there is {_listed(o.provider for o in offers)}")
-    else:
+    elif options.interface is None:
         usable = [offer for offer in usable if offer.remote]
     if options.interface is not None:
         matches = _interface_filter(options.interface)

@@ -32,7 +32,7 @@ def offer(provider: str, domain: str, address: str | None = None, **facts: Any) 
 SHM = offer("shm", "shm", remote=False)
 EFA = [offer("efa", f"rdmap{i}", ordered=False) for i in range(2)]
 TCP = [
-    offer("tcp;ofi_rxm", "lo", "127.0.0.1"),
+    offer("tcp;ofi_rxm", "lo", "127.0.0.1", remote=False),
     offer("tcp;ofi_rxm", "eth0", "fe80::1"),
     offer("tcp;ofi_rxm", "eth0", "fd77::1"),
     offer("tcp;ofi_rxm", "eth0", "10.0.0.1"),

@@ -1,0 +1,30 @@
+/* A loop that only writes through an endpoint of libfabric: what the provider allows, for benchmarks to compare the
+ * transport with. And one that only polls, as the target of such writes must. */
+#ifndef PROXYCCL_FABRIC_LOOP_H
+#define PROXYCCL_FABRIC_LOOP_H
+
+#include <stdint.h>
+
+enum { PROXYCCL_FABRIC_BARE_DEPTH = 1024 };
+
+typedef struct ProxycclFabricBareWrites {
+  uintptr_t endpoint, queue; /* fid_ep * and its fid_cq *, on which nothing is outstanding */
+  uint64_t peer;             /* fi_addr_t */
+  uint64_t local, remote;    /* where each write reads, and where it goes */
+  uintptr_t descriptor;      /* of `local` */
+  uint64_t key;              /* of `remote` */
+  uint64_t bytes;            /* of each write */
+  uint32_t depth;            /* most writes outstanding: at most PROXYCCL_FABRIC_BARE_DEPTH */
+  uint32_t complete_every; /* one write in so many has a completion, and the last one: the target tells of its delivery.
+                              At most `depth`. */
+  uint64_t count;          /* number of writes */
+  uint64_t timeout_ns;     /* for all of them */
+} ProxycclFabricBareWrites;
+
+/* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */
+int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites *options);
+
+/* Polls a queue that has nothing to tell, for so long. 0, or the number of libfabric's error. */
+int proxyccl_fabric_bare_serve(uintptr_t queue, uint64_t for_ns);
+
+#endif
