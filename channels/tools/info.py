@@ -275,7 +275,8 @@ def _proxies() -> list[Finding]:
 
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *_mpi(), *_compiler(), *_cache(), *_tuning()]
+    mpi = _mpi()  # before libfabric is loaded, as MPI may need a newer one
+    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
 
 
 def _marks(out: TextIO) -> tuple[str, str, str]:

@@ -6,9 +6,12 @@ import ctypes
 import functools
 import ipaddress
 import os
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
@@ -21,6 +24,7 @@ INSTALL = "apt install libfabric1 (Debian, Ubuntu), dnf install libfabric (Fedor
 NEEDS = "libfabric's headers (Debian, Ubuntu: apt install libfabric-dev; Fedora: dnf install libfabric-devel)"
 """What a build of the engine needs for the transport."""
 
+_MAPS = Path("/proc/self/maps")
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _NO_DATA = 61  # FI_ENODATA: no provider offers it
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
@@ -67,28 +71,50 @@ class Library:
             raise kind(f"{call} of {subject}: {self.words(error)} (error {error})")
 
 
+def _name() -> str:
+    return os.environ.get("PROXYCCL_LIBFABRIC") or LIBRARY
+
+
 @functools.cache
 def load() -> Library:
-    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else the system's.
+    """The library, loaded by the first call: ``PROXYCCL_LIBFABRIC``, else what MPI has loaded, else the system's.
 
     Raises:
         RuntimeUnavailableError: it can't be loaded.
     """
-    return Library(os.environ.get("PROXYCCL_LIBFABRIC") or LIBRARY)
+    return Library(_name())
 
 
 def missing() -> str:
-    """What this machine lacks for libfabric, in words; empty if nothing. It does not ask the providers, which may take
-    a second.
+    """What this machine lacks for libfabric, in words; empty if nothing.
+
+    It neither loads the library nor asks the providers. A process has one libfabric, and MPI may bring a newer one,
+    which can't be loaded behind the system's; providers may take a second to answer.
     """
     lacks = []
     if not lib.proxyccl_fabric_built():
         lacks.append(f"the engine was built without {NEEDS}; install proxyccl anew with them")
-    try:
-        load()
-    except RuntimeUnavailableError as error:
-        lacks.append(str(error))
+    if not _is_there(_name()):
+        lacks.append(f"libfabric can't be loaded (there is no {_name()}): {INSTALL}")
     return "; ".join(lacks)
+
+
+@functools.cache
+def _is_there(name: str) -> bool:
+    if "/" in name:
+        return Path(name).exists()
+    directories = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":"))
+    if any(Path(directory, name).exists() for directory in directories) or name in _MAPS.read_text():
+        return True
+    try:
+        cache = subprocess.run([_ldconfig(), "-p"], capture_output=True, text=True, check=False, timeout=10)
+    except OSError:  # a system without such a cache
+        return True  # `load` finds out
+    return f"\t{name} " in cache.stdout
+
+
+def _ldconfig() -> str:
+    return shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "ldconfig"
 
 
 @dataclass(frozen=True)
