@@ -51,7 +51,7 @@ typedef struct {
   FabricConnection *connection;
   uint64_t value;   /* of a signal: what is written */
   uint32_t awaited; /* it has a completion of its own */
-  uint32_t state;   /* pairing 40: 0, or what its completion told: DELIVERED or the number of an error */
+  uint32_t state;   /* pairing 42: 0, or what its completion told: DELIVERED or the number of an error */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -79,12 +79,12 @@ static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConne
 
 static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
 
-/* Pairing 40, release: whoever takes a completion, for the worker of the request's connection. */
+/* Pairing 42, release: whoever takes a completion, for the worker of the request's connection. */
 static void request_complete(FabricRequest *request, uint32_t state) {
   __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
 }
 
-/* Pairing 40, acquire. */
+/* Pairing 42, acquire. */
 static uint32_t request_state(const FabricRequest *request) {
   return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE);
 }
