@@ -190,7 +190,7 @@ class Communicator:
         """
         self._group.failure.require_usable()
         members = self._members(ranks)
-        bounded = self.timeout if timeout is None else _timeout_from(timeout)
+        bounded = self.timeout if timeout is None else timeout_from(timeout)
         part = object.__new__(Communicator)
         part._open(self._group.split(members, bounded), self._collectives.cta_policy)
         return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -123,6 +124,7 @@ class Selector:
                 require_algorithm(name, case.collective)
 
     @classmethod
+    @functools.cache
     def for_ranks(cls, ranks: int, runtime: str, *, levels: bool = False) -> Selector:
         """Defaults, the same for symmetric and other arrays: kernels for all collectives.
 

@@ -24,7 +24,7 @@ from proxyccl import (
     Trigger,
     TriggerError,
 )
-from proxyccl.channels import group
+from proxyccl.channels import meeting
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.reader import Observer
@@ -184,7 +184,7 @@ def test_memory_that_the_daemon_can_not_reach_is_refused_by_name() -> None:
 def test_what_the_daemon_lacks_for_rdma_is_told_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     lacks = missing() or pytest.skip("there is RDMA: tests/rdma/soft_roce/test_daemon.py")
     # What the ranks lack themselves does not count.
-    monkeypatch.setattr(group, "missing_transports", lambda: {"verbs": "", "staged": ""})
+    monkeypatch.setattr(meeting, "missing_transports", lambda: {"verbs": "", "staged": ""})
     with pytest.raises(RuntimeUnavailableError, match=f"no RDMA between ranks .* lacks it: {re.escape(lacks)}"):
         run_ranks(2, lambda comm: None, transport="verbs")
 

@@ -1,8 +1,8 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
-Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [test …]``. torch ships the tests in
-torch.testing, where some are for gloo alone; this file lets the backend into those. With ``BACKEND=gloo`` it runs them
-as torch does. It ends with a list of what was skipped, and why.
+Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [test …]``. torch ships the tests
+in torch.testing, where some are for gloo alone; this file lets the backend into those. With ``BACKEND=gloo`` it runs
+them as torch does. It ends with a list of what was skipped, and why.
 """
 
 from __future__ import annotations

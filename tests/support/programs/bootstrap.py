@@ -1,4 +1,4 @@
-"""Communicators from MPI's world, from a part of it and from its ranks reversed, side by side."""
+"""Communicators from MPI's world, from a part of it and from its ranks reversed, side by side; and subsets of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 import numpy as np
 from mpi4py import MPI
 
-from proxyccl import Communicator
+from proxyccl import Communicator, MpiBootstrap
 from support.device_arrays import on_device, on_host
 
 world = MPI.COMM_WORLD
@@ -29,4 +29,15 @@ with (
         comm.all_reduce(x)
         assert (on_host(x) == members.allreduce(world.rank)).all()
         assert comm.all_gather_bytes(b"x" * comm.rank) == [b"x" * rank for rank in range(comm.world_size)]
+# Some ranks of a bootstrap, in two subsets at once: a long message is under way when the next is looked for.
+bootstrap = MpiBootstrap()
+bootstrap.all_gather(b"", 20, lambda: None)
+members = [world.size - 1, 0]
+if world.size > 1 and world.rank in members:
+    subsets = [bootstrap.subset(members, key) for key in (7, 8)]
+    for turn, subset in enumerate([*subsets, *reversed(subsets)]):
+        assert (subset.rank, subset.world_size) == (members.index(world.rank), 2)
+        found = subset.all_gather(bytes([turn, world.rank]) * 100_000, 20, lambda: None)
+        assert found == [bytes([turn, rank]) * 100_000 for rank in members]
+bootstrap.close()
 sys.stdout.write(f"rank {world.rank}: correct\n")
