@@ -16,6 +16,7 @@ from proxyccl.proxy.daemon.connection import DaemonConnection, NodeDaemon
 from proxyccl.proxy.daemon.protocol import (
     LONGEST_FRAME,
     REPLIES,
+    VERSION,
     ConnectCopy,
     Connected,
     Done,
@@ -106,7 +107,7 @@ def test_a_daemon_that_ends_is_lost_with_its_reason(daemon: Daemon) -> None:
     ("answer", "reason"),
     [
         (b"{", r"no node daemon answers at .* \(invalid answer to Hello from the node daemon: expected JSON"),
-        (b'{"version":4,"pid":1}', "speaks version 4 of the protocol, this process 7"),
+        (b'{"version":4,"pid":1}', f"speaks version 4 of the protocol, this process {VERSION}"),
         (b'{"error":"protocol","message":"version: the daemon speaks 4, the client 5"}', "the daemon speaks 4"),
     ],
     ids=["no JSON", "another version", "a refusal"],
