@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from proxyccl.device.errors import ResourceError, WaitTimeoutError
+from proxyccl.device.errors import ProxyCCLError, ResourceError, WaitTimeoutError
 from proxyccl.proxy._engine import ffi, lib
 
 if TYPE_CHECKING:
@@ -136,7 +136,12 @@ def wait_until(
     """
     pause = _FIRST_PAUSE_SECONDS
     while not found():
-        give_up()
+        try:
+            give_up()
+        except ProxyCCLError:
+            if found():  # meanwhile: what ends the wait came behind it
+                return
+            raise
         if time.monotonic() > deadline:
             raise late()
         time.sleep(pause)

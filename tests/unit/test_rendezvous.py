@@ -1,0 +1,29 @@
+"""Waiting for what peers leave in their segments."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from proxyccl import AbortedError
+from proxyccl.channels.rendezvous import wait_until
+from proxyccl.device.errors import WaitTimeoutError
+
+
+def give_up() -> None:
+    raise AbortedError("rank 0 ended the communicator")
+
+
+def late() -> WaitTimeoutError:
+    return WaitTimeoutError("late")
+
+
+def test_what_came_before_the_end_of_the_wait_counts() -> None:
+    answers = iter([False, True])  # it comes while the wait is given up
+    wait_until(lambda: next(answers), time.monotonic() + 10, give_up, late)
+
+
+def test_the_wait_ends_with_the_group() -> None:
+    with pytest.raises(AbortedError, match="rank 0 ended"):
+        wait_until(lambda: False, time.monotonic() + 10, give_up, late)
