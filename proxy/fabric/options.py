@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.environment_options import named_options
 
 SIGNALS = ("auto", "ordered", "delivered")
 
@@ -50,19 +50,8 @@ class FabricOptions:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
                 name of an option.
         """
-        named = {name: value for name, value in arguments.items() if value is not None}
-        known = {field.name: field for field in fields(cls)}
-        for name in named:
-            if name not in known:
-                raise ArgumentError(name, f"unknown option of the fabric; expected one of {', '.join(known)}")
-        for name in known.keys() - named.keys():
-            variable = _PREFIX + name.upper()
-            text = os.environ.get(variable)
-            if text:
-                value: object = int(text) if name == "depth" and text.isascii() and text.isdigit() else text
-                _check(name, variable, value)
-                named[name] = value
-        return cls(**named)
+        texts = [field.name for field in fields(cls) if field.name != "depth"]
+        return cls(**named_options(cls, "the fabric", arguments, _PREFIX, texts, _check))
 
 
 def _check(field: str, shown: str, value: object) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import functools
 from dataclasses import dataclass, fields
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.environment_options import named_options
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The path MTUs there are, in bytes."""
@@ -85,21 +86,8 @@ class RdmaOptions:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
                 name of an option.
         """
-        named = {name: value for name, value in arguments.items() if value is not None}
-        known = {field.name: field for field in fields(cls)}
-        for name in named:
-            if name not in known:
-                raise ArgumentError(name, f"unknown option of RDMA; expected one of {', '.join(known)}")
-        for name in known.keys() - named.keys():
-            variable = _PREFIX + name.upper()
-            text = os.environ.get(variable)
-            if text:
-                value: object = int(text) if text.isascii() and text.isdigit() else text
-                if name == "device":
-                    value = text
-                _check(name, variable, value, optional=False)
-                named[name] = value
-        return cls(**named)
+        check = functools.partial(_check, optional=False)
+        return cls(**named_options(cls, "RDMA", arguments, _PREFIX, ("device",), check))
 
 
 def _check(field: str, shown: str, value: object, *, optional: bool) -> None:
