@@ -6,16 +6,14 @@ import functools
 from types import TracebackType
 from typing import Any
 
-import cffi
 import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import ProxyService
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from support import fake_library
 from support.fake_verbs import FakePeer
-from support.once import run_make
-from support.paths import ROOT
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
 _PEER = 3
@@ -25,11 +23,7 @@ _DESCRIPTORS = 0x7000  # a key's descriptor, behind this
 @functools.cache
 def library() -> tuple[Any, Any]:
     """cffi's view of the fake endpoint: ffi and lib."""
-    run_make("fake-fabric")
-    ffi = cffi.FFI()
-    header = (ROOT / "tests/support/fabric/fake_endpoint.h").read_text()
-    ffi.cdef("\n".join(line for line in header.split("\n") if not line.startswith("#")))
-    return ffi, ffi.dlopen(str(ROOT / "build/fake-fabric/libfake_endpoint.so"))
+    return fake_library.load("fabric", "fake_endpoint")
 
 
 class FakeEndpoint:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import cffi
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,9 +19,8 @@ from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support import fake_library
 from support.devices import rank_runtime
-from support.once import run_make
-from support.paths import ROOT
 from support.running import TIMEOUT
 
 LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
@@ -31,11 +29,7 @@ LKEY, RKEY, SIGNAL_RKEY, SCRATCH_LKEY = 0x11, 0x22, 0x33, 0x44
 @functools.cache
 def library() -> tuple[Any, Any]:
     """cffi's view of the fake device: ffi and lib."""
-    run_make("fake-verbs")
-    ffi = cffi.FFI()
-    header = (ROOT / "tests/support/verbs/fake_device.h").read_text()
-    ffi.cdef("\n".join(line for line in header.split("\n") if not line.startswith("#")))
-    return ffi, ffi.dlopen(str(ROOT / "build/fake-verbs/libfake_device.so"))
+    return fake_library.load("verbs", "fake_device")
 
 
 class FakeDevice:
