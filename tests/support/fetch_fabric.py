@@ -21,6 +21,17 @@ def fill(directory: Path) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
         apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
         unpack(apt.download_with_dependencies(*PACKAGES), directory)
+    link_psm(directory)
+
+
+def link_psm(directory: Path) -> None:
+    """Puts libpsm_infinipath, which libfabric is linked with, where the linker looks: its package leaves that to
+    update-alternatives, which runs when a package is installed and not when it is unpacked.
+    """
+    (libfabric,) = directory.glob("usr/lib/*/libfabric.so.1")
+    link = libfabric.with_name("libpsm_infinipath.so.1")
+    for library in directory.glob("usr/lib/libpsm1/libpsm_infinipath.so.1.*"):
+        link.symlink_to(library)
 
 
 if __name__ == "__main__":
