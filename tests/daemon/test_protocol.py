@@ -304,11 +304,11 @@ def test_descriptors_without_an_answers_number_are_closed(daemon: RunningDaemon)
 
 
 def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClient) -> None:
-    """10,000 frames: valid ones with a part changed, and noise; with descriptors now and then."""
+    """3,000 frames: valid ones with a part changed, and noise; with descriptors now and then."""
     rng = random.Random(20260101)
     before = daemon.resources()
     sent = 0
-    while sent < 10_000:
+    while sent < 3_000:
         with RawClient(daemon) as client:
             used = client.opens() and client.use()
             assert used
@@ -332,7 +332,7 @@ def test_frames_of_a_fuzzer_do_no_harm(daemon: RunningDaemon, bystander: RawClie
                 OPEN,
             ]
             alive = True
-            while alive and sent < 10_000:
+            while alive and sent < 3_000:
                 frame: bytes = frame_of(rng.choice(valid))
                 chance = rng.random()
                 if chance < 0.1:

@@ -85,13 +85,14 @@ def test_the_command_compiles_all_kernels_of_a_layer(monkeypatch: pytest.MonkeyP
 
 @COMPILER_ALONE
 def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path) -> None:
-    made, before = compile_kernels(ARCHITECTURE, EXPERT_KERNELS)
-    assert (made, before) == (16, 0)  # both dispatches and spread lie in one
+    kernels = [kernel for kernel in EXPERT_KERNELS if kernel[2] in {None, "bfloat16"}]
+    made, before = compile_kernels(ARCHITECTURE, kernels)
+    assert (made, before) == (len(kernels) - 2, 0)  # both dispatches and spread lie in one
     images = b"".join(path.read_bytes() for path in empty_cache.iterdir())
-    for _, kernel, dtype, op in EXPERT_KERNELS:
+    for _, kernel, dtype, op in kernels:
         name = "_".join(filter(None, (kernel, dtype, op)))
         assert f".text.{name}\0".encode() in images
-    assert compile_kernels(ARCHITECTURE, EXPERT_KERNELS) == (0, made)
+    assert compile_kernels(ARCHITECTURE, kernels) == (0, made)
 
 
 @COMPILER_ALONE

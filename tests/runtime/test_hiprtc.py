@@ -115,12 +115,13 @@ def test_every_header_compiles_alone(hiprtc: Hiprtc) -> None:
         hiprtc.compile(f'#include "{header}"\n', "gfx942")
 
 
-# Every algorithm for every architecture; every element type for gfx942, half of them each for its neighbours, to
-# save time.
+# Every algorithm for every architecture; every element type for gfx942, and for its neighbours one of those that have
+# instructions of their own.
 INSTANCES = [
     pytest.param(architecture, *reduction, id=f"{architecture}-{reduction[0]}")
-    for architecture, some in zip(ARCHITECTURES, (REDUCTIONS[::2], REDUCTIONS, REDUCTIONS[1::2]), strict=True)
-    for reduction in some
+    for architecture in ARCHITECTURES
+    for reduction in REDUCTIONS
+    if architecture == "gfx942" or reduction[0] == "bfloat16"
 ]
 
 

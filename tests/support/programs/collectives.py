@@ -10,11 +10,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import Communicator
-from support.reference import ALGORITHMS, MOVES, SOME_DTYPES, Call
+from support.reference import ALGORITHMS, MOVES, Call
 
 with Communicator(timeout=20) as comm:
     algorithms = ALGORITHMS if comm.topology.all_accessible() else ("two_shot", "ring", "proxy")
-    for turn, dtype in enumerate(SOME_DTYPES):
+    for turn, dtype in enumerate(("float32", "bfloat16")):
         digests = []
         for algorithm, count in itertools.product(algorithms, (0, 1, 17, 9001)):
             call = Call("all_reduce", dtype, "sum", algorithm, count, turn % 3, turn % 2 == 0, algorithm == "ring")
