@@ -5,6 +5,7 @@
 #include "link_old_symbols.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
@@ -48,6 +49,7 @@ class BlockThreads {
 
  private:
   void work() {
+    pthread_setname_np(pthread_self(), "proxyccl-blocks");  // what top and a debugger show
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       while (tasks_.empty()) {

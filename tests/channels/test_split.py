@@ -50,9 +50,9 @@ def ended(check: Callable[[], None]) -> BaseException:
 
 def settled() -> tuple[int, int]:
     """The descriptors and threads of this process, when they have not changed for a while."""
-    gc.collect()  # a runtime's default stream goes with the runtime
     seen: list[tuple[int, int]] = []
     while len(seen) < 10 or len(set(seen[-10:])) > 1:
+        gc.collect()  # a runtime's default stream goes with the runtime
         seen.append((open_descriptors(), live_threads()))
         time.sleep(0.02)
     return seen[-1]
