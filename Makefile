@@ -24,7 +24,7 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -87,6 +87,7 @@ TORCH_RANKS ?= 4 8
 test-torch: $(TORCH_VENVS:%=%/.installed)
 	@set -e; for venv in $(TORCH_VENVS); do \
 	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend tests/deep_ep_clients; \
+	  $$venv/bin/python -m pytest -p no:cacheprovider docs -k "pytorch or deepep or torchrun"; \
 	  for ranks in $(TORCH_RANKS); do \
 	    log=build/test-torch$${venv#.venv-torch}-$$ranks.log; echo "torch's own tests on $$ranks ranks: $$log"; \
 	    BACKEND=proxyccl WORLD_SIZE=$$ranks $$venv/bin/python tests/torch_backend/distributed_tests.py > $$log 2>&1 || \
@@ -168,6 +169,21 @@ wheel: $(VENV)/.wheel-tools
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
 	  --wheel-dir $(WHEEL)/deep_ep packages/deep_ep
 
+# The documentation, as a site. Warnings are errors, a broken link among them; so is a public name without a docstring.
+DOCS := build/docs
+DOXYGEN := build/doxygen
+docs: $(VENV)/.docs-tools
+	@command -v doxygen > /dev/null || $(BIN)/python tests/support/fetch_packages.py $(DOXYGEN) doxygen
+	@mkdir -p $(DOCS)/doxygen
+	PATH="$$PATH:$(DOXYGEN)/usr/bin" LD_LIBRARY_PATH="$$LD_LIBRARY_PATH:$$(echo $(DOXYGEN)/usr/lib/*-linux-gnu)" doxygen docs/Doxyfile
+	$(BIN)/python docs/public_names.py $(DOCS)/doxygen/xml
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --builder html docs $(DOCS)/html
+	@echo "the documentation: $(DOCS)/html/index.html"
+
+# Every program and every command on its pages and in README runs, on the host runtime.
+docs-test: $(VENV)/.docs-tools
+	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal docs
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -222,6 +238,10 @@ $(VENV)/.built: $(VENV)/.locked $(SOURCES)
 # What tests and lint need besides. After the build, so that two pips never work at once.
 $(VENV)/.tools: requirements-test.lock requirements-gpu.lock requirements.lock | $(VENV)/.built
 	$(PIP_INSTALL) -r requirements-test.lock
+	touch $@
+
+$(VENV)/.docs-tools: requirements-docs.lock requirements-test.lock | $(VENV)/.installed
+	$(PIP_INSTALL) -r requirements-docs.lock
 	touch $@
 
 $(VENV)/.wheel-tools: requirements-wheel.lock requirements.lock | $(VENV)/.built

@@ -56,7 +56,8 @@ def _process(daemon: str | None) -> int | None:
     return None if daemon is None else daemon_process(socket_path(daemon))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """The parser of the command line."""
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -249,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
+    parser = command_parser()
     parsed = parser.parse_args(arguments)
     try:
         if parsed.command == "info":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 PROGRAMS = Path(__file__).parent / "programs"
-PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
 RANKS = 4
 GPUS = torch.cuda.device_count()
 ON_GPUS = GPUS >= RANKS or GPUS == 2
@@ -59,15 +57,6 @@ def test_a_job_that_loses_a_rank_goes_on_from_its_checkpoint(tmp_path: Path) -> 
     for line in done.stdout.splitlines():
         if line.startswith("rank "):
             assert f"rank {RANKS - 1}" in line
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_the_programs_of_the_page_run(number: int, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number])
-    done = torchrun(str(program), ranks=2)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "loss" in done.stdout
 
 
 def test_ranks_may_leave_without_destroying_their_group(tmp_path: Path) -> None:

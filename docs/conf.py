@@ -1,0 +1,108 @@
+"""Sphinx's settings for the documentation (`make docs`)."""
+
+import os
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import proxyccl
+
+ROOT = Path(__file__).parent.parent
+
+project = "ProxyCCL"
+author = "the ProxyCCL authors"
+copyright = "the ProxyCCL authors"
+version = release = proxyccl.__version__
+html_title = f"ProxyCCL {release}"
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.intersphinx",
+    "breathe",
+    "sphinx_copybutton",
+    "sphinxarg.ext",
+]
+templates_path: list[str] = []
+html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["proxyccl.css"]
+html_theme_options = {"source_repository": "", "footer_icons": []}
+pygments_style = "friendly"
+pygments_dark_style = "github-dark"
+
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline", "fieldlist"]
+myst_heading_anchors = 4
+# Anchors as GitHub makes them, so that links work there too.
+myst_url_schemes = {"http": None, "https": None, "mailto": None}
+
+# The reference is of what users call; what torch brings is not there when the site is built.
+autodoc_mock_imports = ["torch"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+python_use_unqualified_type_names = True
+default_role = "py:obj"  # what docstrings put in backticks: links where the name is on the site
+suppress_warnings = ["ref.python"]  # a name that several classes have, such as `rank`, is none that needs a link
+maximum_signature_line_length = 88
+
+breathe_projects = {"device": str(ROOT / "build/docs/doxygen/xml")}
+breathe_default_project = "device"
+cpp_id_attributes = ["PROXYCCL_DEVICE", "__device__"]
+
+linkcheck_anchors = False
+
+# -- links of files that are pages of the site too ---
+
+PAGE_OF = {
+    "README.md": "index.md",
+    "DESIGN.md": "explanation/design.md",
+    "CONTRIBUTING.md": "howto/extend.md",
+    "SECURITY.md": "howto/security.md",
+    "benchmarks/results/README.md": "benchmarks.md",
+    "benchmarks/results/behaviour_on_gpus.md": "explanation/tested.md",
+}
+"""The page of the site that includes a file of the tree."""
+
+LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s:]+)\)")
+
+
+def _site_links(text: str, written_in: Path, page: Path) -> str:
+    """The links of a file as they read on a page: to pages of the site; to other files of the tree as their names."""
+
+    def replaced(found: re.Match[str]) -> str:
+        mark, label, (target, _, anchor) = found[1], found[2], found[3].partition("#")
+        if not target:
+            return found[0]
+        file = (written_in.parent / target).resolve()
+        name = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else ""
+        on_site = PAGE_OF.get(name) or (name.removeprefix("docs/") if name.startswith("docs/") else "")
+        if mark:
+            return f"![{label}]({os.path.relpath(file, page.parent)})"
+        if on_site:
+            return f"[{label}](/{on_site}{'#' + anchor if anchor else ''})"
+        return f"{label} (`{name}`)" if label.strip("`") != name else f"`{name}`"
+
+    return LINK.sub(replaced, text)
+
+
+def _included(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    file = Path(app.srcdir, path).resolve()
+    content[0] = _site_links(content[0], file, Path(app.srcdir, parent).resolve())
+
+
+def _read(app: Sphinx, name: str, content: list[str]) -> None:
+    page = Path(app.srcdir, name + ".md").resolve()
+    content[0] = _site_links(content[0], page, page)
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this when it starts."""
+    app.connect("include-read", _included)
+    app.connect("source-read", _read)

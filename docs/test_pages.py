@@ -1,0 +1,119 @@
+"""Every code block of the pages runs, on the host runtime (`make docs-test`).
+
+The first line of a Python block is a comment with the command that runs it:
+
+    # mpiexec -n 4 python -m mpi4py sums.py      as many ranks; also `python sums.py`
+    # torchrun --nproc-per-node 2 program.py     where torch is installed
+
+A program with `device="cuda"` needs a GPU. A C++ block is a kernel's source, which must compile. Commands in other
+blocks must exist.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from proxyccl.__main__ import command_parser
+from proxyccl.device.host import HostRuntime
+from support.paths import ROOT
+from support.running import run_alone, run_mpi
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host"}
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code.
+
+    Attributes:
+        page: where it is.
+        line: its first line's number there.
+        language: that the page names.
+        text: the code.
+    """
+
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [Block(page, text.count("\n", 0, found.start()) + 2, found[1], found[2]) for found in FENCE.finditer(text)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def written_in(*languages: str) -> list[Block]:
+    return [block for block in BLOCKS if block.language in languages]
+
+
+@pytest.mark.parametrize("block", written_in("python"), ids=str)
+def test_a_program_runs(block: Block, tmp_path: Path) -> None:
+    first = block.text.partition("\n")[0]
+    assert first.startswith("# "), f"{block}: the first line says no command"
+    program, *command = reversed(shlex.split(first.removeprefix("# ")))
+    path = tmp_path / program
+    path.write_text(block.text)
+    if 'device="cuda"' in block.text:
+        pytest.skip("needs a GPU")
+    if "import torch" in block.text and not HAS_TORCH:
+        pytest.skip("needs torch")
+    match command[::-1]:
+        case ["mpiexec", "-n", ranks, "python", "-m", "mpi4py"]:
+            done = run_mpi(int(ranks), path, env=ENVIRONMENT)
+        case ["python"]:
+            done = run_alone(path, env=ENVIRONMENT)
+        case ["torchrun", *options]:
+            done = run_alone("-m", "torch.distributed.run", *options, str(path), env=ENVIRONMENT)
+        case _:
+            raise AssertionError(f"{block}: unknown command {first}")
+    assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("block", written_in("cpp"), ids=str)
+def test_a_kernel_compiles(block: Block) -> None:
+    HostRuntime().compile(block.text)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(where, command) of every line in a block or an indented line that starts with a command of ours or make."""
+    found = []
+    for page in PAGES:
+        lines = [
+            line
+            for block in blocks_of(page)
+            if block.language in {"", "sh", "console"}
+            for line in block.text.splitlines()
+        ]
+        for line in (*lines, *INDENTED.findall(page.read_text())):
+            words = line.removeprefix("$ ").split("#")[0].split()
+            if words and words[0] in {"proxyccl", "make"}:
+                found.append((str(page.relative_to(ROOT)), " ".join(words)))
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_a_command_exists(page: str, command: str) -> None:
+    program, *arguments = shlex.split(command)
+    if program == "proxyccl":
+        command_parser().parse_args(arguments)
+    else:
+        named = [word for word in arguments if "=" not in word]
+        assert set(named) <= TARGETS, f"{page}: {command}"

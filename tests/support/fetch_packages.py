@@ -1,0 +1,30 @@
+"""Puts Debian's packages, and all that they need and is not installed, into a directory.
+
+python fetch_packages.py DIRECTORY PACKAGE...    exits with 0, or with 2 and the reason why they can't be had here
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.debian_packages import INSTALLED, Apt, fetch_program, fill_once, machine_suite, unpack
+
+
+def fetch(directory: Path, packages: Sequence[str]) -> None:
+    """Fills `directory`, unless that was done before."""
+
+    def fill(directory: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=directory) as downloads:
+            apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
+            unpack(apt.download_with_dependencies(*packages), directory)
+
+    fill_once(directory, " ".join(packages), fill)
+
+
+if __name__ == "__main__":
+    fetch_program(lambda directory: fetch(directory, sys.argv[2:]))
