@@ -17,7 +17,7 @@ from proxyccl.device.kernel_names import kernel_names
 from proxyccl.proxy.verbs.devices import missing
 from support.devices import RUNTIME, processes, world_sizes
 from support.nvrtc import CUBIN, Nvrtc
-from support.paths import EXAMPLES, ROOT
+from support.paths import EXAMPLES
 from support.running import run_mpi
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
@@ -170,11 +170,10 @@ def test_an_example_s_kernels_compile_for_a_gpu_as_they_are(name: str) -> None:
         assert f".text.{kernel}\0".encode() in cubin
 
 
-def test_the_custom_kernel_is_the_readmes() -> None:
+def test_the_custom_kernel_is_short() -> None:
     path = EXAMPLES / "custom_kernel.py"
     docstring = ast.parse(path.read_text()).body[0]
     lines = path.read_text().splitlines()[docstring.end_lineno :]
-    assert "\n".join(lines).strip() in (ROOT / "README.md").read_text()
     device = [line for line in KERNELS[path.name].splitlines() if line.strip()]
     python = [line for line in lines if line.strip()]
     assert len(device) <= 25
