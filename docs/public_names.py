@@ -1,4 +1,5 @@
-"""Lists public names without a docstring, in Python and in kernels. Exits with 1 if there is one.
+"""Lists public names without a docstring, in Python and in kernels, and those that no page of the reference has. Exits
+with 1 if there is one.
 
 python public_names.py DOXYGEN_XML     after doxygen has written what the device headers say
 """
@@ -40,7 +41,14 @@ def _text(element: ElementTree.Element | None) -> str:
     return "" if element is None else "".join(element.itertext()).strip()
 
 
+def absent_from_the_reference() -> Iterator[str]:
+    text = "".join(page.read_text() for page in sorted((Path(__file__).parent / "reference").glob("*.md")))
+    for name in proxyccl.__all__:
+        if f"proxyccl.{name}\n" not in text and f"`{name}`" not in text:
+            yield f"{name} is not in docs/reference"
+
+
 if __name__ == "__main__":
-    missing = [*undocumented_in_python(), *undocumented_on_the_device(Path(sys.argv[1]))]
-    print("\n".join(missing) or "every public name has a docstring")
+    missing = [*undocumented_in_python(), *undocumented_on_the_device(Path(sys.argv[1])), *absent_from_the_reference()]
+    print("\n".join(missing) or "every public name has a docstring and a place in the reference")
     sys.exit(bool(missing))
