@@ -218,12 +218,6 @@ def test_gradients_of_a_row_for_each_rank(pair: Ranks, halves: bool) -> None:
 # -- what is recorded ---
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
 def test_what_a_fixed_maximum_leaves_over_is_zero(pair: Ranks) -> None:
     mixture = Mixture(pair, max_recv_tokens=4 * TOKENS * TOPK)
 

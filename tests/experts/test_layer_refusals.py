@@ -1,0 +1,395 @@
+"""What the expert-parallel layer refuses, by name and on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    ArgumentError,
+    ClosedError,
+    Communicator,
+    EPAll2AllLayer,
+    MismatchError,
+    WaitTimeoutError,
+)
+from support.device_arrays import on_device, on_host
+from support.layer_cases import (
+    Case,
+    Plan,
+    check,
+    check_layer,
+    dispatch_of,
+    placed,
+    plan_of,
+    run_ranks,
+    same,
+    same_numbers,
+    same_rows,
+)
+from support.ranks import Ranks
+from support.running import TIMEOUT
+
+
+def refused(argument: str, call: Callable[[], object], match: str | None = None) -> None:
+    with pytest.raises(ArgumentError, match=match) as caught:
+        call()
+    assert caught.value.argument == argument, caught.value
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("ep_group", object()),
+        ("max_tokens", 0),
+        ("max_tokens", 4.0),
+        ("max_tokens", 2**31),
+        ("hidden", -1),
+        ("topk", 0),
+        ("topk", 17),
+        ("rank", 1),
+        ("rank", -1),
+        ("num_tot_experts", 0),
+        ("num_tot_experts", 3),
+        ("local_world_size", 0),
+        ("local_world_size", 3),
+        ("world_size", 4),
+        ("dtype", "int32"),
+        ("dtype", "float33"),
+        ("weight_dtype", "int8"),
+        ("num_sm", 0),
+        ("max_recv_tokens", 0),
+        ("max_recv_tokens", 1.5),
+    ],
+)
+def test_wrong_constructor_arguments_are_refused_by_name(pair: Ranks, argument: str, value: Any) -> None:
+    def body(comm: Communicator) -> None:
+        good: dict[str, Any] = {
+            "ep_group": comm,
+            "max_tokens": 4,
+            "hidden": 8,
+            "topk": 2,
+            "rank": comm.rank,
+            "num_tot_experts": 4,
+            "local_world_size": 2,
+            "world_size": 2,
+        }
+        wrong = (comm.rank + 1) % 2 if (argument, value) == ("rank", 1) else value
+        refused(argument, lambda: EPAll2AllLayer(**{**good, argument: wrong}))
+
+    pair.run(body)
+
+
+def test_local_combine_is_refused_across_nodes() -> None:
+    def body(comm: Communicator) -> None:
+        refused("enable_local_combine", lambda: Case((4, 4), local_combine=True).layer(comm))
+
+    run_ranks(2, body, local_world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("argument", "option", "value"),
+    [
+        ("hidden", "hidden", 9),
+        ("max_tokens", "spare_tokens", 1),
+        ("num_tot_experts", "experts_per_rank", 3),
+        ("topk", "topk", 3),
+        ("dtype", "dtype", "float64"),
+        ("enable_local_combine", "local_combine", True),
+    ],
+)
+def test_differing_configurations_are_refused_on_all(argument: str, option: str, value: Any) -> None:
+    case = Case((3, 2, 1))
+    plan = plan_of(case)
+
+    def body(comm: Communicator) -> None:
+        mine = replace(case, **{option: value}) if comm.rank == 1 else case
+        refused(argument, lambda: mine.layer(comm))
+        check(comm, plan)  # and nothing is broken
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("weight_dtype", "float64"), ("max_recv_tokens", 20)])
+def test_options_that_differ_between_ranks_are_refused_on_all(argument: str, value: Any) -> None:
+    case = Case((3, 2, 1))
+    plan = plan_of(case)
+
+    def body(comm: Communicator) -> None:
+        refused(argument, lambda: case.layer(comm, **({argument: value} if comm.rank == 1 else {})))
+        check(comm, plan)
+
+    run_ranks(3, body)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+@pytest.mark.parametrize("bad", [-1, 5, 2**31 - 1, -(2**31)])
+def test_an_expert_id_out_of_range_is_refused_on_all_ranks(local_world_size: int, bad: int) -> None:
+    plan = plan_of(Case((6, 4), topk=3, local_world_size=local_world_size))
+
+    def body(comm: Communicator) -> None:
+        with plan.case.layer(comm) as layer:
+            tokens, ids = on_device(comm, plan.inputs[comm.rank]), plan.routing.ids[comm.rank].copy()
+            if comm.rank == 1:
+                ids[2, 1] = ids[3, 0] = bad
+            refused("exp_indices", lambda: layer.dispatch(tokens, on_device(comm, ids)), r"rank 1")
+            check_layer(comm, plan, layer)
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_with_a_fixed_maximum_a_bad_expert_id_is_told_later(local_world_size: int) -> None:
+    case = Case((6, 4), topk=3, local_world_size=local_world_size, spare_rows=9)
+    good = plan_of(case)
+    plan = Plan(case)
+    ids = [ids.copy() for ids in plan.routing.ids]
+    ids[1][2, 1] = ids[1][3, 0] = case.experts
+    plan.routing = replace(plan.routing, ids=tuple(ids))
+    given = [array.copy() for array in ids]
+    given[1][2, 1], given[1][3, 0] = -1, case.experts + 1
+
+    def body(comm: Communicator) -> None:
+        rank, stream = comm.rank, comm.runtime.create_stream()
+        with case.layer(comm, max_recv_tokens=good.most_rows) as layer:
+            arrays = plan.inputs[rank], given[rank], plan.weights[rank]
+            rows, _, desc = layer.dispatch(*(on_device(comm, array) for array in arrays), stream=stream)
+            comm.synchronize(stream)
+            refused("exp_indices", layer.check, r"\[2, 1\] on rank 1")
+            same_rows(rows, plan.rows[rank], good.most_rows, "output")
+            combined = layer.combine(placed(comm, plan.results[rank], good.most_rows), desc)
+            same_numbers(combined, plan.combined[rank], "combine")
+            check_layer(comm, good, layer)
+
+    run_ranks(2, body, local_world_size=local_world_size)
+
+
+def test_wrong_arrays_are_refused_by_name() -> None:
+    case = Case((5,), spare_tokens=3, hidden=4)
+    plan = plan_of(case)
+
+    def body(comm: Communicator) -> None:
+        def ones(*shape: int, dtype: Any = np.float32) -> Any:
+            return on_device(comm, np.ones(shape, dtype))
+
+        def zeros(*shape: int, dtype: Any = np.int32) -> Any:
+            return on_device(comm, np.zeros(shape, dtype))
+
+        with case.layer(comm) as layer:
+            tokens, ids, weights = ones(5, 4), zeros(5, 2), ones(5, 2)
+            for argument, arguments in [
+                ("input", (ones(9, 4), zeros(9, 2))),  # more than max_tokens
+                ("input", (ones(5, 4, dtype=np.float64), ids)),
+                ("input", (ones(5, 3), ids)),
+                ("input", (ones(20), ids)),
+                ("input", (np.ones((10, 4), np.float32)[::2], ids)),
+                ("input", ([1.0], ids)),
+                ("exp_indices", (tokens, zeros(5, 2, dtype=np.int64))),
+                ("exp_indices", (tokens, ids[:4])),
+                ("exp_indices", (tokens, zeros(5, 1))),
+                ("weight", (tokens, ids, ones(5, 2, dtype=np.float64))),
+                ("weight", (tokens, ids, weights[:4])),
+                ("weight", (tokens, ids, ones(10))),
+                ("full_scatter_indices", (tokens, ids, None, zeros(5, 2, dtype=np.int64))),
+                ("full_scatter_indices", (tokens, ids, None, zeros(5, 1))),
+            ]:
+                refused(argument, lambda a=arguments: layer.dispatch(*a))
+                refused(argument, lambda a=arguments: layer.dispatch_send(*a))
+            refused("stream", lambda: layer.dispatch(tokens, ids, stream=object()))
+
+            _, _, desc = layer.dispatch(tokens, ids, weights)
+            rows = ones(10, 4)
+            for argument, options in [
+                ("input", {"input": ones(9, 4)}),
+                ("input", {"input": ones(11, 4)}),
+                ("input", {"input": ones(10, 5)}),
+                ("input", {"input": ones(10, 4, dtype=np.float16)}),
+                ("ep_a2a_layout_desc", {"ep_a2a_layout_desc": object()}),
+                ("ep_a2a_layout_desc", {"ep_a2a_layout_desc": None}),
+                ("weights", {"weights": ones(9)}),
+                ("weights", {"weights": ones(11)}),
+                ("weights", {"weights": ones(10, 1)}),
+                ("weights", {"weights": ones(10, dtype=np.float64)}),
+                ("out", {"out": ones(4, 4)}),
+                ("out", {"out": ones(5, 4, dtype=np.float64)}),
+                ("out", {"out": rows[:5]}),
+                ("stream", {"stream": object()}),
+            ]:
+                good: dict[str, Any] = {"input": rows, "ep_a2a_layout_desc": desc}
+                refused(argument, lambda o=options, g=good: layer.combine(**{**g, **o}))
+            refused("input", lambda: layer.redispatch(ones(4, 4), desc))
+            refused("input", lambda: layer.redispatch(ones(5, 4, dtype=np.float64), desc))
+            refused("ep_a2a_layout_desc", lambda: layer.redispatch(tokens, object()))
+            assert np.array_equal(on_host(layer.combine(rows, desc)), np.full((5, 4), 2))
+            check_layer(comm, plan, layer)
+
+    run_ranks(1, body)
+
+
+def test_a_read_only_output_is_refused(pair: Ranks) -> None:
+    plan = plan_of(Case((4, 6)))
+
+    def body(comm: Communicator) -> None:
+        with plan.case.layer(comm) as layer:
+            _, _, desc = dispatch_of(layer, plan, comm)
+            out = np.empty_like(plan.combined[comm.rank])
+            out.flags.writeable = False
+            refused("out", lambda: layer.combine(plan.results[comm.rank], desc, out=out))
+            same_numbers(layer.combine(plan.results[comm.rank], desc), plan.combined[comm.rank], "combine")
+
+    if pair.run(lambda comm: comm.runtime.name)[0] != "host":
+        pytest.skip("numpy arrays are the host runtime's")
+    pair.run(body)
+
+
+@pytest.mark.parametrize("local_world_size", [2, 1])
+@pytest.mark.parametrize("place", [-1, 12, 2**31 - 1, -(2**31), "another slot's"])
+def test_scatter_indices_that_are_no_permutation_are_refused(place: int | str, local_world_size: int) -> None:
+    case = Case((4, 2), routing="an expert several times", local_world_size=local_world_size)
+    plan = plan_of(case)
+    scatter = plan.routing.random_scatter(np.random.default_rng(0))
+    scatter[1, 1] = scatter[1, 0] if isinstance(place, str) else place
+
+    def body(comm: Communicator) -> str | None:
+        with case.layer(comm) as layer:
+            arrays = [on_device(comm, array) for array in (plan.inputs[comm.rank], plan.routing.ids[comm.rank])]
+            refusal = None
+            try:
+                layer.dispatch(*arrays, None, on_device(comm, scatter))
+                comm.synchronize()
+                layer.check()
+            except ArgumentError as error:
+                refusal = error.argument
+            check_layer(comm, plan, layer)
+        return refusal
+
+    refusals: list[str | None] = [None, None]
+    refusals[int(plan.routing.rank[1 * case.topk + 1])] = "full_scatter_indices"
+    assert run_ranks(2, body, local_world_size=local_world_size) == refusals
+
+
+def test_a_descriptor_of_another_layer_is_refused(pair: Ranks) -> None:
+    plan = plan_of(Case((4, 6)))
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        with plan.case.layer(comm) as layer, plan.case.layer(comm) as other:
+            _, _, desc = dispatch_of(layer, plan, comm)
+            results = on_device(comm, plan.results[rank])
+            refused("ep_a2a_layout_desc", lambda: other.combine(results, desc))
+            refused("ep_a2a_layout_desc", lambda: other.combine_send(results, desc))
+            refused("ep_a2a_layout_desc", lambda: other.redispatch(on_device(comm, plan.others[rank]), desc))
+            same_numbers(layer.combine(results, desc), plan.combined[rank], "combine")
+
+    pair.run(body)
+
+
+def test_a_second_send_while_one_is_under_way_is_refused(pair: Ranks) -> None:
+    plan = plan_of(Case((4, 6)))
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        arrays = [on_device(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank])]
+        results = on_device(comm, plan.results[rank])
+        with plan.case.layer(comm) as layer:
+            pending = layer.dispatch_send(*arrays)
+            with pytest.raises(ArgumentError):
+                layer.dispatch_send(*arrays)
+            with pytest.raises(ArgumentError):
+                layer.dispatch(*arrays)
+            refused("pending", lambda: layer.dispatch_recv(object()))
+            refused("pending", lambda: layer.combine_recv(pending))
+            rows, _, desc = layer.dispatch_recv(pending)
+            same(rows, plan.rows[rank], "output")
+            refused("pending", lambda: layer.dispatch_recv(pending))
+
+            pending = layer.combine_send(results, desc)
+            with pytest.raises(ArgumentError):
+                layer.combine_send(results, desc)
+            with pytest.raises(ArgumentError):
+                layer.combine(results, desc)
+            refused("pending", lambda: layer.dispatch_recv(pending))
+            same_numbers(layer.combine_recv(pending), plan.combined[rank], "combine")
+            refused("pending", lambda: layer.combine_recv(pending))
+            check_layer(comm, plan, layer)
+
+    pair.run(body)
+
+
+def test_another_call_on_another_rank_is_a_mismatch() -> None:
+    plan = plan_of(Case((4, 4)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+        _, _, desc = dispatch_of(layer, plan, comm)
+        results, others = on_device(comm, plan.results[comm.rank]), on_device(comm, plan.others[comm.rank])
+
+        def call() -> None:
+            if comm.rank == 0:
+                layer.redispatch(others, desc)
+            else:
+                layer.combine(results, desc)
+            comm.synchronize()
+
+        with pytest.raises(MismatchError) as caught:
+            call()
+        assert caught.value.argument == "collective"
+
+    run_ranks(2, body)
+
+
+def test_weights_on_some_ranks_alone_are_a_mismatch() -> None:
+    plan = plan_of(Case((4, 4)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+        arrays = [plan.inputs[comm.rank], plan.routing.ids[comm.rank], plan.weights[comm.rank]][: 2 + comm.rank]
+
+        def call() -> None:
+            layer.dispatch(*(on_device(comm, array) for array in arrays))
+            comm.synchronize()
+
+        with pytest.raises(MismatchError):
+            call()
+
+    run_ranks(2, body)
+
+
+def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
+    plan = plan_of(Case((4, 4)))
+    given_up = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+
+        def call() -> None:
+            dispatch_of(layer, plan, comm)
+            comm.synchronize()
+
+        if comm.rank == 1:
+            assert given_up.wait(TIMEOUT)
+        with pytest.raises(WaitTimeoutError) as caught:
+            call()
+        if comm.rank == 0:
+            assert (caught.value.rank, caught.value.peer) == (0, 1)
+            given_up.set()
+
+    run_ranks(2, body, timeout=1.0)
+
+
+def test_a_layer_of_a_closed_communicator_is_closed() -> None:
+    plan = plan_of(Case((4,)))
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm)
+        comm.close()
+        with pytest.raises(ClosedError):
+            dispatch_of(layer, plan, comm)
+        layer.finalize()
+
+    run_ranks(1, body)

@@ -1,0 +1,121 @@
+"""The expert-parallel layer with torch's tensors, and its gradients."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    Communicator,
+)
+from support.layer_cases import (
+    DTYPES,
+    Case,
+    Values,
+    plan_of,
+    run_ranks,
+    same,
+    same_numbers,
+)
+from support.ranks import Ranks
+from support.reference import numpy_dtype
+
+
+@pytest.fixture(scope="module")
+def torch() -> ModuleType:
+    """torch, whose tensors lie in the CPU's memory here."""
+    return pytest.importorskip("torch")
+
+
+HOST_TENSORS = pytest.mark.host_only(reason="with torch's tensors in the CPU's memory")
+
+
+@HOST_TENSORS
+@pytest.mark.parametrize("local_world_size", [3, 1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_torch(torch: ModuleType, dtype: str, local_world_size: int) -> None:
+    plan = plan_of(Case((12, 0, 9), hidden=6, dtype=dtype, topk=3, local_world_size=local_world_size))
+
+    def tensor(values: Values) -> Any:
+        if values.dtype == numpy_dtype("bfloat16"):
+            return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+        return torch.from_numpy(values)
+
+    def numpy(x: Any) -> Values:
+        assert isinstance(x, torch.Tensor)
+        return x.view(torch.int16).numpy().view(numpy_dtype("bfloat16")) if x.dtype == torch.bfloat16 else x.numpy()
+
+    def body(comm: Communicator) -> None:
+        rank = comm.rank
+        with plan.case.layer(comm, dtype=getattr(torch, dtype), weight_dtype=torch.float32) as layer:
+            arrays = plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank]
+            rows, weights, desc = layer.dispatch(*(tensor(array) for array in arrays))
+            same(numpy(rows), plan.rows[rank], "output")
+            same(numpy(weights), plan.row_weights[rank], "weights")
+            results, scales = tensor(plan.results[rank]), tensor(plan.scales[rank])
+            same_numbers(numpy(layer.combine(results, desc)), plan.combined[rank], "combine")
+            same_numbers(numpy(layer.combine(results, desc, weights=scales)), plan.scaled[rank], "weighted combine")
+            same(numpy(layer.redispatch(tensor(plan.others[rank]), desc)), plan.other_rows[rank], "redispatch")
+            expected = plan.routing.layout(rank)
+            assert desc.skipped_token_mapping_indices.tolist() == expected.skipped_token_mapping_indices.tolist()
+            assert desc.token_dst_scatter_idx.tolist() == expected.token_dst_scatter_idx.tolist()
+
+    run_ranks(3, body, local_world_size=local_world_size)
+
+
+@HOST_TENSORS
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_gradients(torch: ModuleType, local_world_size: int, weighted: bool) -> None:
+    """torch's gradcheck of dispatch, experts and combine, over all ranks at once.
+
+    A rank's gradient needs the other ranks' part in the way back, so the checked function takes and gives the tensors
+    of all ranks, and each rank's part of it runs in the rank's thread. It is linear in each tensor, so differences are
+    as good over a long way; routing weights are in float32, and exact there.
+    """
+    plan = plan_of(Case((4, 3), hidden=3, topk=3, dtype="float64", local_world_size=local_world_size))
+    rng = np.random.default_rng(0)
+
+    def random(*shape: int) -> Any:
+        return torch.from_numpy(rng.integers(-64, 64, shape) / 32).requires_grad_()
+
+    with Ranks(2, local_world_size=local_world_size) as ranks:
+        layers = ranks.run(plan.case.layer)
+
+        def output(rank: int, x: Any, weight: Any, factor: Any) -> Any:
+            ids = torch.from_numpy(plan.routing.ids[rank])
+            rows, row_weights, desc = layers[rank].dispatch(x, ids, weight.float())
+            if weighted:
+                return layers[rank].combine(rows * factor, desc, weights=row_weights)
+            return layers[rank].combine(rows * factor * row_weights[:, None], desc)
+
+        class Everywhere(torch.autograd.Function):  # type: ignore[misc]
+            @staticmethod
+            def forward(context: Any, *tensors: Any) -> Any:
+                context.leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+
+                def body(comm: Communicator) -> Any:
+                    with torch.enable_grad():
+                        return output(comm.rank, *context.leaves[3 * comm.rank : 3 * comm.rank + 3])
+
+                context.outputs = ranks.run(body)
+                return tuple(output.detach() for output in context.outputs)
+
+            @staticmethod
+            def backward(context: Any, *gradients: Any) -> Any:
+                def body(comm: Communicator) -> Any:
+                    leaves = context.leaves[3 * comm.rank : 3 * comm.rank + 3]
+                    output = context.outputs[comm.rank]
+                    return torch.autograd.grad(output, leaves, gradients[comm.rank], retain_graph=True)
+
+                return tuple(gradient for part in ranks.run(body) for gradient in part)
+
+        leaves = [
+            leaf
+            for rank, tokens in enumerate(plan.case.tokens)
+            for leaf in (random(tokens, 3), random(tokens, 3), random(plan.routing.rows[rank], 3))
+        ]
+        assert torch.autograd.gradcheck(Everywhere.apply, leaves, eps=1 / 32)

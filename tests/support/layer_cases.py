@@ -1,0 +1,273 @@
+"""Calls of the expert-parallel layer whose every output and descriptor field is known: the oracle's."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import (
+    Communicator,
+    EPAll2AllLayer,
+)
+from support import running
+from support.device_arrays import on_device, on_host
+from support.devices import runtime_with_blocks
+from support.expert_oracle import Routing
+from support.reference import numpy_dtype, poison
+
+run_ranks = functools.partial(running.run_ranks, make_runtime=runtime_with_blocks)
+Values = NDArray[Any]
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+ROUTINGS = ("uniform", "one expert", "one rank", "mostly dropped", "all dropped", "an expert several times")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and a seed for the values that all ranks derive from it.
+
+    Attributes:
+        tokens: number of tokens of each rank.
+        local_world_size: ranks of a node; None for all.
+        routing: how the experts are chosen.
+        scatter: None, "sorted" (what the layer does by itself) or "random": the full scatter indices that are given.
+        spare_tokens: how much larger max_tokens is than the most tokens.
+        spare_rows: None for outputs of the exact size, else how many more rows they have than the most that come.
+        halves: whether dispatch and combine are called in two halves.
+    """
+
+    tokens: tuple[int, ...]
+    experts_per_rank: int = 2
+    topk: int = 2
+    hidden: int = 8
+    dtype: str = "float32"
+    local_world_size: int | None = None
+    routing: str = "uniform"
+    scatter: str | None = None
+    local_combine: bool = False
+    spare_tokens: int = 0
+    spare_rows: int | None = None
+    halves: bool = False
+    num_sm: int = 3
+    seed: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def experts(self) -> int:
+        return self.ranks * self.experts_per_rank
+
+    @property
+    def max_tokens(self) -> int:
+        return max(1, *self.tokens) + self.spare_tokens
+
+    def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
+        return EPAll2AllLayer(
+            comm,
+            self.max_tokens,
+            self.hidden,
+            self.topk,
+            comm.rank,
+            self.experts,
+            comm.local_world_size,
+            comm.world_size,
+            **{
+                "dtype": self.dtype,
+                "num_sm": self.num_sm,
+                "enable_local_combine": self.local_combine,
+                **options,
+            },
+        )
+
+    def expert_ids(self, rank: int) -> NDArray[np.int32]:
+        rng = np.random.default_rng((self.seed, rank, 1))
+        shape = (self.tokens[rank], self.topk)
+        dropped = np.full(shape, self.experts)
+        chosen = {
+            "uniform": rng.integers(0, self.experts + 1, shape),
+            "one expert": np.full(shape, self.experts // 2),
+            "one rank": rng.integers(0, self.experts_per_rank, shape),
+            "mostly dropped": np.where(rng.random(shape) < 0.9, dropped, rng.integers(0, self.experts, shape)),
+            "all dropped": dropped,
+            "an expert several times": np.repeat(rng.integers(0, self.experts, (shape[0], 1)), self.topk, axis=1),
+        }[self.routing]
+        return np.ascontiguousarray(chosen, np.int32)
+
+
+class Plan:
+    """What all ranks of a case put in, and what each must get.
+
+    Attributes:
+        most_rows: the fixed maximum of rows; None in the exact mode.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        ids = tuple(case.expert_ids(rank) for rank in range(case.ranks))
+        self.routing = Routing(ids, case.experts, case.local_world_size or case.ranks, case.max_tokens)
+        self.scatter: NDArray[np.int32] | None = None
+        if case.scatter is not None:
+            flat = self.routing.expert
+            self.scatter = flat.argsort(kind="stable").argsort(kind="stable").astype(np.int32).reshape(-1, case.topk)
+        if case.scatter == "random":
+            self.scatter = self.routing.random_scatter(np.random.default_rng((case.seed, 7)))
+        self.routing = replace(self.routing, scatter=self.scatter)
+        self.most_rows = None if case.spare_rows is None else max(1, *self.routing.rows) + case.spare_rows
+
+    @functools.cached_property
+    def inputs(self) -> list[Values]:
+        """Any bytes: what no arithmetic touches arrives as it was, were it no number."""
+        return [self._bytes(tokens, rank, 0) for rank, tokens in enumerate(self.case.tokens)]
+
+    @functools.cached_property
+    def others(self) -> list[Values]:
+        return [self._bytes(tokens, rank, 4) for rank, tokens in enumerate(self.case.tokens)]
+
+    @functools.cached_property
+    def weights(self) -> list[Values]:
+        rngs = [np.random.default_rng((self.case.seed, rank, 2)) for rank in range(self.case.ranks)]
+        return [rng.normal(size=ids.shape).astype(np.float32) for rng, ids in zip(rngs, self.routing.ids, strict=True)]
+
+    @functools.cached_property
+    def results(self) -> list[Values]:
+        """What the experts of each rank make of their rows: anything, since combine is linear in it."""
+        rngs = [np.random.default_rng((self.case.seed, rank, 3)) for rank in range(self.case.ranks)]
+        return [
+            rng.normal(size=(rows, self.case.hidden)).astype(numpy_dtype(self.case.dtype))
+            for rng, rows in zip(rngs, self.routing.rows, strict=True)
+        ]
+
+    @functools.cached_property
+    def scales(self) -> list[Values]:
+        """Weights of rows whose products are exact, so that it is no matter whether a sum is fused with them."""
+        rngs = [np.random.default_rng((self.case.seed, rank, 5)) for rank in range(self.case.ranks)]
+        powers = [np.ldexp(1.0, rng.integers(-3, 4, rows)) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
+        signs = [rng.choice([-1.0, 1.0], rows) for rng, rows in zip(rngs, self.routing.rows, strict=True)]
+        return [(power * sign).astype(np.float32) for power, sign in zip(powers, signs, strict=True)]
+
+    @functools.cached_property
+    def rows(self) -> list[Values]:
+        return self.routing.dispatch(self.inputs)
+
+    @functools.cached_property
+    def other_rows(self) -> list[Values]:
+        return self.routing.dispatch(self.others)
+
+    @functools.cached_property
+    def row_weights(self) -> list[Values]:
+        return self.routing.rows_from(self.weights)
+
+    @functools.cached_property
+    def combined(self) -> list[Values]:
+        return self.routing.combine(self.results, local_combine=self.case.local_combine)
+
+    @functools.cached_property
+    def scaled(self) -> list[Values]:
+        return self.routing.combine(self.results, self.scales, local_combine=self.case.local_combine)
+
+    def _bytes(self, rows: int, rank: int, what: int) -> Values:
+        dtype = numpy_dtype(self.case.dtype)
+        rng = np.random.default_rng((self.case.seed, rank, what))
+        return rng.integers(0, 256, (rows, self.case.hidden * dtype.itemsize), np.uint8).view(dtype)
+
+
+def plan_of(case: Case) -> Plan:
+    """The plan, all of it made: ranks that are threads share it."""
+    plan = Plan(case)
+    for name in ("rows", "other_rows", "row_weights", "combined", "scaled"):
+        getattr(plan, name)
+    return plan
+
+
+def same(got: Any, expected: Values, what: str) -> None:
+    """Equal bytes, and shape and type."""
+    values = on_host(got)
+    assert (values.dtype, values.shape) == (expected.dtype, expected.shape), what
+    if values.tobytes() != expected.tobytes():
+        wrong = np.argwhere(values != expected)
+        raise AssertionError(f"{what}: {len(wrong)} of {expected.size} differ, first at {wrong[:1].tolist()}")
+
+
+def same_numbers(got: Any, expected: Values, what: str) -> None:
+    """Equal numbers, in which the zeros of both signs are one."""
+    same(on_host(got) + np.zeros(1, expected.dtype), expected + np.zeros(1, expected.dtype), what)
+
+
+def same_rows(got: Any, expected: Values, most: int | None, what: str) -> None:
+    """The rows that came are the expected ones, and there are `most` rows, if that is given."""
+    assert most is None or on_host(got).shape[0] == most, what
+    same(got if most is None else on_host(got)[: len(expected)], expected, what)
+
+
+def same_layout(desc: Any, plan: Plan, rank: int) -> None:
+    """All fields of the descriptor; of those by row, the rows that came."""
+    expected = plan.routing.layout(rank)
+    for field in fields(expected):
+        got, want = getattr(desc, field.name), getattr(expected, field.name)
+        if want is None or isinstance(want, int):
+            assert got == want, field.name
+        elif field.name.startswith("skipped"):
+            same_rows(got, want, plan.most_rows, field.name)
+        else:
+            same(got, want, field.name)
+
+
+def placed(comm: Communicator, values: Values, rows: int | None = None) -> Any:
+    """The values behind a row of something else, so that odd rows are not aligned; and in front of others, if any."""
+    before, behind = 1, 0 if rows is None else rows - len(values)
+    padded = np.full((before + len(values) + behind, *values.shape[1:]), 7, values.dtype)
+    padded[before : before + len(values)] = values
+    return on_device(comm, padded)[before:]
+
+
+def dispatch_of(layer: EPAll2AllLayer, plan: Plan, comm: Communicator, **options: Any) -> Any:
+    """The case's dispatch with weights."""
+    rank = comm.rank
+    arrays = [placed(comm, array) for array in (plan.inputs[rank], plan.routing.ids[rank], plan.weights[rank])]
+    scatter = None if plan.scatter is None else placed(comm, plan.scatter)
+    if plan.case.halves:
+        return layer.dispatch_recv(layer.dispatch_send(*arrays, scatter, **options))
+    return layer.dispatch(*arrays, scatter, **options)
+
+
+def combine_of(layer: EPAll2AllLayer, plan: Plan, rows: Any, desc: Any, weights: Any = None, out: Any = None) -> Any:
+    if plan.case.halves:
+        return layer.combine_recv(layer.combine_send(rows, desc, weights=weights), out=out)
+    return layer.combine(rows, desc, weights=weights, out=out)
+
+
+def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
+    """Every operation once; on the host with numpy's own arrays."""
+    rank, most = comm.rank, plan.most_rows
+    count = plan.routing.rows[rank]
+    rows, weights, desc = dispatch_of(layer, plan, comm)
+    same_rows(rows, plan.rows[rank], most, "output")
+    same_rows(weights, plan.row_weights[rank], most, "weights")
+    same_layout(desc, plan, rank)
+    if most is not None:
+        assert on_host(desc.num_recv_tokens).tolist() == [count]
+
+    results, scales = placed(comm, plan.results[rank], most), placed(comm, plan.scales[rank], most)
+    same_numbers(combine_of(layer, plan, results, desc), plan.combined[rank], "combine")
+    expected = plan.scaled[rank]
+    guarded = poison((len(expected) + 2) * plan.case.hidden, expected.dtype).reshape(-1, plan.case.hidden)
+    edges = guarded[[0, -1]].tobytes()
+    base = on_device(comm, guarded)
+    out = base[1 : 1 + len(expected)]
+    assert combine_of(layer, plan, results, desc, scales, out) is out
+    same_numbers(out, expected, "weighted combine")
+    assert on_host(base)[[0, -1]].tobytes() == edges, "wrote outside the array"
+    again = layer.redispatch(placed(comm, plan.others[rank]), desc)
+    same_rows(again, plan.other_rows[rank], most, "redispatch")
+    if most is not None:
+        layer.check()
+
+
+def check(comm: Communicator, plan: Plan) -> None:
+    with plan.case.layer(comm, max_recv_tokens=plan.most_rows) as layer:
+        check_layer(comm, plan, layer)
