@@ -106,10 +106,33 @@ def _plot_ring(result: Result, directory: Path) -> list[str]:
     return [rates]
 
 
+def _plot_expert_parallel(result: Result, directory: Path) -> list[str]:
+    """Time by tokens of a rank, with local sums, beside what NCCL takes for the bytes that cross the link."""
+    rows = {(row["name"], row["count"]): row for row in result["results"] if row["time_us"]}
+    counts = sorted({count for _, count in rows})
+    shown = ("dispatch", "combine")
+    names = list(
+        dict.fromkeys(name for name, _ in rows if "NCCL" in name or (name.endswith("local") and name.startswith(shown)))
+    )
+    figure, axes = _axes(f"MoE {place(result)}, hidden {result['hidden']}", "tokens of a rank", "time, µs")
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [rows[name, count]["time_us"] if (name, count) in rows else 0 for count in counts]
+        hatch = "" if any(rows[name, count]["ours"] for count in counts if (name, count) in rows) else "//"
+        axes.bar([x + i * width for x in range(len(counts))], heights, width, label=name, hatch=hatch)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(counts))], [str(count) for count in counts])
+    axes.set_yscale("log")
+    axes.legend(fontsize="x-small", ncols=2)
+    name = _file(result, f"expert_parallel_{result['world_size']}")
+    figure.savefig(directory / name)
+    return [name]
+
+
 PLOTS: dict[str, Callable[[Result, Path], list[str]]] = {
     "all_reduce": _plot_collective,
     "all_gather": _plot_collective,
     "all_to_all": _plot_collective,
+    "expert_parallel": _plot_expert_parallel,
     "put_signal": _plot_put_signal,
     "ring": _plot_ring,
 }
