@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
 
 class Channel:
-    """A channel to one peer. `device_handle` is what a kernel takes by value."""
+    """A channel to one peer. `device_handle` is what a kernel takes by value.
+
+    Attributes:
+        peer: the rank at the other end.
+        device_pointer: where the handle lies in device memory, for kernels that take its address; 0 where it does not.
+    """
 
     def __init__(self, peer: int, handle: CData) -> None:
         self.peer = peer
+        self.device_pointer = 0
         self._handle = handle
         self._kept: tuple[object, ...] = ()
 
@@ -40,9 +46,13 @@ class ChannelSet(Sequence[C], Generic[C]):
     """Channels in the order of their peers' ranks.
 
     As a kernel's pointer argument it is the array of their device handles.
+
+    Attributes:
+        kind: the class of the channels.
     """
 
-    def __init__(self, runtime: Runtime, channels: list[C], kept: tuple[object, ...]) -> None:
+    def __init__(self, runtime: Runtime, kind: type[C], channels: list[C], kept: tuple[object, ...]) -> None:
+        self.kind = kind
         self._channels = channels
         self._by_peer = {channel.peer: channel for channel in channels}
         for channel in channels:
@@ -52,6 +62,9 @@ class ChannelSet(Sequence[C], Generic[C]):
         if handles:
             self._memory = runtime.allocate(len(handles))
             runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(handles))), len(handles))
+            for i, channel in enumerate(channels):
+                channel.device_pointer = self._memory.ptr + i * len(handles) // len(channels)
+                channel.keep((*kept, self._memory))
 
     @overload
     def __getitem__(self, index: int) -> C: ...

@@ -124,4 +124,4 @@ def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: l
     """One channel to each of `peers`. See `Communicator.proxy_channels`."""
     channels, kept = connect_handles(group, dst, src, peers, 1)
     runtime: Runtime = group.runtime
-    return ChannelSet(runtime, [channels[peer][0] for peer in peers], (kept, dst, src))
+    return ChannelSet(runtime, ProxyChannel, [channels[peer][0] for peer in peers], (kept, dst, src))

@@ -95,4 +95,4 @@ def connect(
         handle.peer, handle.channel = peer, number
         channels.append(SmChannel(peer, handle))
     runtime: Runtime = group.runtime
-    return ChannelSet(runtime, channels, (semaphores, dst, src, packet_buffer))
+    return ChannelSet(runtime, SmChannel, channels, (semaphores, dst, src, packet_buffer))

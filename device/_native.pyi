@@ -49,6 +49,8 @@ class ProxycclErrorRecord(_ProxycclErrorRecord, CData): ...
 class ProxycclErrorRecordPointer(_ProxycclErrorRecord, ItemPointer[ProxycclErrorRecord]): ...
 
 class _ProxycclWait:
+    claimed: int
+    answered: int
     kind: int
     peer: int
     channel: int
@@ -62,10 +64,12 @@ class _ProxycclControl:
     abort: int
     asked: int
     rank: int
+    failed_rank: int
     timeout_ns: int
     error: ProxycclErrorRecord
     peers: PointerField[PointerTo[ProxycclControlPointer]]
     peer_count: int
+    waits: ArrayField[ProxycclWait, ProxycclWaitPointer]
 
 class ProxycclControl(_ProxycclControl, CData): ...
 class ProxycclControlPointer(_ProxycclControl, ItemPointer[ProxycclControl]): ...
@@ -426,6 +430,7 @@ class Lib:
     PROXYCCL_MAX_TRIGGER_BYTES: Final[int]
     PROXYCCL_WINDOW_BYTES: Final[int]
     PROXYCCL_NO_PEER: Final[int]
+    PROXYCCL_NO_CHANNEL: Final[int]
     PROXYCCL_LAST_QUESTION: Final[int]
     PROXYCCL_OP_CUSTOM: Final[int]
     PROXYCCL_OP_DATA: Final[int]
@@ -486,6 +491,7 @@ class Lib:
     PROXYCCL_RECORD_EMPTY: Final[int]
     PROXYCCL_RECORD_CLAIMED: Final[int]
     PROXYCCL_RECORD_VALID: Final[int]
+    PROXYCCL_WAIT_PEERS: Final[int]
     PROXYCCL_WAIT_PLACES: Final[int]
     PROXYCCL_ROUND_BUFFERS: Final[int]
     PROXYCCL_PIPELINE_BUFFERS: Final[int]

@@ -14,6 +14,7 @@ typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 #define PROXYCCL_MAX_TRIGGER_BYTES ...
 #define PROXYCCL_WINDOW_BYTES ...
 #define PROXYCCL_NO_PEER ...
+#define PROXYCCL_NO_CHANNEL ...
 enum { PROXYCCL_OP_CUSTOM, PROXYCCL_OP_DATA, PROXYCCL_OP_SIGNAL, PROXYCCL_OP_FLUSH, ... };
 enum { PROXYCCL_SIZE_BITS, PROXYCCL_OFFSET_BITS, PROXYCCL_MEMORY_BITS, PROXYCCL_OP_BITS, PROXYCCL_CHANNEL_BITS,
        PROXYCCL_MAX_MEMORIES, PROXYCCL_MAX_CHANNELS, ... };
@@ -38,13 +39,14 @@ typedef struct {
   int32_t status; uint64_t expected; uint64_t seen; uint64_t offset; uint64_t size; ...;
 } ProxycclErrorRecord;
 typedef struct {
-  uint32_t kind; uint32_t peer; uint32_t channel; uint64_t expected; uint64_t seen; ...;
+  uint32_t claimed; uint32_t answered; uint32_t kind; uint32_t peer; uint32_t channel; uint64_t expected; uint64_t seen;
+  ...;
 } ProxycclWait;
-enum { PROXYCCL_WAIT_PLACES, ... };
+enum { PROXYCCL_WAIT_PEERS, PROXYCCL_WAIT_PLACES, ... };
 #define PROXYCCL_LAST_QUESTION ...
 typedef struct ProxycclControl {
-  uint32_t abort; uint32_t asked; uint32_t rank; uint64_t timeout_ns; ProxycclErrorRecord error;
-  struct ProxycclControl *const *peers; uint32_t peer_count; ...;
+  uint32_t abort; uint32_t asked; uint32_t rank; uint32_t failed_rank; uint64_t timeout_ns; ProxycclErrorRecord error;
+  struct ProxycclControl *const *peers; uint32_t peer_count; ProxycclWait waits[...]; ...;
 } ProxycclControl;
 
 typedef struct {

@@ -299,6 +299,12 @@ class CudaDriver:
         address, nbytes = ok(f"cuModuleGetGlobal({name})", cu.cuModuleGetGlobal(module, name.encode()))
         return int(address), int(nbytes)
 
+    def allow_shared_memory(self, function: int, nbytes: int) -> None:
+        """Raises the kernel's limit, which is 48 KiB at first."""
+        if nbytes > 48 * 1024:
+            kind = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            ok("cuFuncSetAttribute", cu.cuFuncSetAttribute(cu.CUfunction(function), kind, nbytes))
+
     # -- addresses ---
 
     def engine_functions(self) -> EngineFunctions:

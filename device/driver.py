@@ -268,6 +268,10 @@ class Driver(Protocol):
         """Address and size of a module's variable."""
         ...
 
+    def allow_shared_memory(self, function: int, nbytes: int) -> None:
+        """Lets a kernel be launched with so much dynamic shared memory."""
+        ...
+
     # -- addresses for callers in C ---
 
     def engine_functions(self) -> EngineFunctions:

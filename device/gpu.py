@@ -13,7 +13,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from proxyccl.device._native import ffi
@@ -314,6 +314,22 @@ class GpuRuntime:
         made = self._kernel(module, name)
         with self._lock:
             return self._kernels.setdefault(key, made)
+
+    def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
+        """A kernel of an image that another compiler made. Waits until nothing of this runtime runs.
+
+        Args:
+            image: for this device's architecture.
+            name: the kernel's.
+            parameters: size and kind of each (kernel.py).
+            shared: bytes of dynamic shared memory that it is launched with.
+        """
+        self.in_flight.wait()
+        module = _LoadedModule(self.context, image, self._memory.unused)
+        with self.current():
+            function = self.driver.module_function(module.handle, name)
+            self.driver.allow_shared_memory(function, shared)
+        return Kernel(self, name, ffi.cast("void *", function), parameters, module)
 
     def release_control(self, control: int) -> None:
         """Unloads the modules that were compiled for it, but for those with kernels that somebody still holds."""

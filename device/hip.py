@@ -278,6 +278,9 @@ class HipDriver:
         address, nbytes = call("hipModuleGetGlobal", module, name.encode())
         return int(address), int(nbytes)
 
+    def allow_shared_memory(self, function: int, nbytes: int) -> None:
+        """Nothing: a launch may ask for all that there is."""
+
     # -- addresses ---
 
     def engine_functions(self) -> EngineFunctions:

@@ -19,7 +19,7 @@ from proxyccl.device.in_flight import InFlight
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
 
-_BYTES, _INTEGER, _FLOAT, _POINTER = range(4)  # kernel.h, ParameterKind
+BYTES, INTEGER, FLOAT, POINTER = range(4)  # kernel.h, ParameterKind
 _FLOAT_FORMAT = {4: "<f", 8: "<d"}
 
 Shape = int | Sequence[int]
@@ -142,17 +142,17 @@ class Kernel:
 
     def _convert(self, index: int, value: Any, size: int, kind: int, kept: list[object]) -> bytes:
         argument = f"args[{index}] of kernel {self.name}"
-        if kind == _POINTER:
+        if kind == POINTER:
             kept.append(value)
             return struct.pack("<Q", self._address(value, argument))
-        if kind == _FLOAT:
+        if kind == FLOAT:
             if not hasattr(value, "__float__"):
                 raise ArgumentError(argument, f"expected a number, not {type(value).__name__}")
             try:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
-        if kind == _INTEGER:
+        if kind == INTEGER:
             if not hasattr(value, "__index__"):
                 raise ArgumentError(argument, f"expected an integer, not {type(value).__name__}")
             number, bits = value.__index__(), 8 * size
