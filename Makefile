@@ -24,7 +24,7 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -96,10 +96,16 @@ test-torch: $(TORCH_VENVS:%=%/.installed)
 	  done; \
 	done
 
+# The tests of kernels in Triton with the oldest Triton that is supported; make test has the newest.
+test-triton: .venv-triton-older/.installed
+	.venv-triton-older/bin/python -m pytest -p no:cacheprovider tests/triton_kernels
+
+.venv-triton-older/.installed: requirements-triton-older.lock
 .venv-torch/.installed: requirements-torch.lock
 .venv-torch-older/.installed: requirements-torch-older.lock
+OWN_VENVS := $(TORCH_VENVS) .venv-triton-older
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
-$(TORCH_VENVS:%=%/.installed): | $(VENV)/.installed
+$(OWN_VENVS:%=%/.installed): | $(VENV)/.installed
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
 	echo "import site; site.addsitedir('$(CURDIR)/$$(cd $(VENV) && bin/python -c '$(SITE_PACKAGES)' | sed 's|.*/$(VENV)/|$(VENV)/|')')" \
@@ -252,4 +258,4 @@ $(VENV)/.installed: $(VENV)/.built $(VENV)/.tools
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENVS) build *.egg-info
+	rm -rf $(VENV) $(OWN_VENVS) build *.egg-info

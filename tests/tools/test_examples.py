@@ -15,7 +15,7 @@ import pytest
 
 from proxyccl.device.kernel_names import kernel_names
 from proxyccl.proxy.verbs.devices import missing
-from support.devices import RUNTIME, processes, world_sizes
+from support.devices import ON_HOST, RUNTIME, processes, world_sizes
 from support.nvrtc import CUBIN, Nvrtc
 from support.paths import EXAMPLES
 from support.running import run_mpi
@@ -23,6 +23,8 @@ from support.running import run_mpi
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
 # Ranks of a busy machine: numpy's own threads would only fight them for the cores.
 ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+if ON_HOST:
+    ENVIRONMENT["TRITON_INTERPRET"] = "1"  # for the examples in Triton; no other reads it
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:
@@ -64,6 +66,10 @@ KERNELS = {path.name: source for path in sorted(EXAMPLES.glob("*.py")) if (sourc
             "custom_kernel.py": (2, 3),
             "expert_parallel.py": (1, 3),
             "expert_parallel_digits.py": (1, 3, 4),
+            "triton_diffusion.py": (2,),
+            "triton_all_to_all.py": (3,),
+            "triton_all_reduce.py": (2,),
+            "triton_overlapped_gemm.py": (2,),
         }.items()
         for world_size in world_sizes(*wanted, processes=True)
     ],

@@ -1,0 +1,62 @@
+"""Kernels in Triton: ``import proxyccl.triton as pt``.
+
+A ``@triton.jit`` function calls what is named here: it pushes triggers, signals and waits over ProxyChannels, and
+reaches peers' memory over SmChannels. `Communicator.triton` launches it, on NVIDIA, on AMD, and on the host runtime
+through Triton's interpreter.
+"""
+
+from proxyccl.channels import kernel_languages
+from proxyccl.triton.channel import channel
+from proxyccl.triton.grid_barrier import GridBarrier, sync_grid
+from proxyccl.triton.kernel import TritonKernel
+from proxyccl.triton.proxy_channel import (
+    ended,
+    flush,
+    poll,
+    put,
+    put_with_signal,
+    put_with_signal_and_flush,
+    signal,
+    wait,
+)
+from proxyccl.triton.sm_channel import (
+    PACKET_BYTES,
+    get_packets,
+    put_packets,
+    remote,
+    remote_bytes,
+    sm_ended,
+    sm_poll,
+    sm_relaxed_signal,
+    sm_signal,
+    sm_wait,
+)
+from proxyccl.triton.target import sync_threads_system
+
+__all__ = [
+    "PACKET_BYTES",
+    "GridBarrier",
+    "TritonKernel",
+    "channel",
+    "ended",
+    "flush",
+    "get_packets",
+    "poll",
+    "put",
+    "put_packets",
+    "put_with_signal",
+    "put_with_signal_and_flush",
+    "remote",
+    "remote_bytes",
+    "signal",
+    "sm_ended",
+    "sm_poll",
+    "sm_relaxed_signal",
+    "sm_signal",
+    "sm_wait",
+    "sync_grid",
+    "sync_threads_system",
+    "wait",
+]
+
+kernel_languages.register("triton", TritonKernel)

@@ -1,0 +1,147 @@
+"""Compiles a kernel for each access that synchronises, and those of the examples, for GPUs that are not here.
+
+Arguments: a directory, then architectures. Writes directory/architecture/kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+import proxyccl.triton as pt
+from proxyccl.triton import target, words
+from proxyccl.triton.arguments import CONSTEXPR, Argument
+from proxyccl.triton.compiled import compile_kernel, target_of
+
+
+@triton.jit
+def store_trigger(slot, low, high):
+    target.store_trigger(slot, words.u64(low), words.u64(high))
+
+
+@triton.jit
+def sync_threads(x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), 1.0)
+    pt.sync_threads_system()
+
+
+@triton.jit
+def signal(sm):
+    pt.sm_signal(sm)
+
+
+@triton.jit
+def relaxed_signal(sm):
+    pt.sm_relaxed_signal(sm)
+
+
+@triton.jit
+def poll(sm, out):
+    tl.store(out, pt.sm_poll(sm).to(tl.int32))
+
+
+@triton.jit
+def put_packets(sm, x, BLOCK: tl.constexpr):
+    pt.put_packets(sm, 0, tl.load(x + tl.arange(0, BLOCK)), 7)
+
+
+@triton.jit
+def get_packets(sm, x, BLOCK: tl.constexpr):
+    tl.store(x + tl.arange(0, BLOCK), pt.get_packets(sm, 0, 7, BLOCK, tl.float32))
+
+
+@triton.jit
+def wait(proxy, out):
+    tl.store(out, pt.wait(proxy).to(tl.int32))
+
+
+@triton.jit
+def push(proxy):
+    pt.signal(proxy)
+
+
+@triton.jit
+def sync_grid(barrier):
+    pt.sync_grid(barrier)
+
+
+@triton.jit
+def everything(proxy, sm, barrier, x, n, BLOCK: tl.constexpr):
+    """Every function of `proxyccl.triton`, with arguments of every kind."""
+    i = tl.arange(0, BLOCK)
+    channel = pt.channel(proxy, n)
+    pt.put(channel, 0, 0, n)
+    pt.put(channel, 0, 0, n, dst_memory=3, src_memory=n)
+    pt.put_with_signal(channel, 8, 0, 1 << 33)
+    if pt.put_with_signal_and_flush(channel, 0, n, 4):
+        tl.store(x, pt.flush(channel).to(tl.float32))
+    while (pt.poll(channel) == 0) & (pt.ended(channel) == 0):
+        tl.store(x, 1.0)
+    peer = pt.channel(sm, n)
+    tl.store(pt.remote(peer, tl.float32) + i, tl.load(x + i), i < pt.remote_bytes(peer) // 4)
+    if pt.sm_wait(peer) & (pt.sm_ended(peer) == 0):
+        tl.store(x, 1.0)
+    pt.put_packets(peer, 64, tl.load(x + i), n, count=n)
+    tl.store(x + i, pt.get_packets(peer, 64, n, BLOCK, tl.float32, count=n))
+    if pt.sync_grid(barrier):
+        tl.store(x, 2.0)
+
+
+EXAMPLES = Path(__file__).parent.parent.parent.parent / "examples"
+EXAMPLE_KERNELS = {
+    "triton_diffusion": ["diffuse"],
+    "triton_all_to_all": ["all_to_all"],
+    "triton_all_reduce": ["one_shot"],
+    "triton_overlapped_gemm": ["gemm_all_reduce", "all_gather_gemm"],
+}
+FLOAT16, INT32 = Argument("*fp16", 0, aligned=True), Argument("*i32", 0, aligned=True)
+PROXY, SM, FLOAT32 = (Argument(kind, 0, aligned=True) for kind in ("*u64", "*i64", "*fp32"))
+EXAMPLE_ARGUMENTS = {
+    **dict.fromkeys(("a", "b", "c", "memory"), FLOAT16),
+    **dict.fromkeys(("u", "x"), FLOAT32),
+    **dict.fromkeys(("left", "right", "channels", "barrier"), PROXY),
+    "done": INT32,
+    "calls": INT32,
+    "BLOCK": Argument(CONSTEXPR, 1024),
+    **{name: Argument(CONSTEXPR, 64) for name in ("BM", "BN", "BK")},
+}
+
+TYPES = {"proxy": "*u64", "sm": "*i64", "barrier": "*u64", "slot": "*u64", "x": "*fp32", "out": "*i32", "n": "i32"}
+
+
+def arguments(kernel: triton.JITFunction) -> dict[str, Argument]:
+    made = {name: Argument(TYPES.get(name, "i64"), 0, aligned=name != "n") for name in kernel.arg_names}
+    return made | ({"BLOCK": Argument(CONSTEXPR, 256)} if "BLOCK" in made else {})
+
+
+def example_kernels() -> list[tuple[triton.JITFunction, dict[str, Argument]]]:
+    sys.path.insert(0, str(EXAMPLES))
+    found = []
+    for module, names in EXAMPLE_KERNELS.items():
+        known = {**EXAMPLE_ARGUMENTS, **({"channels": SM} if module == "triton_all_reduce" else {})}
+        for name in names:
+            kernel = getattr(importlib.import_module(module), name)
+            found.append((kernel, {each: known.get(each, Argument("i32", 48)) for each in kernel.arg_names}))
+    return found
+
+
+def main() -> None:
+    kernels = [(each, arguments(each)) for each in globals().values() if isinstance(each, triton.JITFunction)]
+    for architecture in sys.argv[2:]:
+        directory = Path(sys.argv[1], architecture)
+        directory.mkdir(parents=True, exist_ok=True)
+        nvidia = architecture.startswith("sm_")
+        made_for = target_of(architecture) if nvidia else GPUTarget("hip", architecture, 64)
+        # The examples' products take long to compile: on each vendor's newer architecture alone.
+        for kernel, given in kernels + (example_kernels() if architecture in ("sm_90", "gfx942") else []):
+            compiled = compile_kernel(kernel, given, made_for, {"num_warps": 4})
+            (directory / kernel.__name__).write_text(compiled.asm["ptx" if nvidia else "amdgcn"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Rank 0 waits in a kernel for a signal; rank 1 is killed. Rank 0 prints its exception, and what the wait returned."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+
+from proxyccl import Communicator, CommunicatorError
+from support import triton_kernels as kernels
+from support.processes import FileBootstrap
+
+with Communicator(FileBootstrap.from_environment(), timeout=60) as comm:
+    out = comm.empty(1, "int32").upload(np.full(1, 7, np.int32))
+    (channel,) = comm.proxy_channels(comm.empty(4, "int32"))
+    comm.barrier()
+    comm.synchronize()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.triton(kernels.waits, grid=1)(channel, out)
+        comm.synchronize()
+    except CommunicatorError as error:
+        print(type(error).__name__, error.peer, out.numpy()[0])

@@ -1,0 +1,127 @@
+"""Kernels in Triton for tests."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+import proxyccl.triton as pt
+
+
+@triton.jit
+def laps(channel, count, half):
+    """Sends `count` words one by one, more than the ring has slots, and waits for as many."""
+    for i in range(count):
+        pt.put_with_signal(channel, half + i * 4, i * 4, 4)
+    for _ in range(count):
+        pt.wait(channel)
+    pt.flush(channel)
+
+
+@triton.jit
+def to_all(channels, count, rank, nbytes, base, flushed):
+    """A put to each peer, and what flush returned."""
+    for i in range(count):
+        channel = pt.channel(channels, i)
+        pt.put(channel, base + rank * nbytes, i * nbytes, nbytes)
+        pt.signal(channel)
+    for i in range(count):
+        channel = pt.channel(channels, i)
+        pt.wait(channel)
+        tl.store(flushed + i, pt.flush(channel).to(tl.int32))
+
+
+@triton.jit
+def put_and_flush(channel, dst_offset, src_offset, size, out):
+    """One put that is flushed, and whether it was."""
+    tl.store(out, pt.put_with_signal_and_flush(channel, dst_offset, src_offset, size).to(tl.int32))
+
+
+@triton.jit
+def put_elsewhere(channel, dst_memory, src_memory, size):
+    """A put between other memories than the channel's own."""
+    pt.put_with_signal(channel, 0, 0, size, dst_memory=dst_memory, src_memory=src_memory)
+    pt.wait(channel)
+
+
+@triton.jit
+def polls(channel, out):
+    """A signal each way: polls until it is there, then once more."""
+    pt.signal(channel)
+    while (pt.poll(channel) == 0) & (pt.ended(channel) == 0):
+        tl.store(out, 1)
+    tl.store(out + 1, pt.poll(channel).to(tl.int32))
+
+
+@triton.jit
+def signals(channel, count):
+    """Signals that nobody answers."""
+    for _ in range(count):
+        pt.signal(channel)
+
+
+@triton.jit
+def waits(channel, out):
+    """A wait, and what it returned."""
+    came = pt.wait(channel)
+    tl.store(out + tl.program_id(0), came.to(tl.int32))
+
+
+@triton.jit
+def sm_shift(right, left, u, n, BLOCK: tl.constexpr):
+    """Stores own values to the next rank's memory, and doubles those that the previous rank stored here."""
+    i = tl.arange(0, BLOCK)
+    far = pt.remote(right, tl.float32)
+    fits = (i < n) & (n + i < pt.remote_bytes(right) // 4)
+    tl.store(far + n + i, tl.load(u + i, i < n), fits)
+    pt.sm_signal(right)
+    pt.sm_relaxed_signal(right)
+    pt.sm_wait(left)
+    while (pt.sm_poll(left) == 0) & (pt.sm_ended(left) == 0):
+        pass
+    tl.store(u + 2 * n + i, tl.load(u + n + i, i < n) * 2, i < n)
+
+
+@triton.jit
+def packets(right, left, u, out, n, offset, flag, BLOCK: tl.constexpr):
+    """Values to the next rank as packets, and those of the previous one."""
+    i = tl.arange(0, BLOCK)
+    pt.put_packets(right, offset, tl.load(u + i, i < n, other=0.0), flag, count=n)
+    tl.store(out + i, pt.get_packets(left, offset, flag, BLOCK, tl.float32, count=n))
+
+
+@triton.jit
+def grid_sums(barrier, u, out, rounds):
+    """In each round every program of a grid writes a number, and reads what the others wrote."""
+    own = tl.program_id(0)
+    programs = tl.num_programs(0)
+    total = 0
+    for step in range(rounds):
+        tl.store(u + own, own + step)
+        pt.sync_grid(barrier)
+        for i in range(programs):
+            total += tl.load(u + i)
+        pt.sync_grid(barrier)
+    tl.store(out + own, total)
+
+
+@triton.jit
+def wrong_kind(channel):
+    """Takes a ProxyChannel for an SmChannel."""
+    pt.sm_signal(channel)
+
+
+@triton.jit
+def scale(x, n, factor, BLOCK: tl.constexpr):
+    """Multiplies; no communication."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i, i < n) * factor, i < n)
+
+
+@triton.jit
+def exchange(channel, x, n, BLOCK: tl.constexpr):
+    """A put each way: both ranks must launch it equally often."""
+    pt.put_with_signal(channel, n * 4, 0, n * 4)
+    pt.wait(channel)
+    i = tl.arange(0, BLOCK)
+    tl.store(x + 2 * n + i, tl.load(x + n + i, i < n) + BLOCK, i < n)

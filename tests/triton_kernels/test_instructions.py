@@ -1,0 +1,170 @@
+"""The device side in Triton compiles for NVIDIA and AMD, and what it becomes; no GPU is needed.
+
+What the compiler makes of the accesses that synchronise is read back: widths, orders and scopes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import triton
+
+from support.once import one_at_a_time, shared_directory
+from support.triton_compiling import compile_accesses
+
+pytestmark = pytest.mark.host_only(reason="a compiler alone")
+
+NATIVE = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+"""Whether Triton has atomic loads and stores, and compiles for AMD without ROCm."""
+ARCHITECTURES = ["sm_80", "sm_90", *(["gfx90a", "gfx942"] if NATIVE else [])]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with each kernel's code for each architecture."""
+    directory = shared_directory(tmp_path_factory) / "triton"
+    with one_at_a_time(directory.with_suffix(".lock")):
+        if not (directory / "done").exists():
+            compile_accesses(directory, ARCHITECTURES)
+            (directory / "done").touch()
+    return directory
+
+
+def body(code: str, kernel: str, nvidia: bool) -> str:
+    """The text of a kernel, without the functions that it calls."""
+    pattern = rf"\.entry {kernel}\(.*?^}}" if nvidia else rf"^{kernel}:.*?\.section"
+    found = re.search(pattern, code, re.DOTALL | re.MULTILINE)
+    assert found is not None, kernel
+    return re.sub(r"^\s*\.loc\s.*\n", "", found[0], flags=re.MULTILINE)
+
+
+def ordered_by_nvidia(compiled: Path, architecture: str, kernel: str) -> list[str]:
+    """The opcodes of accesses that carry an order or are volatile, and of fences; each once, in order."""
+    text = body((compiled / architecture / kernel).read_text(), kernel, nvidia=True)
+    opcodes = re.findall(r"^\s*(?:@\S+\s+)?((?:ld|st|atom|red|fence)\.[\w.]+)", text, re.MULTILINE)
+    orders = {"volatile", "relaxed", "acquire", "release", "acq_rel", "wt"}
+    found = [opcode.replace(".global", "") for opcode in opcodes if orders & set(opcode.split("."))]
+    return list(dict.fromkeys(found))
+
+
+# With Triton's atomic loads and stores. Before 3.9 a load is written as an addition of 0, a store as an exchange.
+NVIDIA = {
+    "relaxed_signal": ["ld.relaxed.gpu.b64", "st.relaxed.sys.b64"],
+    "signal": ["ld.relaxed.gpu.b64", "fence.release.sys", "st.relaxed.sys.b64"],
+    "poll": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
+    "wait": ["ld.relaxed.gpu.b64", "ld.relaxed.sys.b64", "fence.acquire.sys"],
+    # 8 bytes hold data and flag: one access each, at system scope.
+    "put_packets": ["st.relaxed.sys.b64"],
+    "get_packets": ["ld.relaxed.sys.b64"],
+    "sync_grid": [
+        "ld.relaxed.gpu.b64",  # the generation to leave
+        "atom.gpu.acq_rel.add.u64",  # arrival
+        "st.relaxed.gpu.b64",  # the count, back to 0, and the next generation …
+        "fence.release.gpu",  # … which is released
+        "ld.relaxed.sys.b64",
+        "fence.acquire.sys",
+    ],
+}
+NVIDIA_OLDER = {
+    "relaxed_signal": ["ld.gpu.relaxed.b64", "atom.sys.relaxed.exch.b64"],
+    "signal": ["ld.gpu.relaxed.b64", "atom.sys.release.exch.b64"],
+    "poll": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
+    "wait": ["ld.gpu.relaxed.b64", "ld.sys.acquire.b64"],
+    "put_packets": ["st.wt.b64"],
+    "get_packets": ["ld.volatile.b64"],
+    "sync_grid": [
+        "ld.gpu.relaxed.b64",
+        "atom.gpu.acq_rel.add.u64",
+        "atom.gpu.relaxed.exch.b64",
+        "atom.gpu.release.exch.b64",
+        "ld.sys.acquire.b64",
+    ],
+}
+EXPECTED = NVIDIA if NATIVE else NVIDIA_OLDER
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("kernel", EXPECTED)
+def test_accesses_have_the_right_orders_and_scopes_on_nvidia(compiled: Path, architecture: str, kernel: str) -> None:
+    expected = EXPECTED[kernel]
+    if architecture == "sm_80":  # it has one fence for both
+        expected = [re.sub(r"fence\.(acquire|release)", "fence.acq_rel", opcode) for opcode in expected]
+    assert ordered_by_nvidia(compiled, architecture, kernel) == list(dict.fromkeys(expected))
+
+
+def test_a_trigger_is_one_store_of_one_thread_from_sm_90_on(compiled: Path) -> None:
+    code = body((compiled / "sm_90/store_trigger").read_text(), "store_trigger", nvidia=True)
+    assert re.search(
+        r"mov\.u32 thread, %tid\.x;\s*setp\.eq\.u32 first, thread, 0;.*"
+        r"@first fence\.acq_rel\.sys;\s*@first st\.relaxed\.sys\.global\.b128",
+        code,
+        re.DOTALL,
+    )
+    assert code.count("b128 [") == 1
+    older = ordered_by_nvidia(compiled, "sm_80", "store_trigger")
+    words = ["st.relaxed.sys.b64", "fence.acq_rel.sys"]
+    assert older == (words if NATIVE else ["atom.sys.relaxed.exch.b64", "atom.sys.release.exch.b64"])
+
+
+def test_a_push_takes_its_ticket_and_the_room_that_it_knows_of_with_relaxed_order(compiled: Path) -> None:
+    found = ordered_by_nvidia(compiled, "sm_90", "push")
+    assert any(re.fullmatch(r"atom(\.gpu|\.relaxed|\.add|\.u64){4}", opcode) for opcode in found)
+    assert any(re.fullmatch(r"atom(\.gpu|\.acquire|\.exch|\.b32){4}", opcode) for opcode in found)  # the refresh lock
+    assert found[-2:] == ["fence.acq_rel.sys", "st.relaxed.sys.b128"]
+
+
+@pytest.mark.skipif(not NATIVE, reason="this Triton compiles for AMD with ROCm's linker alone")
+@pytest.mark.parametrize(("architecture", "scope"), [("gfx90a", ""), ("gfx942", " sc0 sc1")])
+class TestAmd:
+    """On AMD each wave writes back what it stored before a barrier, as the barrier drains no stores."""
+
+    def code(self, compiled: Path, architecture: str, kernel: str) -> str:
+        text = body((compiled / architecture / kernel).read_text(), kernel, nvidia=False)
+        lines = (line.split(";")[0].rstrip() for line in text.splitlines())
+        return "\n".join(line for line in lines if line and not line.lstrip().startswith("."))
+
+    def test_a_barrier_of_the_threads_writes_back_first(self, compiled: Path, architecture: str, scope: str) -> None:
+        code = self.code(compiled, architecture, "sync_threads")
+        assert re.search(rf"buffer_wbl2{scope}\n\s*s_waitcnt vmcnt\(0\)\n.*s_barrier", code, re.DOTALL)
+
+    @pytest.mark.parametrize("kernel", ["signal", "store_trigger"])
+    def test_a_release_waits_for_the_stores(self, compiled: Path, architecture: str, scope: str, kernel: str) -> None:
+        code = self.code(compiled, architecture, kernel)
+        no_access = r"(?:(?!\s*(?:global|buffer|flat)_).*\n)*"
+        released = rf"buffer_wbl2{scope}\n\s*s_waitcnt vmcnt\(0\)\n{no_access}\s*global_store_dwordx2 .*{scope}\n"
+        assert re.search(released, code)
+
+    def test_packets_are_single_accesses_at_system_scope(self, compiled: Path, architecture: str, scope: str) -> None:
+        stores = re.findall(r"global_store_dwordx2 .*", self.code(compiled, architecture, "put_packets"))
+        assert stores
+        assert all(store.endswith(scope) for store in stores)
+        wanted = scope or " glc"
+        loads = re.findall(r"global_load_dwordx2 .*", self.code(compiled, architecture, "get_packets"))
+        assert sum(load.endswith(wanted) for load in loads) >= 2  # before the loop and in it
+
+    def test_an_acquire_drops_what_the_caches_hold(self, compiled: Path, architecture: str, scope: str) -> None:
+        code = self.code(compiled, architecture, "poll")
+        dropped = r"buffer_inv sc0 sc1" if scope else r"buffer_invl2\n\s*buffer_wbinvl1_vol"
+        wanted = scope or " glc"
+        assert re.search(rf"global_load_dwordx2 .*{wanted}\n\s*s_waitcnt vmcnt\(0\)\n\s*{dropped}\n", code)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_kernel_that_uses_everything_compiles(compiled: Path, architecture: str) -> None:
+    assert "everything" in (compiled / architecture / "everything").read_text()
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_a_kernel_s_parameters_are_those_that_a_launch_passes(compiled: Path, architecture: str) -> None:
+    code = body((compiled / architecture / "everything").read_text(), "everything", nvidia=True).split("\n)")[0]
+    bits = [int(each) for each in re.findall(r"^\s*\.param \.[a-z](\d+)", code, re.MULTILINE)]
+    assert bits[:5] == [64, 64, 64, 64, 32]  # three channels or barriers, an array and a number
+    assert bits[5:] in ([64], [64, 64])  # what Triton adds, for which a launch has two null pointers
+
+
+@pytest.mark.parametrize("architecture", sorted({"sm_90", "gfx942"} & set(ARCHITECTURES)))
+@pytest.mark.parametrize("kernel", ["diffuse", "all_to_all", "one_shot", "gemm_all_reduce", "all_gather_gemm"])
+def test_the_examples_compile(compiled: Path, architecture: str, kernel: str) -> None:
+    assert kernel in (compiled / architecture / kernel).read_text()
