@@ -6,13 +6,17 @@ What the compiler makes of the accesses that synchronise is read back: widths, o
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import triton
 
+from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from support.once import one_at_a_time, shared_directory
-from support.triton_compiling import compile_accesses
+from support.paths import PROGRAMS
+from support.triton_compiling import compile_accesses, without_interpreter
 
 pytestmark = pytest.mark.host_only(reason="a compiler alone")
 
@@ -162,6 +166,21 @@ def test_a_kernel_s_parameters_are_those_that_a_launch_passes(compiled: Path, ar
     bits = [int(each) for each in re.findall(r"^\s*\.param \.[a-z](\d+)", code, re.MULTILINE)]
     assert bits[:5] == [64, 64, 64, 64, 32]  # three channels or barriers, an array and a number
     assert bits[5:] in ([64], [64, 64])  # what Triton adds, for which a launch has two null pointers
+
+
+def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
+    program = [sys.executable, str(PROGRAMS / "triton_launches.py")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=100, check=True, env=without_interpreter())
+    parameters = [(8, POINTER), (4, INTEGER), (4, FLOAT), (8, POINTER), (8, POINTER)]
+    loaded = f"load scale True {parameters} 0"
+    assert done.stdout.splitlines() == [
+        loaded,
+        "launch (4, 2, 1) 64 (4096, 64, 2.0, None, None) None 0",
+        "launch (8, 2, 1) 64 (8192, 128, 3.0, None, None) 9 0",
+        loaded,
+        "launch (4, 2, 1) 64 (4100, 65, 3.0, None, None) None 0",
+        "args: kernel scale was not called with such arguments before; do so before the capture",
+    ]
 
 
 @pytest.mark.parametrize("architecture", sorted({"sm_90", "gfx942"} & set(ARCHITECTURES)))

@@ -1,0 +1,61 @@
+"""Launches a compiled kernel on a runtime that stands in for a GPU's, and prints what reaches the driver, by launch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from proxyccl import ArgumentError
+from proxyccl.device.gpu import GpuRuntime
+from proxyccl.triton import TritonKernel
+from support import triton_kernels as kernels
+
+
+class StandIn(GpuRuntime):
+    """Says what is loaded and launched."""
+
+    def __init__(self) -> None:
+        self.name, self.device, self.info = "cuda", 0, SimpleNamespace(architecture="sm_90")
+        self.in_flight = SimpleNamespace(add=lambda kept, stream, handle: None)
+        self.capturing = False
+
+    def stream_handle(self, stream: Any) -> int:
+        return 7 if stream is None else stream
+
+    def is_capturing(self, stream: int) -> bool:
+        return self.capturing
+
+    def load_kernel(self, image: bytes, name: str, parameters: Any, shared: int) -> Any:
+        print("load", name, image[:4] == b"\x7fELF", parameters, shared)
+        return lambda grid, block, *args, stream, shared: print("launch", grid, block, args, stream, shared)
+
+
+class Array:
+    """Eight floats at an address of the device."""
+
+    def __init__(self, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (8,),
+            "typestr": "<f4",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+runtime = StandIn()
+failure = SimpleNamespace(require_usable=lambda: None)
+communicator: Any = SimpleNamespace(runtime=runtime, group=SimpleNamespace(failure=failure))
+kernel = TritonKernel(communicator, kernels.scale, grid=lambda given: (given["n"] // given["BLOCK"], 2), num_warps=2)
+kernel(Array(4096), 64, 2.0, BLOCK=16)
+kernel(Array(8192), 128, 3.0, BLOCK=16, stream=9)  # the same variant
+kernel(Array(4100), 65, 3.0, BLOCK=16)  # neither is a multiple of 16
+runtime.capturing = True
+try:
+    kernel(Array(4096), 64, 2.0, BLOCK=32)
+except ArgumentError as error:
+    print(error)
