@@ -221,11 +221,13 @@ fake-verbs: $(FAKE_VERBS)/libfake_device.so
 $(FAKE_VERBS)/libfake_device.so: tests/support/verbs/fake_device.c tests/support/verbs/fake_device.h
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/rdma-headers/usr/include $(filter %.c,$^) -o $@
 
-# The endpoint that the tests of the fabric transport write to (tests/support/fabric).
+# The endpoint that the tests of the fabric transport write to, and a library whose providers reach GPUs
+# (tests/support/fabric).
 FAKE_FABRIC := build/fake-fabric
-fake-fabric: $(FAKE_FABRIC)/libfake_endpoint.so
-$(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fabric/fake_endpoint.c tests/support/fabric/fake_endpoint.h
-	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -o $@
+fake-fabric: $(FAKE_FABRIC)/libfake_endpoint.so $(FAKE_FABRIC)/libfake_library.so
+$(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fabric/fake_endpoint.h
+$(FAKE_FABRIC)/libfake_%.so: tests/support/fabric/fake_%.c
+	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -ldl -o $@
 
 # What the library, the examples and the build need; for GPUs only where there is one.
 GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)

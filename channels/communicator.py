@@ -100,10 +100,11 @@ class Communicator:
         proxy_cores: cores that the proxy's threads may run on: numbers and ranges such as "0-3,8", "node:1" for a NUMA
             node's, "near" for those of the node that the device is next to; None for any. The job's own daemon takes
             those of the rank that starts it; the node daemon has its own.
-        transport: what moves the data of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory)
-            or "fabric" (libfabric) for all pairs of ranks, or a dict with some pairs, such as {(0, 1): "verbs"}; the
-            same on all ranks. None for ``PROXYCCL_TRANSPORT``, else copies within a node and RDMA between nodes, which
-            is staged where a rank's RDMA device can't register its GPU's memory; between hosts without RDMA the fabric.
+        transport: what moves the data of ProxyChannels: "copy", "verbs" (RDMA), "staged" (RDMA through pinned memory),
+            "fabric" (libfabric) or "staged_fabric" (libfabric through pinned memory) for all pairs of ranks, or a dict
+            with some pairs, such as {(0, 1): "verbs"}; the same on all ranks. None for ``PROXYCCL_TRANSPORT``, else
+            copies within a node and RDMA between nodes, which is staged where a rank's RDMA device can't register its
+            GPU's memory; between hosts without RDMA the fabric, staged likewise.
         rdma: the RDMA device and its settings; None for those in ``PROXYCCL_RDMA_*``, else the defaults of
             `RdmaOptions`.
         fabric: libfabric's provider, interface and settings; None for those in ``PROXYCCL_FABRIC_*``, else the defaults

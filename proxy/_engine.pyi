@@ -200,6 +200,7 @@ class _ProxycclFabricOffer:
     address_format: int
     ordered: int
     remote: int
+    device_memory: int
     virtual_keys: int
     provider_keys: int
     key_bytes: int
@@ -311,11 +312,12 @@ class ProxycclRemoteWriteTarget(_ProxycclRemoteWriteTarget, CData): ...
 class ProxycclRemoteWriteTargetPointer(_ProxycclRemoteWriteTarget, ItemPointer[ProxycclRemoteWriteTarget]): ...
 
 class _ProxycclStagedOptions:
-    wire: ProxycclVerbsOptions
+    wire: Field[VoidPointer, Pointer]
     area: int
     device_area: int
-    area_lkey: int
+    area_key: int
     peer_area: int
+    peer_area_key: int
     ring_bytes: int
     chunk_bytes: int
     write_targets: PointerField[ProxycclRemoteWriteTargetPointer]
@@ -375,6 +377,9 @@ class Lib:
     PROXYCCL_VERBS_OTHER_PARTS: Final[int]
     PROXYCCL_VERBS_FORBIDDEN: Final[int]
     PROXYCCL_VERBS_NOT_BUILT: Final[int]
+    PROXYCCL_FABRIC_HOST: Final[int]
+    PROXYCCL_FABRIC_CUDA: Final[int]
+    PROXYCCL_FABRIC_ROCR: Final[int]
     PROXYCCL_CALL_LOG_ENTRIES: Final[int]
     PROXYCCL_CALL_FIELDS: Final[int]
     PROXYCCL_CALL_ABORTED: Final[int]
@@ -511,8 +516,8 @@ class Lib:
     def proxyccl_fabric_offers(
         self,
         library: Passed[ProxycclFabricLibraryPointer],
-        provider: Passed[CharPointer] | bytes,
         ordered: int,
+        device_memory: int,
         offers: Passed[PointerTo[ProxycclFabricOffersPointer]] | Sequence[Passed[ProxycclFabricOffersPointer]],
         /,
     ) -> int: ...
@@ -550,6 +555,8 @@ class Lib:
         address: int,
         bytes: int,
         key: int,
+        owner: int,
+        device: int,
         region: Passed[ProxycclFabricRegionPointer],
         /,
     ) -> int: ...
@@ -631,6 +638,7 @@ class Lib:
     def proxyccl_remote_write_target_set(
         self, target: Passed[ProxycclRemoteWriteTargetPointer], base: int, bytes: int, /
     ) -> None: ...
+    def proxyccl_staged_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
     def proxyccl_fabric_built(self) -> int: ...
     def proxyccl_fabric_error_text(self, connection: Passed[ProxycclConnectionPointer], /) -> CharPointer: ...
 

@@ -133,14 +133,14 @@ typedef struct {
 } ProxycclFabricLibrary;
 typedef struct {
   const char *provider; const char *fabric; const char *domain; const void *source; uint32_t source_bytes;
-  uint32_t address_format; uint32_t ordered; uint32_t remote; uint32_t virtual_keys; uint32_t provider_keys;
-  uint32_t key_bytes; uint32_t depth; uint64_t max_message; uint64_t bits_per_second; ...;
+  uint32_t address_format; uint32_t ordered; uint32_t remote; uint32_t device_memory; uint32_t virtual_keys;
+  uint32_t provider_keys; uint32_t key_bytes; uint32_t depth; uint64_t max_message; uint64_t bits_per_second; ...;
 } ProxycclFabricOffer;
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct { uintptr_t endpoint; uintptr_t queue; ...; } ProxycclFabricParts;
 typedef struct { uintptr_t region; uint64_t key; uintptr_t descriptor; ...; } ProxycclFabricRegion;
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
                            ProxycclFabricOffers **offers);
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
@@ -150,8 +150,9 @@ void proxyccl_fabric_parts(const ProxycclFabricEndpoint *endpoint, ProxycclFabri
 int proxyccl_fabric_close(ProxycclFabricEndpoint *endpoint);
 int proxyccl_fabric_address(const ProxycclFabricEndpoint *endpoint, void *address, uint64_t *bytes);
 int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address, uint64_t *peer);
+typedef enum { PROXYCCL_FABRIC_HOST, PROXYCCL_FABRIC_CUDA, PROXYCCL_FABRIC_ROCR, ... } ProxycclFabricOwner;
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
-                             ProxycclFabricRegion *region);
+                             ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);
 
 enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS, ... };

@@ -99,8 +99,8 @@ class RdmaEndpointInfo(Message, frozen=True):
         endpoint: the endpoint's address, encoded by its transport (for a queue pair an `EndpointAddress`).
         segment: address of the rank's control segment, as the peer's device names it.
         rkey: remote key of that segment or, where data is staged, of the staging area.
-        area: address of the staging area; 0 where data is not staged.
-        ring_bytes: bytes of each ring in that area.
+        area: address of the staging area, as the peer's device names it.
+        ring_bytes: bytes of each ring in that area; 0 where data is not staged.
     """
 
     endpoint: bytes

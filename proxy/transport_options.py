@@ -14,7 +14,7 @@ class TransportOptions:
 
     Attributes:
         rdma: of the RDMA device, for the transports `verbs` and `staged`.
-        fabric: of libfabric.
+        fabric: of libfabric, for the transports `fabric` and `staged_fabric`.
     """
 
     rdma: RdmaOptions = field(default_factory=RdmaOptions)

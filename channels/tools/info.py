@@ -32,11 +32,11 @@ from proxyccl.proxy.fabric import library
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.verbs import pyverbs_api
+from proxyccl.proxy.verbs.device_memory import unsupported_reason
 from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.proxy.verbs.staging import unsupported_reason
 
 
 @dataclass(frozen=True)

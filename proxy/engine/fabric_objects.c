@@ -15,7 +15,7 @@
 #include <rdma/fi_rma.h>
 
 /* The oldest that has all of this. A library of any later version behaves as that one did. */
-#define INTERFACE FI_VERSION(1, 9)
+#define INTERFACE FI_VERSION(1, 11)
 
 typedef int Getinfo(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
 typedef void Freeinfo(struct fi_info *);
@@ -38,7 +38,7 @@ struct ProxycclFabricEndpoint {
 
 static int status_of(ssize_t status) { return status >= 0 ? 0 : (int)-status; }
 
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
                            ProxycclFabricOffers **offers) {
   Freeinfo *free_info = (Freeinfo *)library->fi_freeinfo;
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
@@ -49,8 +49,11 @@ int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *pro
   hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->domain_attr->mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_ENDPOINT;
+  if (device_memory) {
+    hints->caps |= FI_HMEM;
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
   if (ordered) hints->tx_attr->msg_order = hints->rx_attr->msg_order = FI_ORDER_WAW;
-  if (provider != NULL) hints->fabric_attr->prov_name = strdup(provider);
   struct fi_info *found = NULL;
   const int status = ((Getinfo *)library->fi_getinfo)(INTERFACE, NULL, NULL, 0, hints, &found);
   free_info(hints);
@@ -84,6 +87,7 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
       .address_format = info->addr_format,
       .ordered = (uint32_t)ordered,
       .remote = (info->caps & (FI_LOCAL_COMM | FI_REMOTE_COMM)) != FI_LOCAL_COMM,
+      .device_memory = (info->caps & FI_HMEM) != 0,
       .virtual_keys = (info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0,
       .provider_keys = (info->domain_attr->mr_mode & FI_MR_PROV_KEY) != 0,
       .key_bytes = (uint32_t)info->domain_attr->mr_key_size,
@@ -178,11 +182,31 @@ int proxyccl_fabric_insert(ProxycclFabricEndpoint *self, const char *address, ui
   return status == 1 ? 0 : status < 0 ? -status : FI_EINVAL;
 }
 
+static enum fi_hmem_iface interface_of(ProxycclFabricOwner owner) {
+  switch (owner) {
+    case PROXYCCL_FABRIC_CUDA:
+      return FI_HMEM_CUDA;
+    case PROXYCCL_FABRIC_ROCR:
+      return FI_HMEM_ROCR;
+    case PROXYCCL_FABRIC_HOST:
+      break;
+  }
+  return FI_HMEM_SYSTEM;
+}
+
 int proxyccl_fabric_register(ProxycclFabricEndpoint *self, uintptr_t address, uint64_t bytes, uint64_t key,
-                             ProxycclFabricRegion *region) {
+                             ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {
+  const struct iovec part = {(void *)address, bytes};
+  const struct fi_mr_attr attributes = {
+      .mr_iov = &part,
+      .iov_count = 1,
+      .access = FI_WRITE | FI_REMOTE_WRITE,
+      .requested_key = key,
+      .iface = interface_of(owner),
+      .device.cuda = owner == PROXYCCL_FABRIC_CUDA ? device : 0,
+  };
   struct fid_mr *made = NULL;
-  int status =
-      fi_mr_reg(self->domain, (const void *)address, bytes, FI_WRITE | FI_REMOTE_WRITE, 0, key, 0, &made, NULL);
+  int status = fi_mr_regattr(self->domain, &attributes, 0, &made);
   if (status != 0) return status_of(status);
   if (self->binds_regions) {
     status = fi_mr_bind(made, &self->endpoint->fid, 0);
@@ -201,9 +225,9 @@ int proxyccl_fabric_deregister(uintptr_t region) { return status_of(fi_close(&((
 
 #else
 
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
                            ProxycclFabricOffers **offers) {
-  (void)library, (void)provider, (void)ordered, (void)offers;
+  (void)library, (void)ordered, (void)device_memory, (void)offers;
   return ENOSYS;
 }
 
@@ -242,8 +266,8 @@ int proxyccl_fabric_insert(ProxycclFabricEndpoint *endpoint, const char *address
 }
 
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
-                             ProxycclFabricRegion *region) {
-  (void)endpoint, (void)address, (void)bytes, (void)key, (void)region;
+                             ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region) {
+  (void)endpoint, (void)address, (void)bytes, (void)key, (void)owner, (void)device, (void)region;
   return ENOSYS;
 }
 

@@ -19,6 +19,7 @@ typedef struct ProxycclFabricOffer {
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* writes change the peer's memory in their order */
   uint32_t remote;        /* it reaches other hosts */
+  uint32_t device_memory; /* GPUs' memory can be registered, where the library was built for it */
   uint32_t virtual_keys;  /* a key goes with the memory's own addresses; otherwise with offsets in it */
   uint32_t provider_keys; /* the provider chooses keys; otherwise the caller does */
   uint32_t key_bytes;
@@ -27,10 +28,10 @@ typedef struct ProxycclFabricOffer {
   uint64_t bits_per_second; /* of the link; 0: not known */
 } ProxycclFabricOffer;
 
-/* What providers offer for writes to peers' memory. `provider` is a name as in FI_PROVIDER, or NULL; `ordered` asks for
- * order. Frees itself by proxyccl_fabric_offers_free. */
+/* What providers offer for writes to peers' memory. `ordered` asks for order, `device_memory` for the memory of GPUs
+ * too. Freed by proxyccl_fabric_offers_free. */
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, const char *provider, uint32_t ordered,
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
                            ProxycclFabricOffers **offers);
 /* 1 and the offer of a number from 0, or 0 if there is none. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
@@ -60,9 +61,17 @@ typedef struct ProxycclFabricRegion {
   uintptr_t descriptor;
 } ProxycclFabricRegion;
 
-/* Registers memory that peers write and that writes read. `key` is for providers that let the caller choose. */
+/* Whose memory is registered. */
+typedef enum ProxycclFabricOwner {
+  PROXYCCL_FABRIC_HOST = 0,
+  PROXYCCL_FABRIC_CUDA = 1,
+  PROXYCCL_FABRIC_ROCR = 2
+} ProxycclFabricOwner;
+
+/* Registers memory that peers write and that writes read. `key` is for providers that let the caller choose, `device`
+ * is the number of a CUDA device. */
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
-                             ProxycclFabricRegion *region);
+                             ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);
 
 #endif

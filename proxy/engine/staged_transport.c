@@ -10,12 +10,16 @@
  *   credited the sender knows that
  *
  * A message's place is free once it is sent and credited. The wire never waits for a peer's engine, so two engines that
- * wait for each other's credits both return theirs. */
+ * wait for each other's credits both return theirs.
+ *
+ * A wire over sockets may leave a count half written, its low bytes first, until more of it arrives. Such a count is
+ * too low and never too high, so the highest that was read is the one that counts. */
 #include "staged_transport.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
+#include "fabric_transport.h"
 #include "operations.h"
 #include "transports.h"
 
@@ -59,9 +63,11 @@ typedef struct {
   uint64_t head, next, tail; /* positions up to which messages are made, posted, freed */
   uint64_t made, marked;     /* `marked`: value that the stream will store to `copied` */
   uint64_t posted, sent, freed;
-  Header *last; /* header of the last message that was made */
+  uint64_t credited; /* the highest that was read */
+  Header *last;      /* header of the last message that was made */
   /* Receiving. */
   uint64_t received; /* position behind the last message that was taken */
+  uint64_t arrived;  /* the highest that was read */
   uint64_t taken, taken_marked;
   uint64_t returned; /* credits returned */
   OperationQueue operations;
@@ -81,6 +87,13 @@ static Header *header_at(const StagedConnection *self, uint64_t position) {
 }
 
 static int copy_status(int status, int direction) { return status == 0 ? 0 : direction + status; }
+
+/* Reads a count that the wire writes. */
+static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
+  const uint64_t count = word_load(word);
+  if (count > *highest) *highest = count;
+  return *highest;
+}
 
 /* Pairing 25, release: a reader finds either no range, or all of one. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes) {
@@ -186,7 +199,7 @@ static int post(StagedConnection *self, uint32_t *progress) {
 }
 
 static int reclaim(StagedConnection *self, uint32_t *progress) {
-  const uint64_t credited = word_load(&self->words->credited);
+  const uint64_t credited = count_load(&self->words->credited, &self->credited);
   const uint64_t done = credited < self->sent ? credited : self->sent;
   if (credited - self->freed > self->posted - self->freed) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
   for (; self->freed < done; ++self->freed, ++*progress)
@@ -225,9 +238,8 @@ static int place(StagedConnection *self, const Header *header, uint64_t data) {
 }
 
 static int take(StagedConnection *self, uint32_t *progress) {
-  const uint64_t arrived = word_load(&self->words->arrived);
-  if (arrived - self->returned > MESSAGES || arrived < self->taken)
-    return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
+  const uint64_t arrived = count_load(&self->words->arrived, &self->arrived);
+  if (arrived - self->returned > MESSAGES) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_COUNT;
   while (self->taken < arrived) {
     const uint64_t start = self->received % self->options.ring_bytes, data = start + sizeof(Header);
     const Header header = *(const volatile Header *)(self->receiving + start); /* one copy, which is checked and used */
@@ -313,35 +325,38 @@ static void staged_destroy(ProxycclConnection *base) {
   free(self);
 }
 
-static const char *staged_refused(const void *given) {
+static const char *refused_over(const ProxycclTransport *wire, const void *given) {
   const ProxycclStagedOptions *options = given;
-  const char *refused = proxyccl_verbs_transport.refused(&options->wire);
+  const char *refused;
+  if (options->wire == NULL) return "wire";
+  refused = wire->refused(options->wire);
   if (refused != NULL) return refused;
   if (options->area == 0 || options->area % sizeof(Words) != 0) return "area";
   if (options->device_area == 0) return "device_area";
-  if (options->peer_area == 0) return "peer_area";
   if (options->ring_bytes < 2 * sizeof(Header) || options->ring_bytes % PROXYCCL_STAGED_ALIGN != 0) return "ring_bytes";
   if (options->chunk_bytes == 0) return "chunk_bytes";
   if (options->write_targets == NULL) return "write_targets";
   return NULL;
 }
 
-static ProxycclConnection *staged_create(const void *given, const ProxycclRuntimeTable *runtime) {
+static ProxycclConnection *create_over(const ProxycclTransport *wire, const ProxycclTransport *transport,
+                                       const void *given, const ProxycclRuntimeTable *runtime) {
   const ProxycclStagedOptions *options = given;
   const uint64_t ring = options->ring_bytes, first = sizeof(Words), second = first + ring;
   StagedConnection *self = calloc(1, sizeof *self);
   if (self == NULL) return NULL;
-  self->base.transport = &proxyccl_staged_transport;
+  self->base.transport = transport;
   self->options = *options;
+  self->options.wire = NULL; /* the caller's, for this call */
   self->words = (Words *)options->area;
   self->peer_words = (Words *)(uintptr_t)options->peer_area;
-  self->sending = (ProxycclMemory){(char *)options->area + first, ring, options->area_lkey, 0};
+  self->sending = (ProxycclMemory){(char *)options->area + first, ring, options->area_key, 0};
   self->receiving = (char *)options->area + second;
   self->peer_receiving =
-      (ProxycclMemory){(char *)(uintptr_t)options->peer_area + second, ring, options->wire.signal_rkey, 1};
+      (ProxycclMemory){(char *)(uintptr_t)options->peer_area + second, ring, options->peer_area_key, 1};
   self->device_sending = (ProxycclMemory){(char *)options->device_area + first, ring, 0, 0};
   self->device_receiving = (ProxycclMemory){(char *)options->device_area + second, ring, 0, 0};
-  self->wire = proxyccl_verbs_transport.create(&options->wire, runtime);
+  self->wire = wire->create(options->wire, runtime);
   if (self->wire != NULL) {
     self->out = proxyccl_copy_transport.create(&options->copy_out, runtime);
     self->in = proxyccl_copy_transport.create(&options->copy_in, runtime);
@@ -355,16 +370,31 @@ static ProxycclConnection *staged_create(const void *given, const ProxycclRuntim
   return &self->base;
 }
 
-const ProxycclTransport proxyccl_staged_transport = {
-    .name = "staged",
-    .copies = PROXYCCL_COPIES_SOURCE,
-    .refused = staged_refused,
-    .create = staged_create,
-    .ready = staged_ready,
-    .put = staged_put,
-    .signal = staged_signal,
-    .flush = staged_flush,
-    .poll = staged_poll,
-    .idle = staged_idle,
-    .destroy = staged_destroy,
-};
+const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
+  return proxyccl_fabric_error_text(((const StagedConnection *)base)->wire);
+}
+
+/* The transport over a wire. */
+#define STAGED_OVER(wire_name, own_name)                                                                       \
+  static const char *own_name##_refused(const void *options) {                                                 \
+    return refused_over(&proxyccl_##wire_name##_transport, options);                                           \
+  }                                                                                                            \
+  static ProxycclConnection *own_name##_create(const void *options, const ProxycclRuntimeTable *runtime) {     \
+    return create_over(&proxyccl_##wire_name##_transport, &proxyccl_##own_name##_transport, options, runtime); \
+  }                                                                                                            \
+  const ProxycclTransport proxyccl_##own_name##_transport = {                                                  \
+      .name = #own_name,                                                                                       \
+      .copies = PROXYCCL_COPIES_SOURCE,                                                                        \
+      .refused = own_name##_refused,                                                                           \
+      .create = own_name##_create,                                                                             \
+      .ready = staged_ready,                                                                                   \
+      .put = staged_put,                                                                                       \
+      .signal = staged_signal,                                                                                 \
+      .flush = staged_flush,                                                                                   \
+      .poll = staged_poll,                                                                                     \
+      .idle = staged_idle,                                                                                     \
+      .destroy = staged_destroy,                                                                               \
+  };
+
+STAGED_OVER(verbs, staged)
+STAGED_OVER(fabric, staged_fabric)

@@ -1,4 +1,5 @@
-/* RDMA writes between pinned memory of two hosts, for memory that an RDMA device can't register.
+/* Writes between pinned memory of two hosts, for memory that the device between them can't register. The device is one
+ * of verbs (transport `staged`) or of libfabric (`staged_fabric`): the connection's wire.
  *
  * Each side of a connection has an area: some words, a ring to send from and a ring to receive in. The sender's engine
  * copies a put in pieces into its ring and writes them into the same place of the receiver's ring. The receiver's
@@ -7,9 +8,8 @@
 #define PROXYCCL_STAGED_TRANSPORT_H
 
 #include "copy_transport.h"
-#include "verbs_transport.h"
 
-/* A status of this transport is one of the verbs transport's, or one of the first two values plus the driver's status,
+/* A status of these transports is one of the wire's, or one of the first two values plus the driver's status,
  * or the third plus a ProxycclStagedRefusal. */
 enum {
   PROXYCCL_STAGED_COPY_OUT = 1 << 17, /* the copy from the source into the own area failed */
@@ -41,17 +41,22 @@ typedef struct ProxycclRemoteWriteTarget {
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes);
 
 typedef struct ProxycclStagedOptions {
-  ProxycclVerbsOptions wire; /* its signal_rkey is that of the peer's area */
-  uintptr_t area;            /* PROXYCCL_STAGED_WORDS_BYTES, zeroed, and two rings: pinned and registered */
-  uintptr_t device_area;     /* its address for the runtime's copies */
-  uint32_t area_lkey;
-  uint64_t peer_area;                             /* address of the peer's area, as the peer registered it */
+  const void *wire;                               /* options of the wire; its signals' key is that of the peer's area */
+  uintptr_t area;                                 /* WORDS_BYTES, zeroed, and two rings: pinned and registered */
+  uintptr_t device_area;                          /* its address for the runtime's copies */
+  uint64_t area_key;                              /* its key for the wire's own requests */
+  uint64_t peer_area, peer_area_key;              /* address and key by which the wire names the peer's area */
   uint64_t ring_bytes;                            /* the same on both sides; a multiple of PROXYCCL_STAGED_ALIGN */
   uint64_t chunk_bytes;                           /* most bytes of a put in one message */
   const ProxycclRemoteWriteTarget *write_targets; /* PROXYCCL_STAGED_WRITE_TARGETS of them */
   uint64_t signals, signals_bytes;                /* own memory with the words that the peer may signal */
   ProxycclCopyOptions copy_out, copy_in;          /* for copies into the own area, and from it */
 } ProxycclStagedOptions;
+
+typedef struct ProxycclConnection ProxycclConnection;
+
+/* The wire's words on the error that ended a connection of `staged_fabric`; empty if it had none. */
+const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *connection);
 
 /* A put's destination has the peer's own address as its `base` and the key of the peer's range as its key; a signal's
  * word is the peer's own address too. */

@@ -4,8 +4,9 @@
 
 #include "transport.h"
 
-/* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any. */
-#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric)
+/* <name>_transport.c defines proxyccl_<name>_transport, <name>_transport.h its options if it has any;
+ * staged_transport has both of the staged ones. */
+#define PROXYCCL_TRANSPORTS(each) each(copy) each(verbs) each(staged) each(fabric) each(staged_fabric)
 
 #define PROXYCCL_DECLARE_TRANSPORT(name) extern const ProxycclTransport proxyccl_##name##_transport;
 PROXYCCL_TRANSPORTS(PROXYCCL_DECLARE_TRANSPORT)

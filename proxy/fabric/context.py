@@ -1,21 +1,29 @@
-"""One rank's endpoint of libfabric, with what the transport `fabric` needs of the rank."""
+"""One rank's endpoint of libfabric, with what the transports `fabric` and `staged_fabric` need of the rank."""
 
 from __future__ import annotations
 
-from proxyccl.proxy.fabric.endpoint import FabricEndpoint
+from collections.abc import Hashable
+
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.proxy.fabric.endpoint import DeviceMemory, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
 from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.staging import RemoteWriteTargets
+
+_PROBE_BYTES = 4096
 
 
 class FabricContext:
     """An endpoint of the rank's own, and its control segment, registered.
 
     Attributes:
-        runtime: as in the setup.
+        runtime, segment, signals: as in the setup.
+        options: which provider, and its settings.
         endpoint: the endpoint.
-        segment: the control segment's registration.
+        registered_segment: the control segment's registration.
+        write_targets: memory that peers' staged puts may write.
 
     Raises:
         ArgumentError: an option names something that does not exist.
@@ -25,9 +33,36 @@ class FabricContext:
 
     def __init__(self, setup: RdmaSetup, options: FabricOptions) -> None:
         self.runtime = setup.runtime
-        offer = choose_offer(fabric_offers(), options, local_rank=setup.local_rank)
-        self.endpoint = FabricEndpoint(offer, options)
-        self.segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+        self.options = options
+        self.write_targets = RemoteWriteTargets()
+        self.segment = setup.segment
+        self.signals = setup.signals
+        offers = fabric_offers(device_memory=setup.runtime.name != "host")
+        self.endpoint = FabricEndpoint(choose_offer(offers, options, local_rank=setup.local_rank), options)
+        self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
+
+    def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
+        """Registers memory that the runtime knows. Arguments and errors as for `FabricEndpoint.register`."""
+        number = None if self.runtime.name == "host" else self.runtime.pointer_device(ptr)
+        device = None if number is None else DeviceMemory(self.runtime.name, number)
+        return self.endpoint.register(ptr, nbytes, device=device, allocation=allocation)
+
+    def unsupported_reason(self) -> str:
+        """Why the provider can't reach the runtime's device memory; empty if it can.
+
+        Raises:
+            ResourceError: the system or the provider has no room.
+        """
+        if self.runtime.name == "host":
+            return ""
+        memory = self.runtime.allocate(_PROBE_BYTES)
+        try:
+            self.endpoint.release(self.register(memory.ptr, memory.nbytes))
+        except RuntimeUnavailableError as error:
+            return str(error)
+        finally:
+            memory.close()
+        return ""
 
     def close(self) -> None:
         """Deregisters all memory and closes the endpoint."""

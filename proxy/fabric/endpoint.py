@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from proxyccl.device.errors import ArgumentError, ClosedError, ProtocolError, ResourceError
-from proxyccl.device.lease_cache import LeaseCache
+from proxyccl.device.errors import ArgumentError, ClosedError, ProtocolError, ResourceError, RuntimeUnavailableError
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Codec, Message, Uint32
 from proxyccl.proxy.fabric.library import FabricOffer, Library, load
 from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.registration_cache import RegistrationCache
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -24,6 +24,7 @@ _ADDRESS_BYTES = 512
 _COMPLETIONS = 8192
 _KEY_EXISTS = 269  # FI_ENOKEY: an own registration has this key
 _KEY_TRIES = 8
+_OWNERS = {"cuda": lib.PROXYCCL_FABRIC_CUDA, "hip": lib.PROXYCCL_FABRIC_ROCR}
 _LOCAL_KEYS: int = lib.PROXYCCL_FABRIC_LOCAL_KEYS
 
 
@@ -96,11 +97,22 @@ class FabricRegistration:
     allocation: Hashable = None
 
 
-class FabricEndpoint:
-    """An endpoint for all peers of a rank, and memory that is registered with it. Threads may share it.
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Whose memory a range is.
 
-    A range is registered once however often it is asked for. Ranges that nobody uses any more stay registered for the
-    next time if the caller names their allocation; the least recently used go first.
+    Attributes:
+        runtime: name of the GPU's runtime.
+        number: the device's.
+    """
+
+    runtime: str
+    number: int
+
+
+class FabricEndpoint:
+    """An endpoint for all peers of a rank, and memory that is registered with it: a `RegistrationCache` that knows
+    GPUs. Threads may share it.
 
     Attributes:
         offer: the provider and its interface.
@@ -132,8 +144,8 @@ class FabricEndpoint:
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # memory that the provider may touch until the endpoint is closed
-        self._made: LeaseCache[Hashable, FabricRegistration] = LeaseCache(
-            self._deregister, keep=keep, weigh=lambda made: made.nbytes, keep_weight=keep_bytes
+        self._made: RegistrationCache[FabricRegistration] = RegistrationCache(
+            self._deregister, keep=keep, keep_bytes=keep_bytes
         )
 
     @property
@@ -189,12 +201,15 @@ class FabricEndpoint:
             descriptors=int(ffi.cast("uintptr_t", self._descriptors)),
         )
 
-    def register(self, ptr: int, nbytes: int, *, allocation: Hashable = None) -> FabricRegistration:
-        """Registers a range of the host's memory, or finds it registered. Each call is paired with a `release`.
+    def register(
+        self, ptr: int, nbytes: int, *, device: DeviceMemory | None = None, allocation: Hashable = None
+    ) -> FabricRegistration:
+        """Registers a range, or finds it registered. Each call is paired with a `release`.
 
         Args:
             ptr: address of the range.
             nbytes: its size.
+            device: whose memory it is; None for the host's.
             allocation: what tells this allocation from all others, earlier ones at the same address too; None: the
                 range is registered for as long as it is used.
 
@@ -203,27 +218,30 @@ class FabricEndpoint:
             ResourceError: the system or the provider has no room.
             RuntimeUnavailableError: the provider can't reach this memory.
         """
-        if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
-            raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
-        if not isinstance(nbytes, int) or nbytes <= 0:
-            raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
         self._require_open()
-        return self._made.acquire((ptr, nbytes, allocation), lambda: self._register(ptr, nbytes, allocation))
+        return self._made.acquire(ptr, nbytes, allocation, lambda: self._register(ptr, nbytes, device, allocation))
 
     def release(self, registration: FabricRegistration) -> None:
-        """Ends one use. No write may name it any more when the last one ends."""
-        key = (registration.ptr, registration.nbytes, registration.allocation)
-        self._made.release(key, keep=registration.allocation is not None)
+        """Ends one use. No write may name it any more when the last one ends.
 
-    def _register(self, ptr: int, nbytes: int, allocation: Hashable) -> FabricRegistration:
+        Raises:
+            ArgumentError: it is not in use.
+        """
+        self._made.release(registration)
+
+    def _register(self, ptr: int, nbytes: int, device: DeviceMemory | None, allocation: Hashable) -> FabricRegistration:
+        if device is not None and (device.runtime not in _OWNERS or not self.offer.device_memory):
+            raise RuntimeUnavailableError(f"{self.offer} does not reach memory of {device.runtime} GPUs")
+        owner, number = (lib.PROXYCCL_FABRIC_HOST, 0) if device is None else (_OWNERS[device.runtime], device.number)
         made = ffi.new("ProxycclFabricRegion *")
         for _ in range(_KEY_TRIES):
             # Nobody who does not know a key can write, so it is a secret where this side chooses it.
             key = 0 if self.offer.provider_keys else secrets.randbits(8 * min(self.offer.key_bytes, 8))
-            error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, made)
+            error = lib.proxyccl_fabric_register(self._endpoint, ptr, nbytes, key, owner, number, made)
             if error != _KEY_EXISTS:
                 break
-        self._check(f"fi_mr_reg of {nbytes} bytes", error)
+        kind = "host memory" if device is None else f"memory of a {device.runtime} GPU"
+        self._check(f"fi_mr_regattr of {nbytes} bytes of {kind}", error)
         return FabricRegistration(
             ptr=ptr,
             nbytes=nbytes,

@@ -128,6 +128,7 @@ class FabricOffer:
         address_format: libfabric's number of the form of addresses.
         ordered: whether the writes of an endpoint change a peer's memory in their order.
         remote: whether it reaches other hosts.
+        device_memory: whether it was asked to reach GPUs' memory, and may.
         virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
         provider_keys: whether the provider chooses keys.
         key_bytes: length of keys.
@@ -143,6 +144,7 @@ class FabricOffer:
     address_format: int
     ordered: bool
     remote: bool
+    device_memory: bool
     virtual_keys: bool
     provider_keys: bool
     key_bytes: int
@@ -158,6 +160,8 @@ class FabricOffer:
         facts.append("ordered writes" if self.ordered else "unordered writes")
         if self.rate:
             facts.append(f"{self.rate:g} Gbit/s")
+        if self.device_memory:
+            facts.append("GPUs' memory")
         if not self.remote:
             facts.append("this host alone")
         return ", ".join(facts)
@@ -166,31 +170,41 @@ class FabricOffer:
         return f"{self.provider} on {self.facts}"
 
 
-def fabric_offers(provider: str | None = None) -> list[FabricOffer]:
+def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
     """What providers offer for writes to peers' memory, in libfabric's order of preference.
 
     Args:
-        provider: a provider's full name; None for all.
+        device_memory: whether the memory of GPUs is to be reached too, where a provider can.
 
     Raises:
         ResourceError: out of memory.
         RuntimeUnavailableError: libfabric can't be used.
     """
-    offers: dict[tuple[str, str, object, int], FabricOffer] = {}
-    for ordered in (True, False):  # some providers keep order only where they are asked to
-        for offer in _ask(provider, ordered=ordered):
-            offers.setdefault((offer.provider, offer.domain, offer.address, offer.address_format), offer)
-    return list(offers.values())
+    # Some providers keep order, or reach GPUs, only where they are asked to.
+    memories = (True, False) if device_memory else (False,)
+    return best_of([list(_ask(ordered=order, device_memory=memory)) for memory in memories for order in (True, False)])
 
 
-def _ask(provider: str | None, *, ordered: bool) -> Iterator[FabricOffer]:
+def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
+    """Of answers to ever lesser demands, each way to make endpoints as it is in the first that has it, in the order of
+    the last: a provider that can do less may still be the one that libfabric prefers.
+    """
+    best: dict[tuple[str, str, object, int], FabricOffer] = {}
+    for answer in reversed(answers):
+        first: dict[tuple[str, str, object, int], FabricOffer] = {}
+        for offer in answer:
+            first.setdefault((offer.provider, offer.domain, offer.address, offer.address_format), offer)
+        best.update(first)
+    return list(best.values())
+
+
+def _ask(*, ordered: bool, device_memory: bool) -> Iterator[FabricOffer]:
     library = load()
     made = ffi.new("ProxycclFabricOffers **")
-    name = provider.encode() if provider is not None else ffi.NULL
-    error = lib.proxyccl_fabric_offers(library.functions, name, ordered, made)
+    error = lib.proxyccl_fabric_offers(library.functions, ordered, device_memory, made)
     if error == _NO_DATA:
         return
-    library.check("fi_getinfo", provider or "all providers", error)
+    library.check("fi_getinfo", "all providers", error)
     offers = ffi.gc(made[0], lib.proxyccl_fabric_offers_free)
     native = ffi.new("ProxycclFabricOffer *")
     number = 0
@@ -204,6 +218,7 @@ def _ask(provider: str | None, *, ordered: bool) -> Iterator[FabricOffer]:
             address_format=native.address_format,
             ordered=bool(native.ordered),
             remote=bool(native.remote),
+            device_memory=bool(native.device_memory),
             virtual_keys=bool(native.virtual_keys),
             provider_keys=bool(native.provider_keys),
             key_bytes=native.key_bytes,

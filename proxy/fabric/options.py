@@ -7,11 +7,12 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.environment_options import named_options
+from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
 
 SIGNALS = ("auto", "ordered", "delivered")
 
 _PREFIX = "PROXYCCL_FABRIC_"
-_DEPTHS = range(2, 4097)
+_RANGES = {"depth": range(2, 4097), "staging_bytes": STAGING_BYTES, "staging_chunk": STAGING_CHUNK}
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class FabricOptions:
         depth: the most writes that a connection has outstanding, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
             order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can.
+        staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
+            two ranks use the smaller of their values.
+        staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
+            `staging_bytes`.
 
     Raises:
         ArgumentError: a value is out of range; the error names the field.
@@ -36,6 +41,8 @@ class FabricOptions:
     interface: str | None = None
     depth: int = 256
     signal: str = "auto"
+    staging_bytes: int = 2 << 20
+    staging_chunk: int = 256 << 10
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -50,14 +57,15 @@ class FabricOptions:
             ArgumentError: a variable or an argument is out of range, and the error names it; or an argument is not the
                 name of an option.
         """
-        texts = [field.name for field in fields(cls) if field.name != "depth"]
+        texts = [field.name for field in fields(cls) if field.name not in _RANGES]
         return cls(**named_options(cls, "the fabric", arguments, _PREFIX, texts, _check))
 
 
 def _check(field: str, shown: str, value: object) -> None:
-    if field == "depth":
-        if not isinstance(value, int) or isinstance(value, bool) or value not in _DEPTHS:
-            raise ArgumentError(shown, f"must be a whole number from {_DEPTHS[0]} to {_DEPTHS[-1]}, not {value!r}")
+    if field in _RANGES:
+        allowed = _RANGES[field]
+        if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+            raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
     elif field == "signal":
         if value not in SIGNALS:
             raise ArgumentError(shown, f"must be one of {', '.join(SIGNALS)}, not {value!r}")

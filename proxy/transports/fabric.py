@@ -28,19 +28,25 @@ ffi, lib = _engine.ffi, _engine.lib
 _OWN_ERRORS = 256  # libfabric's own numbers begin here; lower ones are the system's
 
 
-def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineConnection:
-    native_options = ffi.new("ProxycclFabricOptions *")
+def native_options(options: FabricConnectionOptions) -> Any:
+    """A ProxycclFabricOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
+    native = ffi.new("ProxycclFabricOptions *")
     fill(
-        native_options,
+        native,
         options,
         (
             *("endpoint", "queue", "peer", "depth", "ordered", "max_message"),
             *("signal_key", "requests", "requests_key"),
         ),
     )
-    native_options.descriptors = ffi.cast("uint64_t *", options.descriptors)
-    require_accepted(TRANSPORT.name, native_options, options)
-    return EngineConnection(create(engine, TRANSPORT.name, native_options, needs=library.NEEDS))
+    native.descriptors = ffi.cast("uint64_t *", options.descriptors)
+    return native
+
+
+def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineConnection:
+    native = native_options(options)
+    require_accepted(TRANSPORT.name, native, options)
+    return EngineConnection(create(engine, TRANSPORT.name, native, needs=library.NEEDS))
 
 
 def _status_text(status: int) -> str:
@@ -62,11 +68,13 @@ class _Endpoint:
 
     def __init__(self, device: FabricContext) -> None:
         self._device = device
-        segment = device.segment
+        segment = device.registered_segment
         self._options: FabricConnectionOptions | None = None
         self.info = RdmaEndpointInfo(device.endpoint.address, segment.address, segment.key)
 
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        if theirs.ring_bytes:
+            raise ArgumentError("peer", "its end of the connection is staged; expected one that is not, as this end")
         self._options = self._device.endpoint.connect(theirs.endpoint, theirs.rkey)
 
     def connection_options(self, theirs: RdmaEndpointInfo) -> FabricConnectionOptions:
@@ -78,17 +86,17 @@ class _Endpoint:
         """Does nothing: the endpoint is the device's."""
 
 
-def _open(setup: RdmaSetup, options: TransportOptions) -> FabricContext:
+def open_fabric(setup: RdmaSetup, options: TransportOptions) -> FabricContext:
+    """Opens the endpoint, which `fabric` and `staged_fabric` share."""
     return FabricContext(setup, options.fabric)
 
 
 def _unsupported_reason(device: FabricContext) -> str:
-    runtime = device.runtime.name
-    return "" if runtime == "host" else f"libfabric is asked for the host's memory alone, not for that of {runtime}"
+    return device.unsupported_reason()
 
 
 def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
-    made = device.endpoint.register(ptr, nbytes, allocation=handle or None)
+    made = device.register(ptr, nbytes, handle or None)
     return RdmaMemory(TRANSPORT.name, made.address, made.key, made.local_key, True, made)
 
 
@@ -104,13 +112,14 @@ TRANSPORT = Transport(
     error_text=_error_text,
     rdma=RdmaFunctions(
         missing=library.missing,
-        open=_open,
+        open=open_fabric,
         unsupported_reason=_unsupported_reason,
         make_endpoint=_Endpoint,
         expose=_expose,
         withdraw=_withdraw,
         registers_source=True,
-        refusal="rank {rank}'s memory can't be reached through libfabric: {reason}",
+        refusal="rank {rank}'s memory can't be reached through libfabric: {reason}; "
+        'transport="staged_fabric" takes data through pinned memory of the host',
         rehearses=False,
     ),
 )

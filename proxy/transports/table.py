@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.transports import copy, fabric, staged, verbs
+from proxyccl.proxy.transports import copy, fabric, staged, staged_fabric, verbs
 from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
 
 TRANSPORTS: dict[str, Transport] = {
@@ -13,6 +13,7 @@ TRANSPORTS: dict[str, Transport] = {
         verbs.TRANSPORT,
         staged.TRANSPORT,
         fabric.TRANSPORT,
+        staged_fabric.TRANSPORT,
     )
 }
 """Of several that reach a peer, the first is preferred."""

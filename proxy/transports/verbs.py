@@ -20,9 +20,9 @@ from proxyccl.proxy.transports.engine_connection import (
 )
 from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
 from proxyccl.proxy.verbs.context import VerbsContext
+from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
 from proxyccl.proxy.verbs.devices import missing
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from proxyccl.proxy.verbs.staging import register_device_memory, unsupported_reason
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -97,7 +97,7 @@ class _Endpoint:
         self.info = RdmaEndpointInfo(self._endpoint.address, segment.host_ptr, registration.rkey)
 
     def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
-        if theirs.area:
+        if theirs.ring_bytes:
             raise ArgumentError("peer", "its end of the connection is staged; expected one that is not, as this end")
         self._endpoint.connect(theirs.endpoint, timeout, given_up)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.verbs.devices import choose_device, rdma_devices
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.verbs.registrations import Registrations
-from proxyccl.proxy.verbs.staging import RemoteWriteTargets
 
 
 class VerbsContext:

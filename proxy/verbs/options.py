@@ -8,6 +8,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.environment_options import named_options
+from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
 
 MTUS = (256, 512, 1024, 2048, 4096)
 """The path MTUs there are, in bytes."""
@@ -24,8 +25,8 @@ _RANGES = {
     "retry_count": range(8),
     "rnr_retry_count": range(8),
     "send_depth": range(2, 1 << 16),
-    "staging_bytes": range(4096, (64 << 20) + 1),
-    "staging_chunk": range(64, (32 << 20) + 1),
+    "staging_bytes": STAGING_BYTES,
+    "staging_chunk": STAGING_CHUNK,
 }
 _CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS}
 

@@ -1,4 +1,4 @@
-"""Memory that a device may read and write: registered once, and kept for a while when nobody uses it."""
+"""Memory that a device of verbs may read and write."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import errno
 import os
 import resource
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
-from proxyccl.device.lease_cache import LeaseCache
+from proxyccl.device.errors import ClosedError, ProxyCCLError
+from proxyccl.proxy.registration_cache import RegistrationCache
 from proxyccl.proxy.verbs.endpoint import VerbsDevice
 from proxyccl.proxy.verbs.pyverbs_api import error_number
 
@@ -18,8 +18,6 @@ DmaBuf = Callable[[], tuple[int, int] | None]
 """Gives a descriptor of a DMA-BUF and the range's offset in it, or None where the driver offers none. The descriptor
 is closed here.
 """
-
-_Key = tuple[int, int, Hashable]
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class Registration:
         rkey: key for peers'.
         how: "host", "peer memory" (the device takes the GPU's address itself) or "dma-buf".
         allocation: what `Registrations.register` was given.
+        region: pyverbs' memory region.
     """
 
     ptr: int
@@ -43,28 +42,22 @@ class Registration:
     rkey: int
     how: str
     allocation: Hashable = None
-
-
-_Made = tuple[Registration, Any]  # with pyverbs' memory region
+    region: Any = field(default=None, compare=False, repr=False)
 
 
 class Registrations:
-    """What is registered with a device. Threads may share it.
-
-    A range is registered once however often it is asked for. Ranges that nobody uses any more stay registered for the
-    next time if the caller names their allocation, so that one of another allocation at the same address is never
-    taken for them; the least recently used go first. They keep their memory occupied, even freed memory of a GPU.
+    """What is registered with a device: a `RegistrationCache` that knows DMA-BUFs. Threads may share it.
 
     Args:
         device: to register with; closing it closes this.
-        keep: ranges that stay registered when nobody uses them.
-        keep_bytes: their size altogether.
+        keep: as for the cache.
+        keep_bytes: likewise.
     """
 
     def __init__(self, device: VerbsDevice, *, keep: int = 64, keep_bytes: int = 1 << 30) -> None:
         self._device = device
-        self._made: LeaseCache[_Key, _Made] = LeaseCache(
-            self._deregister, keep=keep, weigh=lambda made: made[0].nbytes, keep_weight=keep_bytes
+        self._made: RegistrationCache[Registration] = RegistrationCache(
+            self._deregister, keep=keep, keep_bytes=keep_bytes
         )
         device.adopt(self)
 
@@ -85,13 +78,8 @@ class Registrations:
             ResourceError: the system or the device has no room.
             RuntimeUnavailableError: the device can't reach this memory.
         """
-        if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
-            raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
-        if not isinstance(nbytes, int) or nbytes <= 0:
-            raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
         self._require_open()
-        key = (ptr, nbytes, allocation)
-        return self._made.acquire(key, lambda: self._make(ptr, nbytes, dmabuf, allocation))[0]
+        return self._made.acquire(ptr, nbytes, allocation, lambda: self._make(ptr, nbytes, dmabuf, allocation))
 
     def release(self, registration: Registration) -> None:
         """Ends one use. No request may name it any more when the last one ends.
@@ -99,11 +87,7 @@ class Registrations:
         Raises:
             ArgumentError: it is not in use.
         """
-        key = (registration.ptr, registration.nbytes, registration.allocation)
-        try:
-            self._made.release(key, keep=registration.allocation is not None)
-        except KeyError:
-            raise ArgumentError("registration", f"{registration} is not in use") from None
+        self._made.release(registration)
 
     def close(self) -> None:
         """Deregisters everything. Nothing may be under way from or to it."""
@@ -115,7 +99,7 @@ class Registrations:
         if self._made.closed:
             raise ClosedError("the registrations are closed")
 
-    def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> _Made:
+    def _make(self, ptr: int, nbytes: int, dmabuf: DmaBuf | None, allocation: Hashable) -> Registration:
         api, refusal = self._device.api, ""
         if dmabuf is not None:
             try:
@@ -126,7 +110,7 @@ class Registrations:
             else:
                 if made is not None:
                     region, offset = made
-                    return self._registration(ptr, nbytes, offset, region, "dma-buf", allocation), region
+                    return self._registration(ptr, nbytes, offset, region, "dma-buf", allocation)
         kind = "host memory" if dmabuf is None else "a GPU's memory"
         try:
             region = api.MR(self._device.pd, nbytes, self._device.access, address=ptr)
@@ -134,7 +118,7 @@ class Registrations:
             error = self._error("ibv_reg_mr", nbytes, kind, cause)
             raise type(error)(f"{error}{refusal}") from cause
         how = "host" if dmabuf is None else "peer memory"
-        return self._registration(ptr, nbytes, ptr, region, how, allocation), region
+        return self._registration(ptr, nbytes, ptr, region, how, allocation)
 
     def _make_dmabuf(self, nbytes: int, dmabuf: DmaBuf) -> tuple[Any, int] | None:
         given = dmabuf()
@@ -151,7 +135,7 @@ class Registrations:
 
     @staticmethod
     def _registration(ptr: int, nbytes: int, address: int, region: Any, how: str, allocation: Hashable) -> Registration:
-        return Registration(ptr, nbytes, address, region.lkey, region.rkey, how, allocation)
+        return Registration(ptr, nbytes, address, region.lkey, region.rkey, how, allocation, region)
 
     def _error(self, call: str, nbytes: int, kind: str, cause: Exception) -> ProxyCCLError:
         error = self._device.api.error(call, f"{nbytes} bytes of {kind} on {self._device.name}", cause)
@@ -162,7 +146,6 @@ class Registrations:
             return error
         return type(error)(f"{error}; this process may lock {limit >> 10} KiB of memory in all (ulimit -l)")
 
-    def _deregister(self, made: _Made) -> None:
-        registration, region = made
+    def _deregister(self, registration: Registration) -> None:
         with self._device.api.calling("ibv_dereg_mr", f"{registration.nbytes} bytes on {self._device.name}"):
-            region.close()
+            registration.region.close()

@@ -145,7 +145,8 @@ def test_integers_come_out_of_a_hierarchy_as_on_one_node() -> None:
 
 # -- what moves the data ---
 
-RDMA = {"missing": {"verbs": "", "staged": "", "fabric": ""}}
+VERBS, FABRIC = ("verbs", "staged"), ("fabric", "staged_fabric")
+RDMA = {"missing": dict.fromkeys((*VERBS, *FABRIC), "")}
 
 
 def test_copies_within_a_node_and_rdma_between(runtime: Runtime, own: RankInfo) -> None:
@@ -184,7 +185,7 @@ def test_a_staged_pair_uses_rdma(runtime: Runtime, own: RankInfo) -> None:
 
 
 def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: RankInfo) -> None:
-    lacks = {**dict.fromkeys(("verbs", "staged"), "there is no RDMA device"), "fabric": "there is no libfabric"}
+    lacks = {**dict.fromkeys(VERBS, "there is no RDMA device"), **dict.fromkeys(FABRIC, "there is no libfabric")}
     there = replace(own, host="elsewhere", missing=lacks)
     topology = Topology.find(0, processes(replace(own, **RDMA), there), runtime, None)
     message = "ranks 0 and 1: rank 1 lacks it: there is no RDMA device; there is no libfabric"
@@ -196,7 +197,7 @@ def test_hosts_without_rdma_are_told_what_is_missing(runtime: Runtime, own: Rank
 
 
 def test_hosts_without_rdma_use_a_fabric_and_rehearsed_nodes_do_not(runtime: Runtime, own: RankInfo) -> None:
-    lacks = {**dict.fromkeys(("verbs", "staged"), "there is no RDMA device"), "fabric": ""}
+    lacks = {**dict.fromkeys(VERBS, "there is no RDMA device"), **dict.fromkeys(FABRIC, "")}
     here = replace(own, missing=lacks)
     elsewhere = replace(here, host="elsewhere")
     assert Topology.find(0, processes(here, elsewhere), runtime, None).transports() == {1: "fabric"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxyccl import ArgumentError, FabricOptions, RuntimeUnavailableError
-from proxyccl.proxy.fabric.library import FabricOffer
+from proxyccl.proxy.fabric.library import FabricOffer, best_of
 from proxyccl.proxy.fabric.providers import choose_offer
 
 
@@ -18,6 +19,7 @@ def offer(provider: str, domain: str, address: str | None = None, **facts: Any) 
         "address_format": 2,
         "ordered": True,
         "remote": True,
+        "device_memory": False,
         "virtual_keys": False,
         "provider_keys": False,
         "key_bytes": 8,
@@ -64,6 +66,15 @@ def test_the_offer_is_the_first_that_reaches_other_hosts_or_is_named(
     assert choose_offer(offers, FabricOptions(**options)) == expected
 
 
+def test_of_an_offer_the_most_able_kind_is_taken_in_libfabrics_order() -> None:
+    tcp = TCP[3]
+    plain = [replace(offer, ordered=False) for offer in (*EFA, tcp, tcp)]
+    for_gpus = [replace(offer, device_memory=True) for offer in EFA]
+    assert best_of([[tcp, replace(tcp, depth=1)], plain]) == [*EFA, tcp]
+    assert best_of([for_gpus, [tcp], plain]) == [*for_gpus, tcp]
+    assert best_of([[], [tcp], [SHM]]) == [SHM, tcp]
+
+
 def test_ranks_of_a_host_share_its_devices() -> None:
     assert [choose_offer([*EFA, *TCP], FabricOptions(), local_rank=i) for i in range(3)] == [*EFA, EFA[0]]
     assert choose_offer(TCP, FabricOptions(), local_rank=1) == TCP[3]
@@ -95,6 +106,8 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
         ("interface", "^lo", "^lo"),
         ("depth", "16", 16),
         ("signal", "delivered", "delivered"),
+        ("staging_bytes", "8192", 8192),
+        ("staging_chunk", "64", 64),
     ],
 )
 def test_the_environment_gives_what_arguments_do_not(
@@ -103,6 +116,7 @@ def test_the_environment_gives_what_arguments_do_not(
     monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
     assert getattr(FabricOptions.from_environment(), name) == value
     other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
+    other |= {"staging_bytes": 4096, "staging_chunk": 128}
     assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
 
 

@@ -11,6 +11,7 @@ import pytest
 from proxyccl.proxy import _engine
 from support.fabric_packages import unavailable_reason
 from support.networks import Hosts, NoNetworkError, require_fabric
+from support.once import run_make
 from support.paths import ROOT
 
 pytestmark = [
@@ -54,7 +55,7 @@ class Job:
 
     def __init__(self, hosts: Hosts, ranks: list[int], directory: Path, what: str, **env: str) -> None:
         places = [host for host, count in enumerate(ranks) for _ in range(count)]
-        env = {"PROXYCCL_PROXY": "thread", "PROXYCCL_TIMEOUT": "60", **env}
+        env = {"PROXYCCL_RUNTIME": "host", "PROXYCCL_PROXY": "thread", "PROXYCCL_TIMEOUT": "60", **env}
         self.ranks = [
             hosts.start(host, PROGRAM, str(directory), str(rank), str(len(places)), what, env=env)
             for rank, host in enumerate(places)
@@ -69,11 +70,12 @@ class Job:
                 if rank.poll() is None:
                     rank.kill()
 
-    def succeeds(self, transport: str = "fabric") -> None:
-        """Asserts that all ranks end well, and that those of other hosts are reached by a transport."""
+    def succeeds(self, transport: str = "fabric") -> list[str]:
+        """Asserts that all ranks end well, and reach other hosts by a transport. Returns their outputs."""
         outputs = self.outputs()
         assert [rank.returncode for rank in self.ranks] == [0] * len(self.ranks), "\n".join(outputs)
         assert all(f"'{transport}'" in output for output in outputs), outputs
+        return outputs
 
 
 @pytest.mark.parametrize(
@@ -89,6 +91,38 @@ def test_collectives_and_experts_run_between_hosts(
     hosts: Hosts, tmp_path: Path, ranks: list[int], env: dict[str, str]
 ) -> None:
     Job(hosts, ranks, tmp_path, "collectives", **env).succeeds()
+
+
+SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
+
+
+@pytest.mark.parametrize(
+    ("proxy", "signal"), [("thread", "ordered"), ("process", "delivered")], ids=["ordered", "unordered, in a daemon"]
+)
+def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Path, proxy: str, signal: str) -> None:
+    env = {"PROXYCCL_TRANSPORT": "staged_fabric", "PROXYCCL_PROXY": proxy, "PROXYCCL_FABRIC_SIGNAL": signal}
+    Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
+
+
+@pytest.fixture(scope="module")
+def on_hip() -> dict[str, str]:
+    """The environment of ranks with GPUs, which the host emulates."""
+    run_make("rocm-on-host")
+    return {"PROXYCCL_RUNTIME": "hip", "ROCM_PATH": str(ROOT / "build/rocm-on-host")}
+
+
+def test_gpus_are_staged_by_a_provider_that_does_not_reach_them(
+    hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]
+) -> None:
+    Job(hosts, [1, 1], tmp_path, "one", **on_hip).succeeds("staged_fabric")
+
+
+def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
+    run_make("fake-fabric")
+    library = ROOT / "build/fake-fabric/libfake_library.so"
+    job = Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library))
+    for output in job.succeeds("fabric"):
+        assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
 
 
 def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None:

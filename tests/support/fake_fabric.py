@@ -16,7 +16,7 @@ from support import fake_library
 from support.fake_verbs import FakePeer
 
 SOURCE_KEY, TARGET_KEY, SIGNAL_KEY, REQUESTS_KEY = 0x11, 1 << 40, 0x33, 0x44
-_PEER = 3
+PEER = 3
 _DESCRIPTORS = 0x7000  # a key's descriptor, behind this
 
 
@@ -38,10 +38,15 @@ class FakeEndpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        text = self._lib.fake_endpoint_breach(self._endpoint)
-        breach = self._ffi.string(text).decode() if text else None
+        breach = self.breach
         self._lib.fake_endpoint_close(self._endpoint)
         assert breach is None or error is not None, breach
+
+    @property
+    def breach(self) -> str | None:
+        """The first wrong thing that was asked of it."""
+        text = self._lib.fake_endpoint_breach(self._endpoint)
+        return self._ffi.string(text).decode() if text else None
 
     @property
     def counts(self) -> Any:
@@ -74,6 +79,24 @@ class FakeEndpoint:
         while self._lib.fake_endpoint_signal(self._endpoint, len(out), signal):
             out.append((signal.remote, signal.value, signal.bytes_before))
         return out
+
+
+class Descriptors:
+    """The table of local keys that a connection gets, and what an endpoint knows behind them.
+
+    Attributes:
+        address: of the table.
+    """
+
+    def __init__(self, endpoint: FakeEndpoint) -> None:
+        self._endpoint = endpoint
+        self._table = np.zeros(lib.PROXYCCL_FABRIC_LOCAL_KEYS, np.uint64)
+        self.address: int = self._table.ctypes.data
+
+    def add(self, key: int, array: NDArray[Any]) -> None:
+        """Makes an array's memory known under a local key."""
+        self._table[key] = _DESCRIPTORS + key
+        self._endpoint.register(_DESCRIPTORS + key, array)
 
 
 class FakeFabricPeer(FakePeer):
@@ -110,23 +133,22 @@ class FakeFabricPeer(FakePeer):
         self.device = FakeEndpoint(depth, ordered=ordered)
         self.words = np.zeros(channels, np.uint64)
         self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
-        self._descriptors = np.zeros(lib.PROXYCCL_FABRIC_LOCAL_KEYS, np.uint64)
-        for key, array in ((SOURCE_KEY, source), (REQUESTS_KEY, self._requests)):
-            self._descriptors[key] = _DESCRIPTORS + key
-            self.device.register(_DESCRIPTORS + key, array)
+        self._descriptors = Descriptors(self.device)
+        self._descriptors.add(SOURCE_KEY, source)
+        self._descriptors.add(REQUESTS_KEY, self._requests)
         self.device.register(TARGET_KEY, destination, offsets=offsets)
         self.device.register(SIGNAL_KEY, self.words, offsets=offsets)
         self.options = options = FabricConnectionOptions(
             endpoint=self.device.fid,
             queue=self.device.queue,
-            peer=_PEER,
+            peer=PEER,
             depth=depth,
             ordered=ordered,
             max_message=max_message,
             signal_key=SIGNAL_KEY,
             requests=self._requests.ctypes.data,
             requests_key=REQUESTS_KEY,
-            descriptors=self._descriptors.ctypes.data,
+            descriptors=self._descriptors.address,
         )
         self.connection = service.connect("fabric", options, peer=rank)
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, SOURCE_KEY)

@@ -1,4 +1,4 @@
-"""Two ends of a staged connection in this process, each with a proxy service and a fake RDMA device of its own."""
+"""Two ends of a staged connection in this process, each with a proxy service and a wire of its own (fake_wires.py)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from proxyccl.device._native import lib as native
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.runtime import EngineFunctions, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
+from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from proxyccl.proxy.verbs.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from support.devices import rank_runtime
-from support.fake_verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice, Producer, until
+from support.fake_verbs import Producer, until
+from support.fake_wires import FakeWire, VerbsWire
 from support.running import TIMEOUT
 
 
@@ -55,8 +55,9 @@ class End:
         channels: to the other end.
         ring_bytes: of the rings in its area.
         chunk_bytes: of a put, at a time.
-        depth: of the device's queues.
-        fetch_add: how the other end is signalled.
+        depth: of the wire's queues.
+        max_message: bytes of one of the wire's requests.
+        wire: makes the wire.
         runtime: whose memory and copies; None for one of the device that the tests use.
         calls: of the engine into the runtime that are others than the driver's.
         service: options of the service.
@@ -72,14 +73,15 @@ class End:
         chunk_bytes: int = 1024,
         depth: int = 64,
         max_message: int = 4096,
-        fetch_add: bool = False,
+        wire: Callable[[int, int], FakeWire] = VerbsWire,
         runtime: Runtime | None = None,
         calls: dict[str, int] | None = None,
         service: dict[str, Any] | None = None,
     ) -> None:
         self.rank = 7 + number
         self.runtime = OtherCalls(runtime or rank_runtime(0), **(calls or {}))
-        self.device = FakeDevice(depth, depth)
+        self.wire = wire(depth, max_message)
+        self.device = self.wire.device
         self.failures: list[ProxyFailure] = []
         self.segment = create_segment(self.runtime, 0, TIMEOUT)  # type: ignore[arg-type]
         self.word_memory = self.runtime.allocate_pinned(8 * channels)
@@ -99,14 +101,7 @@ class End:
         self.area = self.runtime.allocate_pinned(staged_area_bytes(ring_bytes))
         self.write_targets = RemoteWriteTargets()
         self.key = self.write_targets.add(self.destination.ptr, nbytes)
-        self._ring_bytes, self._chunk_bytes, self._depth, self._max_message = (
-            ring_bytes,
-            chunk_bytes,
-            depth,
-            max_message,
-        )
-        self._fetch_add = fetch_add
-        self._scratch = np.zeros(1, np.uint64)
+        self._ring_bytes, self._chunk_bytes = ring_bytes, chunk_bytes
         self.channels: list[int] = []
 
     def _array(self, values: NDArray[np.uint8]) -> Array:
@@ -119,22 +114,13 @@ class End:
 
     def options(self, other: End) -> StagedOptions:
         """Of the connection to the other end."""
-        wire = VerbsOptions(
-            qp=self.device.qp,
-            send_depth=self._depth,
-            cq_depth=self._depth,
-            max_message=self._max_message,
-            signal_rkey=RKEY,
-            fetch_add=self._fetch_add,
-            scratch=self._scratch.ctypes.data if self._fetch_add else 0,
-            scratch_lkey=SCRATCH_LKEY if self._fetch_add else 0,
-        )
         return StagedOptions(
-            wire=wire,
+            wire=self.wire.options(),
             area=self.area.host_ptr,
             device_area=self.area.ptr,
-            area_lkey=LKEY,
+            area_key=self.wire.area_key,
             peer_area=other.area.host_ptr,
+            peer_area_key=self.wire.peer_key,
             ring_bytes=self._ring_bytes,
             chunk_bytes=self._chunk_bytes,
             write_targets=self.write_targets.address,
@@ -144,10 +130,8 @@ class End:
 
     def connect(self, other: End) -> None:
         """Connects it to the other end, which connects to this one likewise."""
-        self.device.register(LKEY, seen_as(self.area, np.uint8))
-        self.device.register(RKEY, seen_as(other.area, np.uint8))
-        self.device.register(SCRATCH_LKEY, self._scratch)
-        self.connection = self.service.connect("staged", self.options(other), peer=other.rank)
+        self.wire.register(seen_as(self.area, np.uint8), seen_as(other.area, np.uint8))
+        self.connection = self.service.connect(self.wire.transport, self.options(other), peer=other.rank)
         self.source_id = self.service.add_memory(self.source.ptr, self.source.nbytes)
         self.destination_id = self.service.add_memory(other.destination.ptr, other.destination.nbytes, other.key)
         for i in range(len(self.words)):

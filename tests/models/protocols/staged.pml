@@ -2,7 +2,8 @@
  * one to receive in. Sizes and positions are in units of PROXYCCL_STAGED_ALIGN bytes; a header has one.
  *
  * Streams and the wire complete what they were given whenever they like, each in its order. The wire reads a message's
- * place until its requests are complete, since it may have to send again.
+ * place until its requests are complete, since it may have to send again. It may write a word in two pieces, the low part
+ * first, as a stream socket does; between the two it writes nothing else there. Words have two parts here, LOW the lower.
  *
  * To hold: no place is written before its message is sent and placed; each side finds every message in order where it
  * looks for it; no honest peer is refused; both come to an end.
@@ -24,6 +25,7 @@
 #endif
 #define MADE (2 * PUTS) /* most messages: one may fill the rest of the ring before each put */
 #define WIRE 2          /* requests that the wire has room for */
+#define LOW 2           /* values of the lower part of a word */
 
 typedef Side {
   bool data[PUTS];                     /* whether a put has a unit of data, or is a signal alone */
@@ -34,6 +36,8 @@ typedef Side {
   byte start[MADE + 1], size[MADE + 1] /* of each message, from 1 */
   byte sending[RING], receiving[RING]; /* the message that a unit belongs to; 0: none yet */
   byte arrived, credited;              /* the words that the peer writes */
+  byte rest_arrived, rest_credited;    /* what the wire has still to add to them */
+  byte seen_arrived, seen_credited;    /* the highest that was read of each */
   byte received, taken, placed, returned;
 };
 
@@ -50,6 +54,21 @@ chan wire[2] = [WIRE] of { mtype, byte };
 /* A put whose data would begin at the ring's end waits for a message without data, which fills the rest. */
 #define FILLS (own.data[own.puts] && own.head % RING == RING - 1)
 #define SIZE (1 + (own.data[own.puts] && !FILLS))
+/* Writes a word, in one piece or only its lower part. */
+#define WRITE(word, rest, value)                                                   \
+  if                                                                               \
+  :: rest = 0; word = value                                                        \
+  :: word / LOW != value / LOW ->                                                  \
+       rest = (value / LOW - word / LOW) * LOW; word = word - word % LOW + value % LOW \
+  fi
+#define WIRE_FREE (peer.rest_arrived == 0 && peer.rest_credited == 0)
+
+/* Reads a word: a value that is lower than one before is half written. */
+#define READ(word, seen)                        \
+  if                                            \
+  :: word > seen || BUG(8) -> seen = word       \
+  :: else                                       \
+  fi
 #define HAS_ROOM (own.made - own.freed != MESSAGES && own.head + SIZE - own.tail <= RING + BUG(1))
 
 proctype engine(bit s) {
@@ -80,7 +99,7 @@ proctype engine(bit s) {
        own.next = own.next + own.size[own.posted];
        wire[s]!MESSAGE(own.posted)
      }
-  :: d_step { wire[s]?[MESSAGE, number] -> /* by the wire: the message, then the count of messages */
+  :: atomic { WIRE_FREE && wire[s]?[MESSAGE, number] -> /* by the wire: the message, then the count of messages */
        wire[s]?MESSAGE(number);
        unit = 0;
        do
@@ -92,25 +111,36 @@ proctype engine(bit s) {
        :: else -> break
        od;
        own.delivered = number;
-       peer.arrived = number;
+       WRITE(peer.arrived, peer.rest_arrived, number);
        number = 0; unit = 0
      }
-  :: d_step { wire[s]?[CREDIT, count] ->
+  :: atomic { WIRE_FREE && wire[s]?[CREDIT, count] ->
        wire[s]?CREDIT(count);
-       peer.credited = count;
+       WRITE(peer.credited, peer.rest_credited, count);
        count = 0
+     }
+  :: d_step { !WIRE_FREE -> /* the rest of a word */
+       peer.arrived = peer.arrived + peer.rest_arrived;
+       peer.credited = peer.credited + peer.rest_credited;
+       peer.rest_arrived = 0; peer.rest_credited = 0
      }
   :: d_step { own.sent < own.delivered ->
        assert(own.sending[own.start[own.sent + 1] % RING] == own.sent + 1);
        own.sent++
      }
-  :: d_step { own.freed < own.credited && (own.freed < own.sent || BUG(3)) -> /* reclaim */
-       assert(own.credited - own.freed <= own.posted - own.freed); /* the peer is not refused */
+  :: d_step { own.credited != own.seen_credited -> /* reclaim: looks */
+       READ(own.credited, own.seen_credited);
+       assert(own.seen_credited >= own.freed && own.seen_credited <= own.posted) /* the peer is not refused */
+     }
+  :: d_step { own.freed < own.seen_credited && (own.freed < own.sent || BUG(3)) -> /* reclaim */
        own.freed++;
        own.tail = own.tail + own.size[own.freed]
      }
-  :: d_step { own.taken < own.arrived -> /* take */
-       assert(own.arrived - own.returned <= MESSAGES - BUG(4)); /* the peer is not refused */
+  :: d_step { own.arrived != own.seen_arrived -> /* take: looks */
+       READ(own.arrived, own.seen_arrived);
+       assert(own.seen_arrived >= own.taken && own.seen_arrived - own.returned <= MESSAGES - BUG(4)) /* likewise */
+     }
+  :: d_step { own.taken < own.seen_arrived -> /* take */
        assert(own.receiving[own.received % RING] == own.taken + 1);
        own.taken++;
        own.received = own.received + peer.size[own.taken]
@@ -141,7 +171,7 @@ proctype engine(bit s) {
        own.returned = own.placed + 1;
        wire[s]!CREDIT(own.placed + 1)
      }
-  :: own.puts == PUTS_OF(s) && own.made == own.freed && peer.puts == PUTS_OF(1 - s) && own.returned == peer.made && len(wire[s]) == 0 ->
+  :: own.puts == PUTS_OF(s) && own.made == own.freed && peer.puts == PUTS_OF(1 - s) && own.returned == peer.made && len(wire[s]) == 0 && WIRE_FREE ->
        break
   od
 }

@@ -103,10 +103,10 @@ def main() -> None:
     bootstrap = FileBootstrap(directory, rank, world_size)
     if what == "meetings":
         for _ in range(MEETINGS):
-            with Communicator(bootstrap, "host") as comm:
+            with Communicator(bootstrap) as comm:
                 one(comm)
         what = "one"
-    with Communicator(bootstrap, "host") as comm:
+    with Communicator(bootstrap) as comm:
         transports = comm.topology.transports()
         WHAT[what](comm)
         print(f"done by {transports}", flush=True)

@@ -1,34 +1,38 @@
-"""Staging: pinned memory between RDMA and memory that the device can't register, and whether it is needed."""
+"""Staging: pinned memory between the device that joins two hosts and memory that this device can't register."""
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import deque
-from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-from proxyccl.device.errors import ResourceError, RuntimeUnavailableError
+from proxyccl.device.errors import ResourceError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
-from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from proxyccl.proxy.verbs.options import RdmaOptions
-from proxyccl.proxy.verbs.registrations import Registration, Registrations
 
 ffi, lib = _engine.ffi, _engine.lib
-_PROBE_BYTES = 4096
+
+STAGING_BYTES = range(4096, (64 << 20) + 1)
+"""Bytes of pinned memory per peer and direction."""
+
+STAGING_CHUNK = range(64, (32 << 20) + 1)
+"""Bytes of a put that are staged at a time."""
+
+Registration = TypeVar("Registration")
 
 
 @dataclass(frozen=True)
 class StagedOptions:
-    """A queue pair, and the staging area between it and memory that it can't reach (staged_transport.h).
+    """A wire, and the staging area between it and memory that it can't reach (staged_transport.h).
 
     Attributes:
-        wire: the queue pair; its `signal_rkey` is that of the peer's area.
+        wire: options of the wire's own transport; signals go to the peer's area there.
         area: address of the own area: `staged_area_bytes` of zeroed pinned memory, registered.
         device_area: the GPU's address of the area.
-        area_lkey: local key of the area.
-        peer_area: address of the peer's area, as the peer registered it.
+        area_key: key of the area for the wire's own requests.
+        peer_area: address by which the wire names the peer's area.
+        peer_area_key: the key that goes with it.
         ring_bytes: bytes of each of the two rings in an area; the same on both sides, and a multiple of 64.
         chunk_bytes: bytes of a put that are moved at a time.
         write_targets: address of the table of own memory that peers may write (`RemoteWriteTargets`).
@@ -36,53 +40,17 @@ class StagedOptions:
         signals_bytes: bytes of those words.
     """
 
-    wire: VerbsOptions
+    wire: Any
     area: int
     device_area: int
-    area_lkey: int
+    area_key: int
     peer_area: int
+    peer_area_key: int
     ring_bytes: int
     chunk_bytes: int
     write_targets: int
     signals: int
     signals_bytes: int
-
-
-def register_device_memory(
-    registrations: Registrations, runtime: Runtime, ptr: int, nbytes: int, allocation: Hashable = None
-) -> Registration:
-    """Registers memory of a runtime. Arguments and errors as for `Registrations.register`."""
-    dmabuf = None if runtime.name == "host" else functools.partial(runtime.dmabuf, ptr, nbytes)
-    return registrations.register(ptr, nbytes, dmabuf, allocation=allocation)
-
-
-def probe(registrations: Registrations, runtime: Runtime) -> Registration:
-    """Registers a few bytes of a runtime's device memory and releases them. Returns that registration.
-
-    Raises:
-        ResourceError: the system or the device has no room.
-        RuntimeUnavailableError: the RDMA device can't reach the runtime's device memory.
-    """
-    memory = runtime.allocate(_PROBE_BYTES)
-    try:
-        registration = register_device_memory(registrations, runtime, memory.ptr, memory.nbytes)
-        registrations.release(registration)
-        return registration
-    finally:
-        memory.close()
-
-
-def unsupported_reason(registrations: Registrations, runtime: Runtime) -> str:
-    """Why the RDMA device can't reach the runtime's device memory; empty if it can.
-
-    Raises:
-        ResourceError: the system or the device has no room.
-    """
-    try:
-        probe(registrations, runtime)
-    except RuntimeUnavailableError as error:
-        return str(error)
-    return ""
 
 
 class RemoteWriteTargets:
@@ -128,14 +96,31 @@ def staged_area_bytes(ring_bytes: int) -> int:
     return int(lib.PROXYCCL_STAGED_WORDS_BYTES) + 2 * ring_bytes
 
 
-class StagingArea:
+class Registrar(Protocol[Registration]):
+    """What registers the host's memory with the wire's device."""
+
+    def register(self, ptr: int, nbytes: int) -> Registration:
+        """Registers a range."""
+        ...
+
+    def release(self, registration: Registration) -> None:
+        """Ends that."""
+        ...
+
+
+class StagingArea(Generic[Registration]):
     """This rank's pinned memory of a staged connection: words that count both engines' progress, and two rings.
 
     Close it after the connection.
 
-    Attributes:
+    Args:
+        runtime: allocates it.
+        registrar: registers it.
         ring_bytes: bytes of each ring, on this side.
         chunk_bytes: bytes of a put that are moved at a time.
+
+    Attributes:
+        ring_bytes: of each ring.
         registration: the registration by which the peer reaches it.
 
     Raises:
@@ -143,53 +128,56 @@ class StagingArea:
         RuntimeUnavailableError: the device can't register the runtime's pinned memory.
     """
 
-    def __init__(self, runtime: Runtime, registrations: Registrations, options: RdmaOptions) -> None:
+    def __init__(self, runtime: Runtime, registrar: Registrar[Registration], ring_bytes: int, chunk_bytes: int) -> None:
         align = int(lib.PROXYCCL_STAGED_ALIGN)
-        self.ring_bytes = options.staging_bytes // align * align
-        self.chunk_bytes = options.staging_chunk
+        self.ring_bytes = ring_bytes // align * align
+        self._chunk_bytes = chunk_bytes
         self._memory = runtime.allocate_pinned(staged_area_bytes(self.ring_bytes))
-        self._registrations = registrations
+        self._registrar = registrar
         try:
-            self.registration = registrations.register(self._memory.host_ptr, self._memory.nbytes)
+            self.registration = registrar.register(self._memory.host_ptr, self._memory.nbytes)
         except BaseException:
             self._memory.close()
             raise
 
     def engine_options(
         self,
-        wire: VerbsOptions,
+        wire: Any,
+        area_key: int,
         peer_area: int,
+        peer_area_key: int,
         peer_ring_bytes: int,
         write_targets: RemoteWriteTargets,
-        signals: int,
-        signals_bytes: int,
+        signals: range,
     ) -> StagedOptions:
         """The options of a connection. Both sides use the smaller of their ring sizes.
 
         Args:
-            wire: the queue pair, with the key of the peer's area.
-            peer_area: address of the peer's area, as the peer registered it.
+            wire: as in `StagedOptions`.
+            area_key: likewise.
+            peer_area: likewise.
+            peer_area_key: likewise.
             peer_ring_bytes: bytes of each ring, on the peer's side.
             write_targets: own memory that the peer may write.
-            signals: address of the own words that the peer may signal.
-            signals_bytes: bytes of those words.
+            signals: addresses of the own words that the peer may signal.
         """
         ring_bytes = min(self.ring_bytes, peer_ring_bytes)
         return StagedOptions(
             wire=wire,
             area=self._memory.host_ptr,
             device_area=self._memory.ptr,
-            area_lkey=self.registration.lkey,
+            area_key=area_key,
             peer_area=peer_area,
+            peer_area_key=peer_area_key,
             ring_bytes=ring_bytes,
-            chunk_bytes=min(self.chunk_bytes, ring_bytes // 2),
+            chunk_bytes=min(self._chunk_bytes, ring_bytes // 2),
             write_targets=write_targets.address,
-            signals=signals,
-            signals_bytes=signals_bytes,
+            signals=signals.start,
+            signals_bytes=len(signals),
         )
 
     def close(self) -> None:
         """Frees it. No copy or request may be outstanding on it."""
         if not self._memory.closed:
-            self._registrations.release(self.registration)
+            self._registrar.release(self.registration)
             self._memory.close()

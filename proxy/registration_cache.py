@@ -1,0 +1,85 @@
+"""Memory that is registered with a device once, however often it is asked for, and kept for a while afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, Protocol, TypeVar
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.lease_cache import LeaseCache
+
+
+class Registered(Protocol):
+    """A registered range of memory."""
+
+    @property
+    def ptr(self) -> int:
+        """Its address in this process."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def allocation(self) -> Hashable:
+        """What tells its allocation from all others; None if it is registered for as long as it is used."""
+        ...
+
+
+Registration = TypeVar("Registration", bound=Registered)
+
+
+class RegistrationCache(Generic[Registration]):
+    """The registrations of a device. Threads may share it.
+
+    Ranges that nobody uses any more stay registered for the next time if the caller names their allocation, so that one
+    of another allocation at the same address is never taken for them; the least recently used go first. They keep their
+    memory occupied, even freed memory of a GPU.
+
+    Args:
+        deregister: ends a registration.
+        keep: ranges that stay registered when nobody uses them.
+        keep_bytes: their size altogether.
+    """
+
+    def __init__(
+        self, deregister: Callable[[Registration], object], *, keep: int = 64, keep_bytes: int = 1 << 30
+    ) -> None:
+        self._made: LeaseCache[tuple[int, int, Hashable], Registration] = LeaseCache(
+            deregister, keep=keep, weigh=lambda made: made.nbytes, keep_weight=keep_bytes
+        )
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._made.closed
+
+    def acquire(self, ptr: int, nbytes: int, allocation: Hashable, make: Callable[[], Registration]) -> Registration:
+        """The registration of a range, which `make` makes if there is none. Each call is paired with a `release`.
+
+        Raises:
+            ArgumentError: the range is empty or none.
+        """
+        if not isinstance(ptr, int) or not 0 < ptr < 1 << 64:
+            raise ArgumentError("ptr", f"must be an address, not {ptr!r}")
+        if not isinstance(nbytes, int) or nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes!r}")
+        return self._made.acquire((ptr, nbytes, allocation), make)
+
+    def release(self, registration: Registration) -> None:
+        """Ends one use. No request may name it any more when the last one ends.
+
+        Raises:
+            ArgumentError: it is not in use.
+        """
+        key = (registration.ptr, registration.nbytes, registration.allocation)
+        try:
+            self._made.release(key, keep=registration.allocation is not None)
+        except KeyError:
+            raise ArgumentError("registration", f"{registration} is not in use") from None
+
+    def close(self) -> None:
+        """Deregisters everything. Nothing may be under way from or to it."""
+        self._made.close()

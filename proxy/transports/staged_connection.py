@@ -1,0 +1,184 @@
+"""What the transports by pinned memory share, whatever their wire: connections, endpoints, targets and statuses.
+
+See engine/staged_transport.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.runtime import PinnedMemory
+from proxyccl.proxy import _engine
+from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, StagingArea
+from proxyccl.proxy.transports.copy import make_copy_options
+from proxyccl.proxy.transports.engine_connection import (
+    EngineConnection,
+    EngineRuntime,
+    create,
+    fill,
+    require_accepted,
+)
+
+ffi, lib = _engine.ffi, _engine.lib
+
+STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
+"""What staging itself adds to a wire's statuses."""
+
+_REFUSALS = {
+    lib.PROXYCCL_STAGED_BAD_COUNT: "the peer's count of messages is out of range",
+    lib.PROXYCCL_STAGED_BAD_LENGTH: "a message of the peer does not fit the ring",
+    lib.PROXYCCL_STAGED_BAD_RANGE: "the peer put data outside the memory that this rank offers",
+    lib.PROXYCCL_STAGED_BAD_WORD: "the peer signalled an address that is no semaphore word of this rank",
+}
+"""Why the engine refused a peer's message, by ProxycclStagedRefusal."""
+
+
+def connect_staged(
+    engine: EngineRuntime, transport: str, options: StagedOptions, wire: Any, needs: str
+) -> EngineConnection:
+    """Makes a connection.
+
+    Args:
+        engine: the runtime whose copies it issues.
+        transport: name of the staged transport.
+        options: its options.
+        wire: the wire's own, as the struct of C.
+        needs: what a build of the engine needs for the wire.
+
+    Raises:
+        ArgumentError: an option is out of range; the error names it.
+    """
+    native_options = ffi.new("ProxycclStagedOptions *")
+    native_options.wire = wire
+    fill(
+        native_options,
+        options,
+        (
+            *("area", "device_area", "area_key", "peer_area", "peer_area_key"),
+            *("ring_bytes", "chunk_bytes", "signals", "signals_bytes"),
+        ),
+    )
+    native_options.write_targets = ffi.cast("ProxycclRemoteWriteTarget *", options.write_targets)
+    require_accepted(transport, native_options, options, options.wire)
+    with contextlib.ExitStack() as undo:
+        out, out_stream, out_event = make_copy_options(engine.runtime, undo)
+        into, in_stream, in_event = make_copy_options(engine.runtime, undo)
+        native_options.copy_out, native_options.copy_in = out[0], into[0]
+        pointer = create(engine, transport, native_options, needs=needs)
+        undo.pop_all()
+    return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event))
+
+
+def status_text(status: int, of_wire: Callable[[int], str]) -> str:
+    """A status in words, which is one of `STATUSES` or the wire's."""
+    if status not in STATUSES:
+        return of_wire(status)
+    if status >= lib.PROXYCCL_STAGED_REFUSED:
+        return f"refused: {_REFUSALS[status - lib.PROXYCCL_STAGED_REFUSED]}"
+    if status >= lib.PROXYCCL_STAGED_COPY_IN:
+        return f"the copy from pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_IN}"
+    return f"the copy into pinned memory failed with the driver's status {status - lib.PROXYCCL_STAGED_COPY_OUT}"
+
+
+class Wire(Protocol):
+    """This rank's end of what joins two staging areas."""
+
+    @property
+    def address(self) -> bytes:
+        """Its address for the peer."""
+        ...
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """Connects it to the peer's. See `RdmaContext.connect_endpoint`."""
+        ...
+
+    def options(self, theirs: RdmaEndpointInfo) -> Any:
+        """Options of the wire's own transport, for signals to the peer's area."""
+        ...
+
+    def close(self) -> None:
+        """Frees it."""
+        ...
+
+
+class StagedDevice(Protocol):
+    """What staging needs of the wire's device."""
+
+    @property
+    def segment(self) -> PinnedMemory:
+        """The rank's control segment."""
+        ...
+
+    @property
+    def signals(self) -> range:
+        """Where in it, in bytes, the words lie that peers' proxies may signal."""
+        ...
+
+    @property
+    def write_targets(self) -> RemoteWriteTargets:
+        """Memory that peers' staged puts may write."""
+        ...
+
+
+class StagedEndpoint:
+    """See `RdmaEndpoint`: a wire, and this rank's staging area at its end, which it owns.
+
+    Args:
+        device: the wire's device.
+        area: the area.
+        keys: of the area: for the wire's own requests, for the peer's, and the address that goes with the latter.
+        make_wire: makes the wire. If it fails, the area is closed.
+    """
+
+    def __init__(
+        self, device: StagedDevice, area: StagingArea[Any], keys: tuple[int, int, int], make_wire: Callable[[], Wire]
+    ) -> None:
+        self._device, self._area = device, area
+        self._key, remote_key, address = keys
+        try:
+            self._wire = make_wire()
+        except ProxyCCLError:
+            area.close()
+            raise
+        self.info = RdmaEndpointInfo(
+            self._wire.address, device.segment.host_ptr, remote_key, area=address, ring_bytes=area.ring_bytes
+        )
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """See `RdmaEndpoint`."""
+        if not theirs.ring_bytes:
+            raise ArgumentError("peer", "its end of the connection is not staged; expected one that is, as this end")
+        self._wire.connect(theirs, timeout, given_up)
+
+    def connection_options(self, theirs: RdmaEndpointInfo) -> StagedOptions:
+        """See `RdmaEndpoint`."""
+        base, words = self._device.segment.host_ptr, self._device.signals
+        return self._area.engine_options(
+            self._wire.options(theirs),
+            self._key,
+            theirs.area,
+            theirs.rkey,
+            theirs.ring_bytes,
+            self._device.write_targets,
+            range(base + words.start, base + words.stop),
+        )
+
+    def close(self) -> None:
+        """Frees the wire and the area."""
+        with contextlib.ExitStack() as steps:  # from the last to the first, each whatever becomes of the other
+            steps.callback(self._area.close)
+            steps.callback(self._wire.close)
+
+
+def expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> RdmaMemory:
+    """Offers memory to peers' staged puts."""
+    return RdmaMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
+
+
+def withdraw(device: StagedDevice, memory: RdmaMemory) -> None:
+    """Ends `expose`: later puts are refused."""
+    device.write_targets.remove(memory.key)

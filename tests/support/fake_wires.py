@@ -1,0 +1,124 @@
+"""What joins the two ends of a staged connection in tests (fake_staging.py): a device of one end that copies memory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl.proxy._engine import lib
+from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support import fake_fabric
+from support.fake_fabric import FakeEndpoint
+from support.fake_verbs import LKEY, RKEY, SCRATCH_LKEY, FakeDevice
+
+
+class FakeWire(Protocol):
+    """One end of it.
+
+    Attributes:
+        transport: name of the staged transport over it.
+        device: the device, which counts, dawdles and fails.
+        area_key: of this end's area.
+        peer_key: of the other end's.
+    """
+
+    transport: str
+    device: Any
+    area_key: int
+    peer_key: int
+
+    def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
+        """Makes both areas known to the device."""
+        ...
+
+    def options(self) -> Any:
+        """Of the wire's own transport."""
+        ...
+
+
+class VerbsWire:
+    """A queue pair that writes signals, or adds them.
+
+    Args:
+        depth: of its queues.
+        max_message: bytes of a request.
+    """
+
+    transport = "staged"
+    area_key, peer_key = LKEY, RKEY
+    _fetch_add = False
+
+    def __init__(self, depth: int, max_message: int) -> None:
+        self.device = FakeDevice(depth, depth)
+        self._depth, self._max_message = depth, max_message
+        self._scratch = np.zeros(1, np.uint64)
+
+    def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
+        self.device.register(LKEY, area)
+        self.device.register(RKEY, peer_area)
+        self.device.register(SCRATCH_LKEY, self._scratch)
+
+    def options(self) -> VerbsOptions:
+        return VerbsOptions(
+            qp=self.device.qp,
+            send_depth=self._depth,
+            cq_depth=self._depth,
+            max_message=self._max_message,
+            signal_rkey=RKEY,
+            fetch_add=self._fetch_add,
+            scratch=self._scratch.ctypes.data if self._fetch_add else 0,
+            scratch_lkey=SCRATCH_LKEY if self._fetch_add else 0,
+        )
+
+
+class AddingVerbsWire(VerbsWire):
+    """A queue pair that adds signals."""
+
+    _fetch_add = True
+
+
+class FabricWire:
+    """An endpoint of libfabric that keeps the order of writes.
+
+    Args:
+        depth: most writes outstanding.
+        max_message: bytes of a write.
+    """
+
+    transport = "staged_fabric"
+    area_key, peer_key = fake_fabric.SOURCE_KEY, fake_fabric.TARGET_KEY
+    _ordered = True
+
+    def __init__(self, depth: int, max_message: int) -> None:
+        self.device = FakeEndpoint(depth, ordered=self._ordered)
+        self._depth, self._max_message = depth, max_message
+        self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
+        self._descriptors = fake_fabric.Descriptors(self.device)
+
+    def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
+        self._descriptors.add(self.area_key, area)
+        self._descriptors.add(fake_fabric.REQUESTS_KEY, self._requests)
+        self.device.register(self.peer_key, peer_area)
+
+    def options(self) -> FabricConnectionOptions:
+        return FabricConnectionOptions(
+            endpoint=self.device.fid,
+            queue=self.device.queue,
+            peer=fake_fabric.PEER,
+            depth=self._depth,
+            ordered=self._ordered,
+            max_message=self._max_message,
+            signal_key=self.peer_key,
+            requests=self._requests.ctypes.data,
+            requests_key=fake_fabric.REQUESTS_KEY,
+            descriptors=self._descriptors.address,
+        )
+
+
+class UnorderedFabricWire(FabricWire):
+    """An endpoint that carries writes out in any order."""
+
+    _ordered = False
