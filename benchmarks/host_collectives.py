@@ -1,7 +1,8 @@
 """Collectives of the host runtime beside MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
 
-Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. Calls
-without a stream return when they are done, as MPI's do. Contenders alternate in bursts of calls, one burst of each at a
+Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. With
+`--gloo`, torch's gloo reduces in place a copy of its input that it makes first; it finds the first rank by
+``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders alternate in bursts of calls, one burst of each at a
 time, and the ranks meet before each burst. A time is that of a burst on the slowest rank, divided by its calls; tables
 show the median over bursts. Outputs are checked before and after.
 """
@@ -42,16 +43,7 @@ _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
 
-_COLUMNS = (
-    Column("collective", "", 15, left=True),
-    Column("size", "", 8),
-    Column("registered", "(µs)", 11, ".1f"),
-    Column("private", "(µs)", 10, ".1f"),
-    Column("MPI", "(µs)", 10, ".1f"),
-    Column("MPI/reg.", "", 9, ".2f"),
-    Column("MPI/priv.", "", 9, ".2f"),
-    Column("wrong", "", 6),
-)
+_OURS = ("registered", "private")
 
 
 @dataclass(frozen=True)
@@ -59,7 +51,7 @@ class Contender:
     """One way to make a call.
 
     Attributes:
-        name: "registered", "private" or "MPI".
+        name: "registered", "private", "MPI" or "gloo".
         call: makes the call and returns when it is done.
         out: what the call writes; has `fill` and `__dlpack__`.
     """
@@ -80,7 +72,27 @@ def expected_output(collective: str, given: Floats, rank: int) -> Floats:
     return shares[:, 0 if collective == "all_gather" else rank].ravel()
 
 
-def contenders(comm: Communicator, collective: str, count: int) -> tuple[list[Contender], Floats]:
+def reduced_by_gloo(source: Floats) -> Contender:
+    """An all_reduce by torch's gloo, whose process group is made by the first call."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        world = MPI.COMM_WORLD
+        dist.init_process_group("gloo", rank=world.rank, world_size=world.size)
+    out = np.empty_like(source)
+    given, result = torch.from_numpy(source), torch.from_numpy(out)
+
+    def call() -> None:
+        result.copy_(given)
+        dist.all_reduce(result)
+
+    return Contender("gloo", call, out)
+
+
+def contenders(
+    comm: Communicator, collective: str, count: int, *, gloo: bool = False
+) -> tuple[list[Contender], Floats]:
     """The contenders for a call whose longer side has `count` elements, and what each must write."""
     world, ranks = MPI.COMM_WORLD, comm.world_size
     given = np.arange(ranks * count, dtype=np.float32).reshape(ranks, count) % 251  # their sums are exact
@@ -94,11 +106,12 @@ def contenders(comm: Communicator, collective: str, count: int) -> tuple[list[Co
         return comm.empty(like.size, "float32").upload(like)
 
     x, out, mpi_out = source.copy(), np.empty_like(expected), np.empty_like(expected)
-    return [
+    made = [
         ours("registered", own_memory(source), own_memory(expected)),
         ours("private", x, out),
         Contender("MPI", functools.partial(getattr(world, _OF_MPI[collective]), x, mpi_out), mpi_out),
-    ], expected
+    ]
+    return [*made, *([reduced_by_gloo(x)] if gloo else [])], expected
 
 
 def wrong(contender: Contender, expected: Floats) -> int:
@@ -118,10 +131,10 @@ def burst(contender: Contender, calls: int) -> float:
     return (time.perf_counter() - start) * 1e6 / calls
 
 
-def measure(comm: Communicator, collective: str, nbytes: int, bursts: int) -> Fields:
+def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gloo: bool = False) -> Fields:
     """The times of one collective at one size, the same on all ranks."""
     world = MPI.COMM_WORLD
-    made, expected = contenders(comm, collective, nbytes // 4)
+    made, expected = contenders(comm, collective, nbytes // 4, gloo=gloo)
     found = sum(wrong(contender, expected) for contender in made)
     slowest = world.allreduce(max(burst(contender, 2) for contender in made), MPI.MAX)
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / slowest)))
@@ -133,10 +146,25 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int) -> Fi
         "collective": collective,
         "size": nbytes,
         **{f"{name.lower()}_us": time_us for name, time_us in median.items()},
-        "mpi_over_registered": median["MPI"] / median["registered"],
-        "mpi_over_private": median["MPI"] / median["private"],
+        **{
+            f"{peer.lower()}_over_{own}": median[peer] / median[own]
+            for peer in median
+            for own in _OURS
+            if peer not in _OURS
+        },
         "wrong": world.allreduce(found),
     }
+
+
+def columns(peers: list[str]) -> tuple[Column, ...]:
+    """Of the table."""
+    return (
+        Column("collective", "", 15, left=True),
+        Column("size", "", 8),
+        *(Column(name, "(µs)", 11, ".1f") for name in (*_OURS, *peers)),
+        *(Column(f"{peer}/{own[:4]}.", "", 11, ".2f") for peer in peers for own in _OURS),
+        Column("wrong", "", 6),
+    )
 
 
 def main() -> int:
@@ -144,20 +172,23 @@ def main() -> int:
     parser.add_argument("-s", "--sizes", type=options.size, nargs="+", metavar="SIZE", help="bytes, such as 64K")
     parser.add_argument("-c", "--collectives", nargs="+", choices=list(_OF_MPI), default=list(_OF_MPI))
     parser.add_argument("-r", "--repeats", type=options.count, help="timed bursts of each contender")
+    parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
     bursts = parsed.repeats or (11 if parsed.quick else 41)
+    if parsed.gloo and parsed.collectives != ["all_reduce"]:
+        parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)
     method = f"float32, out of place; median of {bursts} bursts of the slowest rank"
     rows = []
     with Communicator.from_mpi(runtime="host", timeout=_TIMEOUT) as comm:
         heading(comm, "host collectives", method)
-        table = Table(_COLUMNS)
+        table = Table(columns(["MPI", "gloo"] if parsed.gloo else ["MPI"]))
         if comm.rank == 0:
             table.header()
         for collective in parsed.collectives:
             for size in sizes:
-                row = measure(comm, collective, size, bursts)
+                row = measure(comm, collective, size, bursts, gloo=parsed.gloo)
                 rows.append(row)
                 if comm.rank == 0:
                     table.row(collective, show_size(size), *list(row.values())[2:])

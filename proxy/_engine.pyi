@@ -340,6 +340,7 @@ class _ProxycclFabricOptions:
     requests: int
     requests_key: int
     descriptors: PointerField[Uint64Pointer]
+    looks: PointerField[Uint64Pointer]
 
 class ProxycclFabricOptions(_ProxycclFabricOptions, CData): ...
 class ProxycclFabricOptionsPointer(_ProxycclFabricOptions, ItemPointer[ProxycclFabricOptions]): ...

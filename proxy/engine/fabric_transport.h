@@ -29,6 +29,7 @@ typedef struct ProxycclFabricOptions {
   uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */
   uint32_t requests_key;       /* local key of that memory */
   const uint64_t *descriptors; /* by local key, the descriptor of registered memory; LOCAL_KEYS of them */
+  uint64_t *looks;             /* into the queue, counted by all connections that share it */
 } ProxycclFabricOptions;
 
 /* The key of a put's source is its local key: an index, as the key may come from another process. A put's destination

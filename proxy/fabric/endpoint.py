@@ -60,6 +60,7 @@ class FabricConnectionOptions:
         requests: address of registered memory for `depth` requests, which outlives the endpoint.
         requests_key: its local key.
         descriptors: address of the table of local keys.
+        looks: address of the word that counts looks into the queue.
     """
 
     endpoint: int
@@ -72,6 +73,7 @@ class FabricConnectionOptions:
     requests: int
     requests_key: int
     descriptors: int
+    looks: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class FabricEndpoint:
         lib.proxyccl_fabric_parts(self._endpoint, parts)
         self._parts = parts
         self._descriptors = ffi.new("uint64_t[]", _LOCAL_KEYS)  # key 0 has none
+        self._looks = ffi.new("uint64_t *")
         self._free_keys = deque(range(1, _LOCAL_KEYS))
         self._lock = threading.Lock()
         self._kept: list[Any] = []  # memory that the provider may touch until the endpoint is closed
@@ -199,6 +202,7 @@ class FabricEndpoint:
             requests=ptr,
             requests_key=registration.local_key,
             descriptors=int(ffi.cast("uintptr_t", self._descriptors)),
+            looks=int(ffi.cast("uintptr_t", self._looks)),
         )
 
     def register(

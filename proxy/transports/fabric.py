@@ -40,6 +40,7 @@ def native_options(options: FabricConnectionOptions) -> Any:
         ),
     )
     native.descriptors = ffi.cast("uint64_t *", options.descriptors)
+    native.looks = ffi.cast("uint64_t *", options.looks)
     return native
 
 

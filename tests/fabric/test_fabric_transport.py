@@ -148,6 +148,7 @@ def test_a_failed_write_names_the_peer_and_quotes_the_provider(ordered: bool) ->
         {"requests": 0},
         {"requests": 12345},
         {"requests_key": 4096},
+        {"looks": 0},
     ],
     ids=str,
 )

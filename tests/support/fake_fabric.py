@@ -133,6 +133,7 @@ class FakeFabricPeer(FakePeer):
         self.device = FakeEndpoint(depth, ordered=ordered)
         self.words = np.zeros(channels, np.uint64)
         self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
+        self._looks = np.zeros(1, np.uint64)
         self._descriptors = Descriptors(self.device)
         self._descriptors.add(SOURCE_KEY, source)
         self._descriptors.add(REQUESTS_KEY, self._requests)
@@ -149,6 +150,7 @@ class FakeFabricPeer(FakePeer):
             requests=self._requests.ctypes.data,
             requests_key=REQUESTS_KEY,
             descriptors=self._descriptors.address,
+            looks=self._looks.ctypes.data,
         )
         self.connection = service.connect("fabric", options, peer=rank)
         self.source_id = service.add_memory(source.ctypes.data, source.nbytes, SOURCE_KEY)

@@ -96,6 +96,7 @@ class FabricWire:
         self.device = FakeEndpoint(depth, ordered=self._ordered)
         self._depth, self._max_message = depth, max_message
         self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
+        self._looks = np.zeros(1, np.uint64)
         self._descriptors = fake_fabric.Descriptors(self.device)
 
     def register(self, area: NDArray[np.uint8], peer_area: NDArray[np.uint8]) -> None:
@@ -115,6 +116,7 @@ class FabricWire:
             requests=self._requests.ctypes.data,
             requests_key=fake_fabric.REQUESTS_KEY,
             descriptors=self._descriptors.address,
+            looks=self._looks.ctypes.data,
         )
 
 
