@@ -1,10 +1,10 @@
 """Collectives of the host runtime beside MPI's: mpiexec -n 4 python -m mpi4py host_collectives.py
 
 Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. With
-`--gloo`, torch's gloo reduces in place a copy of its input that it makes first; it finds the first rank by
-``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders alternate in bursts of calls, one burst of each at a
-time, and the ranks meet before each burst. A time is that of a burst on the slowest rank, divided by its calls; tables
-show the median over bursts. Outputs are checked before and after.
+`--gloo`, torch's gloo reduces a copy of its input in place, which it makes first; it finds the first rank by
+``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders alternate
+in bursts of calls, one burst of each at a time, and the ranks meet before each burst. A time is that of a burst on the
+slowest rank, divided by its calls; tables show the median over bursts. Outputs are checked before and after.
 """
 
 from __future__ import annotations

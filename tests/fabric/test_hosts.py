@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from proxyccl.proxy import _engine
-from support.fabric_packages import unavailable_reason
-from support.networks import Hosts, NoNetworkError, require_fabric
+from support.networks import Hosts, hosts_or_skip
 from support.once import run_make
 from support.paths import ROOT
 
@@ -23,22 +22,9 @@ PROGRAM = ROOT / "tests/support/programs/on_hosts.py"
 SECONDS = 120
 
 
-def hosts_of(count: int, *, ipv4: bool = True) -> Hosts:
-    """So many hosts, or the test is skipped."""
-    if not _engine.lib.proxyccl_fabric_built():
-        require_fabric("this build has no fabric transport: libfabric's headers were not there")
-    reason = unavailable_reason()
-    if reason:
-        require_fabric(f"there is no libfabric: {reason}")
-    try:
-        return Hosts(count, ipv4=ipv4)
-    except NoNetworkError as error:
-        return require_fabric(str(error))
-
-
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Hosts]:
-    with hosts_of(2) as made:
+    with hosts_or_skip(2) as made:
         yield made
 
 
@@ -57,7 +43,7 @@ class Job:
         places = [host for host, count in enumerate(ranks) for _ in range(count)]
         env = {"PROXYCCL_RUNTIME": "host", "PROXYCCL_PROXY": "thread", "PROXYCCL_TIMEOUT": "60", **env}
         self.ranks = [
-            hosts.start(host, PROGRAM, str(directory), str(rank), str(len(places)), what, env=env)
+            hosts.start(host, str(PROGRAM), str(directory), str(rank), str(len(places)), what, env=env)
             for rank, host in enumerate(places)
         ]
 
@@ -93,6 +79,19 @@ def test_collectives_and_experts_run_between_hosts(
     Job(hosts, ranks, tmp_path, "collectives", **env).succeeds()
 
 
+def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path) -> None:
+    program = [sys.executable, "-m", "mpi4py", str(PROGRAM), "collectives"]
+    with hosts_or_skip(3) as hosts:
+        job = hosts.mpiexec([2, 2, 2], program, tmp_path)
+        try:
+            output, _ = job.communicate(timeout=SECONDS)
+        finally:
+            job.kill()
+    assert job.returncode == 0, output
+    assert output.count("done by {") == 6, output
+    assert output.count("'fabric'") == 6 * 4, output
+
+
 SMALL_STAGES = {"PROXYCCL_FABRIC_STAGING_BYTES": "32768", "PROXYCCL_FABRIC_STAGING_CHUNK": "8192"}
 
 
@@ -126,7 +125,7 @@ def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path
 
 
 def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None:
-    with hosts_of(2, ipv4=False) as hosts:
+    with hosts_or_skip(2, ipv4=False) as hosts:
         Job(hosts, [1, 1], tmp_path, "collectives", PROXYCCL_FABRIC_PROVIDER="net").succeeds()
 
 
@@ -141,6 +140,15 @@ def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path) -> None:
     Job(hosts, [2, 2], tmp_path, "meetings").succeeds()
 
 
+def test_a_stranger_without_the_key_changes_nothing(hosts: Hosts) -> None:
+    stranger = hosts.start(0, str(ROOT / "tests/support/programs/stranger.py"))
+    output, _ = stranger.communicate(timeout=SECONDS)
+    own, other = (line for line in output.splitlines() if line.endswith("bytes"))
+    assert own == "written: 4096 bytes", output
+    assert other.endswith(": 0 bytes"), output
+    assert not other.startswith("written"), output
+
+
 def test_a_killed_rank_is_noticed_on_other_hosts(hosts: Hosts, tmp_path: Path) -> None:
     *others, killed = Job(hosts, [1, 2], tmp_path, "loss").outputs()
     assert "done" not in killed
@@ -148,7 +156,7 @@ def test_a_killed_rank_is_noticed_on_other_hosts(hosts: Hosts, tmp_path: Path) -
 
 
 def test_a_cut_network_ends_the_job(tmp_path: Path) -> None:
-    with hosts_of(2) as hosts:
+    with hosts_or_skip(2) as hosts:
         job = Job(hosts, [1, 1], tmp_path, "cut", PROXYCCL_TIMEOUT="5")
         for rank in job.ranks:
             assert rank.stdout is not None

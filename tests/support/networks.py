@@ -9,17 +9,27 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
 import pytest
 
-from support.fabric_packages import environment, program
+from proxyccl.proxy import _engine
+from support.fabric_packages import environment, program, unavailable_reason
 from support.paths import ROOT
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
+_TESTS = str(ROOT / "tests")
+_REMOTE_SHELL = """#!/bin/sh
+while case "$1" in -*) true;; *) false;; esac; do shift; done
+case "$1" in
+{places}esac
+shift
+exec nsenter --net --uts --target "$pid" -- sh -c "$*"
+"""
 
 
 class NoNetworkError(Exception):
@@ -75,7 +85,7 @@ class Hosts:
         self._ip(switch, *f"link add {port} type veth peer name {INTERFACE} netns {namespace}".split())
         self._ip(switch, *f"link set {port} master bridge up".split())
         if ipv4:
-            self._ip(host, *f"addr add 10.77.0.{number + 1}/24 dev {INTERFACE}".split())
+            self._ip(host, *f"addr add {self.address(number)}/24 dev {INTERFACE}".split())
         self._ip(host, *f"addr add fd77::{number + 1}/64 dev {INTERFACE} nodad".split())
         for interface in ("lo", INTERFACE):
             self._ip(host, "link", "set", interface, "up")
@@ -95,17 +105,40 @@ class Hosts:
     def _inside(self, place: int) -> list[str]:
         return ["nsenter", "--net", "--uts", "--target", str(self._holders[place].pid), "--"]
 
-    def start(
-        self, host: int, script: Path, *arguments: str, env: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Starts a Python program on a host, with both outputs in a pipe."""
+    def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+        """Starts Python on a host, where it finds libfabric, with both outputs in a pipe."""
+        return self._run(host, [sys.executable, *arguments], {**self._environment, **(env or {})})
+
+    def _run(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self._inside(host + 1), sys.executable, str(script), *arguments],
+            [*self._inside(host + 1), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**self._environment, "PYTHONPATH": str(ROOT / "tests"), **(env or {})},
+            env={**environment, "PYTHONPATH": os.pathsep.join(filter(None, (_TESTS, environment.get("PYTHONPATH"))))},
         )
+
+    @staticmethod
+    def address(host: int) -> str:
+        """A host's IPv4 address."""
+        return f"10.77.0.{host + 1}"
+
+    def mpiexec(
+        self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Starts MPICH's mpiexec on the first host, for so many ranks on each: ``mpiexec -f hosts``.
+
+        What it calls instead of ssh enters the other host's namespaces. MPI brings a libfabric of its own.
+        """
+        hosts, remote_shell = directory / "hosts", directory / "remote-shell"
+        hosts.write_text("".join(f"{self.address(host)}:{count}\n" for host, count in enumerate(ranks)))
+        places = "".join(f"{self.address(host)}) pid={self._holders[host + 1].pid};;\n" for host in range(len(ranks)))
+        remote_shell.write_text(_REMOTE_SHELL.format(places=places))
+        remote_shell.chmod(0o755)
+        mpiexec = str(Path(sys.executable).with_name("mpiexec"))
+        launcher = ("-launcher", "ssh", "-launcher-exec", str(remote_shell))
+        whole = [mpiexec, "-f", str(hosts), *launcher, "-n", str(sum(ranks)), *command]
+        return self._run(0, whole, {**os.environ, **(env or {})})
 
     def cut(self, host: int) -> None:
         """Takes a host off the switch."""
@@ -123,6 +156,19 @@ class Hosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def hosts_or_skip(count: int, *, ipv4: bool = True) -> Hosts:
+    """So many hosts for a test of the fabric transport, which is skipped if it can't have them."""
+    if not _engine.lib.proxyccl_fabric_built():
+        require_fabric("this build has no fabric transport: libfabric's headers were not there")
+    reason = unavailable_reason()
+    if reason:
+        require_fabric(f"there is no libfabric: {reason}")
+    try:
+        return Hosts(count, ipv4=ipv4)
+    except NoNetworkError as error:
+        return require_fabric(str(error))
 
 
 def require_fabric(reason: str) -> NoReturn:

@@ -1,5 +1,6 @@
-"""A rank of a job on several hosts, that the processes' starter joined by a directory: does what it is asked for.
+"""A rank of a job on several hosts: does what it is asked for. MPI joins the ranks, or a directory of their starter's.
 
+mpiexec -n WORLD_SIZE python -m mpi4py on_hosts.py WHAT
 python on_hosts.py DIRECTORY RANK WORLD_SIZE WHAT
 """
 
@@ -99,8 +100,8 @@ MEETINGS = 6
 
 
 def main() -> None:
-    directory, rank, world_size, what = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    bootstrap = FileBootstrap(directory, rank, world_size)
+    *place, what = sys.argv[1:]
+    bootstrap = FileBootstrap(Path(place[0]), int(place[1]), int(place[2])) if place else None
     if what == "meetings":
         for _ in range(MEETINGS):
             with Communicator(bootstrap) as comm:
