@@ -71,6 +71,7 @@ test-models: $(VENV)/.installed
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
+	  $(BIN)/python tests/support/fetch_fabric.py build/fabric; \
 	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python $(SOFT_ROCE)/kernels.py && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
 	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/soft_roce/two_machines.py; \

@@ -36,12 +36,27 @@ def _fetched() -> str:
     return done.stderr if done.returncode else ""
 
 
-def _is_installed() -> bool:
+def load_if_here() -> bool:
+    """Loads libfabric into this process, if it is installed or was fetched; fetches nothing. Whether it could.
+
+    A fetched one is found by its name once it is loaded; so are the libraries that it needs, which are loaded before.
+    """
+    waiting = [] if _is_installed() else sorted(_DIRECTORY.glob("usr/lib/*/lib*.so.*"))
+    while waiting and (refused := [path for path in waiting if not _loads(path)]) != waiting:
+        waiting = refused
+    return _loads(Path(LIBRARY))
+
+
+def _loads(library: Path) -> bool:
     try:
-        ctypes.CDLL(LIBRARY)
+        ctypes.CDLL(str(library))
     except OSError:
         return False
-    return shutil.which("ip", path=_search_path()) is not None
+    return True
+
+
+def _is_installed() -> bool:
+    return _loads(Path(LIBRARY)) and shutil.which("ip", path=_search_path()) is not None
 
 
 def _search_path() -> str:
