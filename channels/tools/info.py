@@ -186,7 +186,7 @@ def _fabric() -> list[Finding]:
         return [Finding("Fabric", "missing", False, lacks)]
     found = [Finding("Fabric", "libfabric", True, f"version {library.load().version}")]
     try:
-        offers = library.fabric_offers()
+        offers = library.fabric_offers(device_memory=True)
         found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
         chosen = choose_offer(offers, FabricOptions.from_environment())
     except ProxyCCLError as error:

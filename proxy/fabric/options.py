@@ -23,8 +23,8 @@ class FabricOptions:
         provider: its name, such as "efa", "cxi" or "tcp;ofi_rxm", or a part of that between semicolons, such as "tcp";
             None for the first that libfabric prefers and that reaches other hosts (`choose_offer`).
         interface: the interfaces, by libfabric's names of their domains, such as "eth0" or "rdmap0s6": a list with
-            commas of how a name begins. A list behind "=" has whole names, one behind "^" those that are not used.
-            None for any but the loopback.
+            commas of how a name begins. A list behind "=" has whole names, one behind "^" or "^=" those that are not
+            used. None for any but the loopback.
         depth: the most writes that a connection has outstanding, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
             order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can.

@@ -68,12 +68,9 @@ def _remoteness(offer: FabricOffer) -> tuple[bool, bool]:
 
 
 def _interface_filter(text: str) -> Callable[[str], bool]:
+    excluded, whole = text.startswith("^"), text.removeprefix("^").startswith("=")
     names = tuple(name for name in text.lstrip("=^").split(",") if name)
-    if text.startswith("="):
-        return lambda domain: domain in names
-    if text.startswith("^"):
-        return lambda domain: not domain.startswith(names)
-    return lambda domain: domain.startswith(names)
+    return lambda domain: excluded != (domain in names if whole else domain.startswith(names))
 
 
 def _listed(things: Iterable[object]) -> str:

@@ -56,6 +56,8 @@ UDP = offer("udp;ofi_rxd", "eth0", "10.0.0.1")
         ([*EFA, *TCP], {"interface": "eth"}, TCP[3]),
         (TCP, {"interface": "=eth1"}, TCP[4]),
         (TCP, {"interface": "^eth0,lo"}, TCP[4]),
+        (TCP, {"interface": "^=eth0,lo"}, TCP[4]),
+        (TCP, {"interface": "^=eth,lo"}, TCP[3]),
         (TCP, {"interface": "lo"}, TCP[0]),
         ([*EFA, *TCP], {"signal": "ordered"}, TCP[3]),
     ],
