@@ -24,7 +24,7 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -156,6 +156,14 @@ bench-rdma: $(VENV)/.installed
 	  --json /tmp/rdma_writes.json && cat /tmp/rdma_writes.json" > build/rdma_writes.txt
 	sed '/^{$$/,/^}$$/d' build/rdma_writes.txt
 	sed -n '/^{$$/,/^}$$/p' build/rdma_writes.txt > $(RESULTS)/rdma_writes.json
+
+# Writes through libfabric, beside iperf3 and fi_pingpong where they are installed; and all_reduce between two hosts of two
+# ranks, which are network namespaces of this machine, beside MPI and gloo.
+bench-fabric: $(VENV)/.installed .venv-torch/.installed
+	$(BIN)/python benchmarks/fabric_writes.py --provider tcp --interface lo --json $(RESULTS)/fabric_writes.json
+	$(BIN)/python tests/support/mpiexec_on_hosts.py 2 2 -- .venv-torch/bin/python -m mpi4py \
+	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 15 \
+	  --json $(RESULTS)/between_hosts_4.json
 
 bench-page: $(VENV)/.installed
 	$(BIN)/python benchmarks/results_page.py

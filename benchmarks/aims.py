@@ -71,6 +71,14 @@ RDMA_RATE_RATIO = 0.9
 RDMA_BANDWIDTH_RATIO = 0.95
 """Aim: the bandwidth of proxied writes of 64 KiB, over that of ib_write_bw."""
 
+FABRIC_RATE_RATIO = 0.9
+"""Aim: the rate of proxied writes of 8 bytes through libfabric, over that of a bare loop of fi_writemsg."""
+FABRIC_BANDWIDTH_RATIO = 0.95
+"""Aim: the same for writes of 1 MiB."""
+
+BETWEEN_HOSTS_RATIO = 1.0
+"""Aim, at least: a peer's time of an all_reduce between hosts over ours."""
+
 DAEMON_LATENCY_RATIO = 1.15
 """Aim, at most: a latency with the proxies in the node daemon, over the same with the proxies in the ranks."""
 DAEMON_RATE_RATIO = 0.9

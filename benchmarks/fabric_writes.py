@@ -2,7 +2,8 @@
 
 Writes of 8 bytes give a rate, writes of 1 MiB a bandwidth. They go to a process of their own, which only polls. The
 bare loop and the engine have an endpoint each, of the same provider and interface, with the same window, and ask for as
-many completions. They take turns; a ratio is the median of the ratios of the rounds.
+many completions. They take turns; a ratio is the median of the ratios of the rounds. Where iperf3 and fi_pingpong are
+installed, they tell before what they get on the same interface: a stream of TCP, and messages to and fro.
 
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
 """
@@ -13,35 +14,30 @@ import contextlib
 import multiprocessing
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+import aims
 import numpy as np
+from network_peers import iperf3_bytes_per_second, missing_peers, pingpong_seconds
 from program import common_arguments, end_if_it_hangs
+from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import FabricOptions, open_runtime
-from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.channels.tools.results import Fields, machine, versions, write_json
-from proxyccl.device.errors import ProxyCCLError, TransportError, WaitTimeoutError
-from proxyccl.proxy import _engine, bare_loops
+from proxyccl.device.errors import TransportError
+from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint, FabricRegistration
-from proxyccl.proxy.fabric.library import fabric_offers, load
+from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
-from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.service import ProxyService
-from proxyccl.proxy.trigger import Operation, Trigger
 
-ffi = _engine.ffi
-
-_TIMEOUT = 60.0  # seconds, of each wait
 _LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 8192
+_FIFO_SIZE = 1 << 16  # so large that the thread that pushes never waits for room: it would spin for it
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
-_AIMS = {_SHORT: 0.9, _LONG: 0.95}
+_AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
 _RUN_SECONDS = 0.3
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
 _RUNS_OF_A_WINDOW = 4  # completions that a window asks for, as the engine does
@@ -78,7 +74,7 @@ class Bare:
             "key": key,
             "depth": to.depth,
             "complete_every": max(1, to.depth // _RUNS_OF_A_WINDOW),
-            "timeout_ns": int(_TIMEOUT * 1e9),
+            "timeout_ns": int(TIMEOUT * 1e9),
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
@@ -87,50 +83,6 @@ class Bare:
         if taken < 0:
             raise TransportError(f"the bare loop: {load().words(-taken)}")
         return taken / 1e9
-
-
-class Proxied:
-    """A proxy with one channel to the same target."""
-
-    def __init__(self, to: FabricConnectionOptions, local: int, remote: int, key: int) -> None:
-        runtime = open_runtime("host")
-        self._segment = create_segment(runtime, 0, _TIMEOUT)
-        self._failures: list[ProxyFailure] = []
-        self._service = service = ProxyService(
-            runtime,
-            self._segment.host_pointer,
-            self._segment.memory,
-            shared_offset=ControlSegment.service_offset,
-            fifo_size=_FIFO_SIZE,
-            on_failure=self._failures.append,
-        )
-        connection = service.connect("fabric", replace(to, signal_key=key))
-        self._channel = service.reserve_channel(connection)
-        service.set_channel(self._channel, connection, remote)
-        self._source = service.add_memory(local, _BYTES)
-        self._destination = service.add_rdma_memory(remote, _BYTES, key)
-        self._fifo = service.fifo_for(self._channel)
-        self._flushed = ffi.cast("uint64_t *", service.flushed_pointer(self._channel))
-        self._pushed = 0
-
-    def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds from the first push until the flush behind the last of so many writes."""
-        start = time.perf_counter()
-        for operation, pushes in ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1)):
-            trigger = Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
-            self._pushed += bare_loops.produce(self._fifo, self._pushed, trigger, pushes, _TIMEOUT)
-        while self._flushed[0] < self._pushed:
-            if self._failures:
-                raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
-            if time.perf_counter() - start > _TIMEOUT:
-                raise WaitTimeoutError(f"{count} writes of {nbytes} bytes were not complete in time")
-            time.sleep(_LOOK)
-        return time.perf_counter() - start
-
-    def close(self) -> None:
-        """Ends the proxy."""
-        self._service.close()
-        self._segment.close()
 
 
 def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: Callable[[int, int], float]) -> Fields:
@@ -150,6 +102,24 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
     return fields
 
 
+def beside(offer: FabricOffer) -> Fields:
+    """What other programs get on an offer's interface; without an entry for those that are not installed."""
+    found: Fields = {}
+    missing = missing_peers()
+    for program in missing:
+        print(f"# not measured: {program}, which is not installed")
+    if offer.address is None:
+        return found
+    if "iperf3" not in missing:
+        found["iperf3_bytes_per_second"] = rate = iperf3_bytes_per_second(str(offer.address))
+        print(f"# iperf3, one stream: {rate / 1e6:,.0f} MB/s")
+    if "fi_pingpong" not in missing:
+        for nbytes in (_SHORT, _LONG):
+            found[f"fi_pingpong_{nbytes}_us"] = taken = pingpong_seconds(str(offer.address), "tcp", nbytes) * 1e6
+            print(f"# fi_pingpong over tcp, {nbytes} bytes one way: {taken:,.1f} µs, {nbytes / taken:,.0f} MB/s")
+    return found
+
+
 def main() -> int:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--provider", help="libfabric's provider (default PROXYCCL_FABRIC_PROVIDER, or the preferred)")
@@ -164,20 +134,24 @@ def main() -> int:
     target.start()
     address, remote, key = pipe.recv()
     (endpoint, *own), (second, *seconds) = _endpoint(options), _endpoint(options)  # a proxy takes all completions
-    pipe.send(endpoint.address)
     for memory in (own[0], seconds[0]):
         memory[:] = np.random.default_rng(0).integers(0, 256, _BYTES)
     facts = machine()
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
+    peers = beside(endpoint.offer)
+    pipe.send(endpoint.address)  # from now on it polls
     to = endpoint.connect(address, key)
     rows = []
     with contextlib.ExitStack() as closing:
         closing.callback(endpoint.close)
         closing.callback(second.close)
         bare = Bare(to, own[1].ptr, remote, key)
-        ours = Proxied(second.connect(address, key), seconds[1].ptr, remote, key)
-        closing.callback(ours.close)
+        options_of_ours = replace(second.connect(address, key), signal_key=key)
+        places = (Place(seconds[1].ptr, _BYTES, seconds[1].local_key), Place(remote, _BYTES, key))
+        ours = closing.enter_context(
+            ProxiedWrites(open_runtime("host"), "fabric", options_of_ours, *places, look=_LOOK, fifo_size=_FIFO_SIZE)
+        )
         for contender in (bare, ours):
             contender(_SHORT, 1)  # makes the connection
         for nbytes in (_SHORT, _LONG):
@@ -189,15 +163,18 @@ def main() -> int:
             )
         pipe.send(None)
         wrong = int((np.frombuffer(pipe.recv(), np.uint8) != own[0]).sum())
-    target.join(_TIMEOUT)
+    target.join(TIMEOUT)
     print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}", flush=True)
     if parsed.json is not None:
         write_json(
             parsed.json,
             {
                 "benchmark": "fabric_writes",
-                "offer": str(endpoint.offer),
+                "runtime": "host",
+                "device": f"libfabric {load().version}: {endpoint.offer}",
+                "method": "in turns, between two processes of one machine; medians over the rounds",
                 "depth": to.depth,
+                "beside": peers,
                 "rows": rows,
                 "wrong": wrong,
             },

@@ -194,7 +194,14 @@ def main() -> int:
                     table.row(collective, show_size(size), *list(row.values())[2:])
         if comm.rank == 0 and parsed.json:
             write_json(
-                parsed.json, {"benchmark": "host_collectives", **describe(comm), "method": method, "results": rows}
+                parsed.json,
+                {
+                    "benchmark": "host_collectives",
+                    **describe(comm),
+                    "hosts": len({info.host for info in comm.topology.ranks}),
+                    "method": method,
+                    "results": rows,
+                },
             )
     return int(any(row["wrong"] for row in rows))
 

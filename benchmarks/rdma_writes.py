@@ -21,25 +21,21 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 import aims
 from perftest import Perftest
 from program import common_arguments, end_if_it_hangs
+from proxied_writes import FIFO_SIZE, TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import RdmaOptions, open_runtime, rdma_devices
-from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.channels.tools import options
 from proxyccl.channels.tools.options import show_size
 from proxyccl.channels.tools.results import Fields, machine, versions, write_json
 from proxyccl.channels.tools.tables import Column, Table
-from proxyccl.device.errors import ProxyCCLError, TransportError, WaitTimeoutError
+from proxyccl.device.errors import ProxyCCLError, TransportError
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy import _engine, bare_loops
-from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.transports.verbs import TRANSPORT
-from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import choose_device
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
@@ -47,9 +43,7 @@ from proxyccl.proxy.verbs.registrations import Registration, Registrations
 
 ffi, lib = _engine.ffi, _engine.lib
 
-_TIMEOUT = 60.0  # seconds, of each wait
 _LOOK = 0.02  # seconds between two reads of the flush word; more reads would disturb a CPU that does the device's work
-_FIFO_SIZE = 8192
 _SHORT, _LONG = 8, 64 << 10
 _SMALL_FIFO_SIZE = 256  # so small that the producer spins while it waits for room
 _CALIBRATION = 200  # writes
@@ -143,7 +137,7 @@ class Bare:
             "depth": depth,
             "chain": chain,
             "signal_every": signal_every,
-            "timeout_ns": int(_TIMEOUT * 1e9),
+            "timeout_ns": int(TIMEOUT * 1e9),
         }
 
     def __call__(self, nbytes: int, count: int) -> float:
@@ -154,61 +148,23 @@ class Bare:
         return taken / 1e9
 
 
-class Proxied:
-    """A proxy with one channel, which leads through the first device to the second's memory. There is no second rank.
+def proxied_writes(pair: Pair, fifo_size: int) -> ProxiedWrites:
+    """A proxy whose channel leads through the first device to the second's memory.
 
     Args:
         pair: the devices and their memory.
         fifo_size: slots of the ring.
     """
-
-    def __init__(self, pair: Pair, fifo_size: int) -> None:
-        self._segment = create_segment(pair.runtime, 0, _TIMEOUT)
-        self._failures: list[ProxyFailure] = []
-        self._service = ProxyService(
-            pair.runtime,
-            self._segment.host_pointer,
-            self._segment.memory,
-            shared_offset=ControlSegment.service_offset,
-            fifo_size=fifo_size,
-            on_failure=self._failures.append,
-        )
-        local, remote = pair.regions
-        connection = self._service.connect(TRANSPORT.name, pair.connect().engine_options(remote.rkey))
-        self._channel = self._service.reserve_channel(connection)
-        self._service.set_channel(self._channel, connection, remote.address)
-        self._source = self._service.add_memory(local.address, local.nbytes, local.lkey)
-        self._destination = self._service.add_memory(remote.address, remote.nbytes, remote.rkey)
-        self._fifo = self._service.fifo_for(self._channel)
-        self._flushed = ffi.cast("uint64_t *", self._service.flushed_pointer(self._channel))
-        self._pushed = 0
-
-    def __enter__(self) -> Proxied:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._service.close()
-        self._segment.close()
-
-    def _trigger(self, operation: Operation, nbytes: int) -> tuple[int, int]:
-        return Trigger(operation, self._channel, nbytes, self._source, 0, self._destination, 0).encode()
-
-    def __call__(self, nbytes: int, count: int) -> float:
-        """Seconds from the first push until the flush behind the last of `count` writes of `nbytes` bytes."""
-        parts = ((Operation.DATA, count - 1), (Operation.DATA | Operation.FLUSH, 1))
-        triggers = [(self._trigger(operation, nbytes), pushes) for operation, pushes in parts]
-        start = time.perf_counter()
-        for trigger, pushes in triggers:
-            self._pushed += bare_loops.produce(self._fifo, self._pushed, trigger, pushes, _TIMEOUT)
-        while self._flushed[0] < self._pushed:
-            if self._failures:
-                raise ProxyCCLError(f"the proxy failed: {self._failures[0].reason}")
-            if time.perf_counter() - start > _TIMEOUT:
-                raise WaitTimeoutError(f"{count} writes of {nbytes} bytes were not complete in time")
-            time.sleep(_LOOK)
-        return time.perf_counter() - start
+    local, remote = pair.regions
+    return ProxiedWrites(
+        pair.runtime,
+        TRANSPORT.name,
+        pair.connect().engine_options(remote.rkey),
+        Place(local.address, local.nbytes, local.lkey),
+        Place(remote.address, remote.nbytes, remote.rkey),
+        look=_LOOK,
+        fifo_size=fifo_size,
+    )
 
 
 @dataclass(frozen=True)
@@ -347,7 +303,7 @@ def main() -> int:
             print(f"# {line}", flush=True)
 
         def proxied(pair: Pair, fifo_size: int) -> Callable[[int, int], float]:
-            return closing.enter_context(Proxied(pair, fifo_size))
+            return closing.enter_context(proxied_writes(pair, fifo_size))
 
         few, chain = max(1, parsed.short_depth // 8), min(lib.PROXYCCL_VERBS_CHAIN, parsed.short_depth // 2)
         rate = Comparison(
@@ -357,7 +313,7 @@ def main() -> int:
                 Contender("bare loop, one request a call", False, Bare(short, parsed.short_depth, 1, 1)),
                 Contender(f"bare loop, one of {few} signalled", False, Bare(short, parsed.short_depth, 1, few)),
                 Contender(f"bare loop, {chain} requests a call", False, Bare(short, parsed.short_depth, chain, chain)),
-                Contender(f"proxied, ring of {_FIFO_SIZE}", True, proxied(short, _FIFO_SIZE)),
+                Contender(f"proxied, ring of {FIFO_SIZE}", True, proxied(short, FIFO_SIZE)),
                 Contender(f"proxied, ring of {_SMALL_FIFO_SIZE}", True, proxied(short, _SMALL_FIFO_SIZE)),
             ],
         )
@@ -369,7 +325,7 @@ def main() -> int:
             [
                 *peers,
                 Contender("bare loop, one request a call", False, Bare(long, parsed.long_depth, 1, 1)),
-                Contender(f"proxied, ring of {_FIFO_SIZE}", True, proxied(long, _FIFO_SIZE)),
+                Contender(f"proxied, ring of {FIFO_SIZE}", True, proxied(long, FIFO_SIZE)),
             ],
         )
         parts = ((rate, aims.RDMA_RATE_RATIO, 0.4), (bandwidth, aims.RDMA_BANDWIDTH_RATIO, 0.6))

@@ -659,43 +659,80 @@ def observing_section(result: Result) -> Section:
 
 
 def host_collectives_section(result: Result) -> Section:
-    """Tables of the host runtime's collectives beside MPI's."""
+    """Tables of the host runtime's collectives beside those of MPI and, if it took part, of gloo."""
     rows = result["results"]
+    peers = [name for name in ("MPI", "gloo") if f"{name.lower()}_us" in rows[0]]
+    between_hosts = result.get("hosts", 1) > 1
+    aim, least = (
+        (aims.BETWEEN_HOSTS_RATIO, 0) if between_hosts else (aims.HOST_ALL_REDUCE_RATIO, aims.HOST_ALL_REDUCE_BYTES)
+    )
+    sizes = f"from {show_size(least)} on" if least else "of any size"
+    hosts = f" on {result['hosts']} hosts, network namespaces of one machine," if between_hosts else ""
     lines = [
         *origin(result),
         "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with arrays of numpy, as "
-        f"MPI has them. The aim is {aims.HOST_ALL_REDUCE_RATIO:g} for all_reduce of registered arrays from "
-        f"{show_size(aims.HOST_ALL_REDUCE_BYTES)} on. {result['world_size']} ranks shared "
-        f"{result['machine']['cores']} cores, whose load average was {result['machine']['load']} at the end.",
+        f"{' and '.join(peers)} have them. The aim is {aim:g} for all_reduce of registered arrays {sizes}. "
+        f"{result['world_size']} ranks{hosts} shared {result['machine']['cores']} cores, whose load average was "
+        f"{result['machine']['load']} at the end.",
         "",
         wrong_line(sum(row["wrong"] for row in rows)),
         "",
     ]
-    titles = ["size", "registered, µs", "private, µs", "MPI, µs", "MPI / registered", "MPI / private"]
+    ours = ("registered", "private")
+    ratios = [(peer, own) for peer in peers for own in ours]
+    titles = ["size", *(f"{name}, µs" for name in (*ours, *peers)), *(f"{peer} / {own}" for peer, own in ratios)]
     for collective in dict.fromkeys(row["collective"] for row in rows):
-        lines += [f"### {collective} beside MPI's", ""]
+        lines += [f"### {collective} beside {' and '.join(peers)}", ""]
         lines += table(
             titles,
             [
                 [
                     show_size(row["size"]),
-                    *(number(row[f"{name}_us"], 1) for name in ("registered", "private", "mpi")),
-                    *(number(row[f"mpi_over_{name}"]) for name in ("registered", "private")),
+                    *(number(row[f"{name.lower()}_us"], 1) for name in (*ours, *peers)),
+                    *(number(row[f"{peer.lower()}_over_{own}"]) for peer, own in ratios),
                 ]
                 for row in rows
                 if row["collective"] == collective
             ],
         )
-    long = [
-        row["mpi_over_registered"]
-        for row in rows
-        if row["collective"] == "all_reduce" and row["size"] >= aims.HOST_ALL_REDUCE_BYTES
+    reductions = [row for row in rows if row["collective"] == "all_reduce" and row["size"] >= least]
+    reached = [
+        f"{peer}'s {number(min((row[f'{peer.lower()}_over_registered'] for row in reductions), default=None))}"
+        for peer in peers
     ]
-    summary = (
-        f"MPI's time over ours, all_reduce of registered arrays from {show_size(aims.HOST_ALL_REDUCE_BYTES)} on: "
-        f"{number(min(long, default=None))} at least (aim {aims.HOST_ALL_REDUCE_RATIO:g})"
+    summary = f"peers' times over ours, all_reduce of registered arrays {sizes}: {', '.join(reached)} at least"
+    summary += f" (aim {aim:g})"
+    title = f"Collectives {'between hosts ' if between_hosts else ''}beside {' and '.join(peers)} {place(result)}"
+    return Section(title, summary, lines)
+
+
+def fabric_writes_section(result: Result) -> Section:
+    """A table of writes through libfabric, and what other programs got on the same interface."""
+    beside, rows = result["beside"], result["rows"]
+    others = []
+    if "iperf3_bytes_per_second" in beside:
+        others.append(f"iperf3's one stream of TCP carried {number(beside['iperf3_bytes_per_second'] / 1e6, 0)} MB/s")
+    for row in rows:
+        if (taken := beside.get(f"fi_pingpong_{row['bytes']}_us")) is not None:
+            others.append(f"fi_pingpong took {number(taken, 1)} µs for {show_size(row['bytes'])} one way")
+    lines = [*origin(result), *([f"On the same interface {'; '.join(others)}.", ""] if others else [])]
+    lines += table(
+        ["bytes of a write", "bare loop, 1/s", "proxied, 1/s", "proxied, MB/s", "proxied / bare", "aim"],
+        [
+            [
+                show_size(row["bytes"]),
+                number(row["bare_per_second"], 0),
+                number(row["ours_per_second"], 0),
+                number(row["ours_per_second"] * row["bytes"] / 1e6, 1),
+                number(row["ratio"]),
+                number(row["aim"]),
+            ]
+            for row in rows
+        ],
     )
-    return Section(f"Collectives beside MPI's {place(result)}", summary, lines)
+    lines += [wrong_line(result["wrong"]), ""]
+    reached = ", ".join(f"{number(row['ratio'])} of {show_size(row['bytes'])} (aim {row['aim']:g})" for row in rows)
+    return Section("Writes through libfabric beside a bare loop", f"proxied over bare: {reached}", lines)
 
 
 SECTIONS: dict[str, Callable[[Result], Section]] = {
@@ -712,5 +749,6 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "observing": observing_section,
     "host_collectives": host_collectives_section,
     "rdma_writes": rdma_writes_section,
+    "fabric_writes": fabric_writes_section,
 }
 """By program, in the page's order: first what a user calls, then the layers below."""

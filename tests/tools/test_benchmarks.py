@@ -132,6 +132,19 @@ def test_rdma_writes_are_shown(tmp_path: Path) -> None:
     assert "| ring (ours) | 1,250 | 1,250 | 81.92 | 1.25 | 1.00 |" in page
 
 
+def test_writes_through_libfabric_are_shown(tmp_path: Path) -> None:
+    rows = [
+        {"bytes": nbytes, "bare_per_second": 1000.0, "ours_per_second": 960.0, "ratio": 0.96, "aim": aim}
+        for nbytes, aim in ((8, 0.9), (1 << 20, 0.95))
+    ]
+    beside = {"iperf3_bytes_per_second": 2e9, "fi_pingpong_8_us": 113.25}
+    (tmp_path / "fabric.json").write_text(json.dumps(result("fabric_writes", rows=rows, beside=beside, wrong=0)))
+    assert make_page(tmp_path).returncode == 0
+    page = (tmp_path / "README.md").read_text()
+    assert "iperf3's one stream of TCP carried 2,000 MB/s; fi_pingpong took 113.2 µs for 8 B one way" in page
+    assert "| 1 MiB | 1,000 | 960 | 1,006.6 | 0.96 | 0.95 |" in page
+
+
 @pytest.mark.parametrize("path", [BENCHMARKS / "put_signal.py", Path(bench_ring.__file__)], ids=lambda path: path.stem)
 def test_the_kernels_compile_for_nvidia(path: Path) -> None:
     source = re.search(r'_SOURCE = r"""(.*?)"""', path.read_text(), re.DOTALL)
@@ -217,7 +230,7 @@ def test_collectives_of_the_host_run_and_are_shown_beside_mpis(tmp_path: Path) -
     page = (tmp_path / "README.md").read_text()
     long = rows[1]
     least = f"{long['mpi_over_registered']:,.2f}"
-    assert f"all_reduce of registered arrays from 64 KiB on: {least} at least (aim 1)" in page
+    assert f"all_reduce of registered arrays from 64 KiB on: MPI's {least} at least (aim 1)" in page
     assert f"| 64 KiB | {long['registered_us']:,.1f} | {long['private_us']:,.1f} | {long['mpi_us']:,.1f} |" in page
 
 

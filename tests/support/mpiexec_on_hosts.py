@@ -1,0 +1,36 @@
+"""mpiexec on hosts that are network namespaces, for benchmarks: so many ranks on each.
+
+python mpiexec_on_hosts.py RANKS... -- PROGRAM [ARGUMENT...]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from support.networks import INTERFACE, Hosts
+
+_SECONDS = 900
+_PORT = "29533"
+
+
+def main() -> int:
+    split = sys.argv.index("--")
+    ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
+    # Names of these hosts are in no directory, so gloo is told what it would look up.
+    env = {"MASTER_ADDR": Hosts.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
+    with tempfile.TemporaryDirectory() as directory, Hosts(len(ranks)) as hosts:
+        job = hosts.mpiexec(ranks, command, Path(directory), env=env)
+        try:
+            output, _ = job.communicate(timeout=_SECONDS)
+        finally:
+            job.kill()
+    print(output, end="")
+    return job.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
