@@ -193,12 +193,13 @@ def main() -> int:
                 if comm.rank == 0:
                     table.row(collective, show_size(size), *list(row.values())[2:])
         if comm.rank == 0 and parsed.json:
+            hosts = len({info.host for info in comm.topology.ranks})
             write_json(
                 parsed.json,
                 {
-                    "benchmark": "host_collectives",
+                    "benchmark": "between_hosts" if hosts > 1 else "host_collectives",
                     **describe(comm),
-                    "hosts": len({info.host for info in comm.topology.ranks}),
+                    "hosts": hosts,
                     "method": method,
                     "results": rows,
                 },

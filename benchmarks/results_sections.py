@@ -671,9 +671,9 @@ def host_collectives_section(result: Result) -> Section:
     lines = [
         *origin(result),
         "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with arrays of numpy, as "
-        f"{' and '.join(peers)} have them. The aim is {aim:g} for all_reduce of registered arrays {sizes}. "
+        f"the peers have them. The aim is {aim:g} for all_reduce of registered arrays {sizes}. "
         f"{result['world_size']} ranks{hosts} shared {result['machine']['cores']} cores, whose load average was "
-        f"{result['machine']['load']} at the end.",
+        f"{result['machine']['load']} at the end.{' ' + result['note'] if 'note' in result else ''}",
         "",
         wrong_line(sum(row["wrong"] for row in rows)),
         "",
@@ -748,6 +748,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "proxy_place": proxy_place_section,
     "observing": observing_section,
     "host_collectives": host_collectives_section,
+    "between_hosts": host_collectives_section,
     "rdma_writes": rdma_writes_section,
     "fabric_writes": fabric_writes_section,
 }
