@@ -20,8 +20,14 @@ _PORT = "29533"
 def main() -> int:
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
-    # Names of these hosts are in no directory, so gloo is told what it would look up.
-    env = {"MASTER_ADDR": Hosts.address(0), "MASTER_PORT": _PORT, "GLOO_SOCKET_IFNAME": INTERFACE}
+    # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin behind each
+    # piece of work: with more than one a rank, as torch has by default, they take the cores from everybody.
+    env = {
+        "MASTER_ADDR": Hosts.address(0),
+        "MASTER_PORT": _PORT,
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "OMP_NUM_THREADS": "1",
+    }
     with tempfile.TemporaryDirectory() as directory, Hosts(len(ranks)) as hosts:
         job = hosts.mpiexec(ranks, command, Path(directory), env=env)
         try:
