@@ -28,7 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"^    (\S.*)$", re.MULTILINE)
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host"}
+ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "PROXYCCL_RUNTIME": "host", "TRITON_INTERPRET": "1"}
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
