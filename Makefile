@@ -10,8 +10,8 @@ WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
-C_SOURCES = $(shell find device proxy tests -name '*.c' -o -name '*.cpp' -o -name '*.h')
-SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
+C_SOURCES = $(shell find device proxy tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
 
 # Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.
 ROCM_ON_HOST := build/rocm-on-host

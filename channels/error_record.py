@@ -32,6 +32,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_PROXY_SIGNAL: "a signal (ProxyChannel)",
     lib.PROXYCCL_WAIT_PACKET: "a packet",
     lib.PROXYCCL_WAIT_GRID: "the other blocks of the grid",
+    lib.PROXYCCL_WAIT_CONDITION: "a condition of its kernel",
 }
 """What a kernel's wait waits for, by ProxycclWaitKind."""
 

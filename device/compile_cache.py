@@ -47,7 +47,7 @@ def cache_dir() -> Path:
 def headers_digest() -> str:
     """A digest of all shipped headers and kernels."""
     digest = hashlib.sha256()
-    for path in sorted([*INCLUDE_DIR.rglob("*.h"), *KERNEL_DIR.glob("*.h")]):
+    for path in sorted([*INCLUDE_DIR.rglob("*.h*"), *KERNEL_DIR.glob("*.h")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

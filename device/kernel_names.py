@@ -16,7 +16,7 @@ _RAW_STRING = r'R"(?P<fence>[^(\s]*)\(.*?\)(?P=fence)"'
 _QUOTED = r'"(?:\\.|[^"\\\n])*"|(?<![0-9a-fA-F])\'(?:\\.|[^\'\\\n])*\''
 _COMMENT_OR_TEXT = re.compile(rf"//[^\n]*|/\*.*?\*/|{_RAW_STRING}|{_QUOTED}", re.DOTALL)
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?P<name>\w*)(?P<rest>(?:[^\n]*\\\n)*[^\n]*)", re.MULTILINE)
-_OWN_HEADER = re.compile(r'[ \t]*(?:"proxyccl/\w+\.h"|<proxyccl/\w+\.h>)[ \t]*')
+_OWN_HEADER = re.compile(r'[ \t]*(?:"{0}"|<{0}>)[ \t]*'.format(r"(?:proxyccl/\w+\.h|mscclpp/\w+\.hpp)"))
 _TOKEN = re.compile(r"\w+|[(){};<>]|\[\[|\]\]")
 _NOT_A_FUNCTION = {"alignas", "decltype", "noexcept", "sizeof"}
 

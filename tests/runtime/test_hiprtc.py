@@ -20,7 +20,7 @@ import pytest
 
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.device.kernel_names import kernels_of_image
+from proxyccl.device.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
     ACCESSES,
     ALGORITHMS,
@@ -31,6 +31,7 @@ from support.device_sources import (
     reductions_of,
     shipped_without_dtype,
 )
+from support.mscclpp_kernels import MSCCLPP_KERNELS
 from support.once import one_at_a_time
 from support.paths import ROOT, TESTS
 
@@ -145,6 +146,11 @@ def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: st
     code, _ = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert exports(code, name)
+
+
+def test_kernels_in_mscclpps_terms_compile(hiprtc: Hiprtc) -> None:
+    code, _ = hiprtc.compile(MSCCLPP_KERNELS, "gfx942")
+    assert kernels_of_image(code) == sorted(kernel_names(MSCCLPP_KERNELS))
 
 
 def test_an_image_tells_which_kernels_it_has(hiprtc: Hiprtc, architecture: str) -> None:

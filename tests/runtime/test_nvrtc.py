@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.kernel_names import kernels_of_image
+from proxyccl.device.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
     ACCESSES,
     ALGORITHMS,
@@ -21,6 +21,7 @@ from support.device_sources import (
     reductions_of,
     shipped_without_dtype,
 )
+from support.mscclpp_kernels import MSCCLPP_KERNELS
 from support.nvrtc import CUBIN, PTX, Nvrtc
 
 pytestmark = pytest.mark.host_only(reason="a compiler alone")
@@ -99,6 +100,11 @@ def test_a_kernel_that_uses_everything_compiles(nvrtc: Nvrtc, arch: str) -> None
     cubin = nvrtc.compile(USER_KERNEL, arch)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert f".text.{name}\0".encode() in cubin
+
+
+def test_kernels_in_mscclpps_terms_compile(nvrtc: Nvrtc) -> None:
+    names = kernel_names(MSCCLPP_KERNELS)
+    assert kernels_of_image(nvrtc.compile(MSCCLPP_KERNELS, CUBIN)) == sorted(names) != []
 
 
 @pytest.mark.parametrize("arch", [CUBIN, "-arch=sm_80", "-arch=sm_100"])

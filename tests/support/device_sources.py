@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
@@ -183,11 +184,14 @@ def shipped_without_dtype() -> list[Path]:
 def headers(target: str) -> list[str]:
     """Every shipped header for a target ("cuda", "hip"), as a source would include it.
 
-    The other targets' platforms are left out, and so are the files that `shipped_without_dtype` names: what compiles
-    them compiles them alone.
+    The other targets' platforms are left out, and second names of MSCCL++'s headers. So are the files that
+    `shipped_without_dtype` names: what compiles them compiles them alone.
     """
-    public = {f"proxyccl/{path.name}" for path in (INCLUDE_DIR / "proxyccl").glob("*.h")}
+    public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
     kernels = {path.name for path in KERNEL_DIR.glob("*.h")}
     platforms = {name for name in public if name.startswith("proxyccl/platform_")}
     own = {f"proxyccl/platform_{target}.h"}
-    return sorted((public - platforms | own | kernels) - {path.name for path in shipped_without_dtype()})
+    other_names = {
+        name for name in public if re.search(r"mscclpp/(?!device|gpu_data)(?!.*_device)|mscclpp/(sm|proxy|nvls)", name)
+    }
+    return sorted((public - platforms - other_names | own | kernels) - {path.name for path in shipped_without_dtype()})

@@ -86,6 +86,28 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
+  /// Asks for a flush and returns at once: the kernel may work on before it needs the sources again.
+  /// @return its ticket, for isFlushed() and waitFlushed(); kNoTicket if the communicator has ended
+  PROXYCCL_DEVICE uint64_t flushAsync() const { return push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0); }
+
+  /// Whether the flush with this ticket is complete. It never waits, as poll().
+  /// @param ticket  from flushAsync()
+  PROXYCCL_DEVICE bool isFlushed(uint64_t ticket) const {
+    return ticket != kNoTicket && loadAcquireSystem(flushed) > ticket;
+  }
+
+  /// Waits for the flush with this ticket.
+  /// @param ticket  from flushAsync(); for kNoTicket it returns false at once
+  /// @return as flush()
+  PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
+    // The word holds a ticket, not a count: two threads that flush the same channel may push in either order, and the
+    // later ticket's completion implies the earlier's. The load pairs with the transport's write of the word, behind
+    // the channel's data.
+    if (ticket == kNoTicket) return false;
+    const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
+    return waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
+  }
+
   /// For the channel of a Python handler: sends it three numbers of the user's own.
   /// @param size       what the handler sees as the trigger's size
   /// @param dstOffset  … as its destination offset
@@ -143,15 +165,6 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
       size -= PROXYCCL_MAX_TRIGGER_BYTES;
     }
     return ring.push(makeTrigger(op, channel, dstMemory, dstOffset, srcMemory, srcOffset, size), control);
-  }
-
-  // The flushed word holds a ticket, not a count: two threads that flush the same channel may push in either order,
-  // and the later ticket's completion implies the earlier's. The load pairs with the transport's write of the word,
-  // behind the channel's data.
-  PROXYCCL_DEVICE bool waitFlushed(uint64_t ticket) const {
-    if (ticket == kNoTicket) return false;
-    const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
-    return waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
   }
 };
 

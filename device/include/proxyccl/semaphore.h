@@ -26,14 +26,12 @@ struct Semaphore : ProxycclSemaphore {
   /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
   /// @return false if the communicator has ended or the time-out passed; then no signal is consumed
   PROXYCCL_DEVICE bool wait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
-    const uint64_t target = *expected + 1;
-    const WaitFor what = {kind, peer, channel, target};
-    if (!beginWait(control, what)) return false;
-    const bool came =
-        waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(inbound)) >= target; });
-    if (came) *expected = target;
-    endWait();
-    return came;
+    return consume(control, kind, peer, channel, [](const uint64_t* p) { return loadAcquireSystem(p); });
+  }
+
+  /// The same without ordering: for a signal that announces no data.
+  PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
+    return consume(control, kind, peer, channel, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }
 
   /// Consumes a signal if one has arrived. One thread at a time calls it. A loop around it must itself end when the
@@ -49,6 +47,17 @@ struct Semaphore : ProxycclSemaphore {
   }
 
  private:
+  template <class Load>
+  PROXYCCL_DEVICE bool consume(Control* control, uint32_t kind, uint32_t peer, uint32_t channel, Load load) const {
+    const uint64_t target = *expected + 1;
+    const WaitFor what = {kind, peer, channel, target};
+    if (!beginWait(control, what)) return false;
+    const bool came = waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= target; });
+    if (came) *expected = target;
+    endWait();
+    return came;
+  }
+
   // If two threads wait at once, both may take the same signal, or one may wait for a signal that never comes. The host
   // runtime refuses that with an error that names the channel. On a GPU the check would cost every wait a trip to
   // memory. The exchange is relaxed, so that it hides no race of the kernel from a sanitizer.

@@ -140,6 +140,11 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
 
+  /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
+  PROXYCCL_DEVICE bool relaxedWait() const {
+    return semaphoreHandle().relaxedWait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel);
+  }
+
   /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
   ///
   /// It never waits, so a loop around it must itself end when the communicator ends:

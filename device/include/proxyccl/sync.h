@@ -1,4 +1,5 @@
-// A barrier over the blocks of a grid. All blocks must be resident.
+// A barrier over the blocks of a grid, and a semaphore between them. All blocks that wait for each other must be
+// resident.
 #ifndef PROXYCCL_SYNC_H
 #define PROXYCCL_SYNC_H
 
@@ -34,6 +35,31 @@ struct DeviceSyncer {
     __syncthreads();
     return complete;
   }
+};
+
+// A counting semaphore in device memory.
+struct DeviceSemaphore {
+  int32_t count;
+
+  /// Adds one, behind what the block wrote before a syncThreadsDevice(). One thread of a block calls it.
+  PROXYCCL_DEVICE void release() { fetchAddAcqRelDevice<int32_t>(&count, 1); }
+
+  /// Waits until the count is positive and takes one. One thread of a block calls it. What was written before the
+  /// release() that it takes may then be read.
+  /// @param control  the communicator's control block; null for the module's
+  /// @param what     what the wait is about, for the error record
+  /// @return false if the communicator has ended or the time-out passed; then nothing is taken
+  PROXYCCL_DEVICE bool acquire(Control* control = nullptr,
+                               WaitFor what = {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 1}) {
+    return waitUntil(control, what, [&](uint64_t* seen) {
+      const int32_t now = loadRelaxedDevice(&count);
+      *seen = static_cast<uint64_t>(now);
+      return now > 0 && compareExchangeSystem<int32_t>(&count, now, now - 1);
+    });
+  }
+
+  /// Sets the count, while no block uses the semaphore.
+  PROXYCCL_DEVICE void set(int32_t value) { storeRelaxedDevice(&count, value); }
 };
 
 }  // namespace proxyccl

@@ -1,0 +1,57 @@
+// MSCCL++'s atomics, with memory order and scope as arguments.
+#ifndef MSCCLPP_ATOMIC_DEVICE_HPP_
+#define MSCCLPP_ATOMIC_DEVICE_HPP_
+
+#include "mscclpp/device.hpp"
+
+namespace mscclpp {
+
+enum MemoryOrder { memoryOrderRelaxed, memoryOrderAcquire, memoryOrderRelease, memoryOrderAcqRel, memoryOrderSeqCst };
+enum ThreadScope { scopeSystem, scopeDevice };
+
+/// Loads a number of 4 or 8 bytes.
+/// @param p      its address
+/// @param order  relaxed, acquire or sequentially consistent
+template <class T, ThreadScope Scope = scopeSystem>
+PROXYCCL_DEVICE T atomicLoad(const T* p, MemoryOrder order) {
+  if (order == memoryOrderRelaxed)
+    return Scope == scopeSystem ? proxyccl::loadRelaxedSystem(p) : proxyccl::loadRelaxedDevice(p);
+  if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
+  return Scope == scopeSystem ? proxyccl::loadAcquireSystem(p) : proxyccl::loadAcquireDevice(p);
+}
+
+/// Stores a number of 4 or 8 bytes.
+/// @param p      its address
+/// @param value  what is stored
+/// @param order  relaxed, release or sequentially consistent
+template <class T, ThreadScope Scope = scopeSystem>
+PROXYCCL_DEVICE void atomicStore(T* p, T value, MemoryOrder order) {
+  if (order == memoryOrderRelaxed) {
+    if (Scope == scopeSystem)
+      proxyccl::storeRelaxedSystem(p, value);
+    else
+      proxyccl::storeRelaxedDevice(p, value);
+    return;
+  }
+  if (Scope == scopeSystem)
+    proxyccl::storeReleaseSystem(p, value);
+  else
+    proxyccl::storeReleaseDevice(p, value);
+  if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
+}
+
+/// Adds to an integer.
+/// @return what it was before
+template <class T, ThreadScope Scope = scopeSystem>
+PROXYCCL_DEVICE T atomicFetchAdd(T* p, T value, MemoryOrder order) {
+  if (order == memoryOrderRelaxed)
+    return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, value, RELAXED, SYSTEM)
+                                : PROXYCCL_FETCH_ADD(p, value, RELAXED, DEVICE);
+  if (order == memoryOrderSeqCst) proxyccl::fenceSystem();
+  return Scope == scopeSystem ? PROXYCCL_FETCH_ADD(p, value, ACQ_REL, SYSTEM)
+                              : PROXYCCL_FETCH_ADD(p, value, ACQ_REL, DEVICE);
+}
+
+}  // namespace mscclpp
+
+#endif

@@ -1,0 +1,28 @@
+// DeviceSyncer and DeviceSemaphore: barriers and semaphores between the blocks of a grid.
+#ifndef MSCCLPP_CONCURRENCY_DEVICE_HPP_
+#define MSCCLPP_CONCURRENCY_DEVICE_HPP_
+
+#include "mscclpp/atomic_device.hpp"
+#include "mscclpp/poll_device.hpp"
+#include "proxyccl/sync.h"
+
+namespace mscclpp {
+
+/// A barrier over blocks, ready in zero-initialised device memory.
+struct DeviceSyncer : proxyccl::DeviceSyncer {
+  /// Called by every thread of the blocks. What any of them wrote before it is visible to all of them after it.
+  PROXYCCL_DEVICE void sync(int blocks, int64_t = -1) { proxyccl::DeviceSyncer::sync(blocks); }
+};
+
+/// A counting semaphore between blocks: proxyccl::DeviceSemaphore with MSCCL++'s signatures.
+struct DeviceSemaphore : proxyccl::DeviceSemaphore {
+  DeviceSemaphore() = default;
+  MSCCLPP_HOST_DEVICE_INLINE DeviceSemaphore(int initial) : proxyccl::DeviceSemaphore{initial} {}
+
+  /// Waits until the count is positive, and takes one. One thread of a block calls it.
+  PROXYCCL_DEVICE void acquire(int64_t = -1) { proxyccl::DeviceSemaphore::acquire(); }
+};
+
+}  // namespace mscclpp
+
+#endif

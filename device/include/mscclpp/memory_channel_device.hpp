@@ -1,0 +1,156 @@
+// MemoryChannelDeviceHandle: proxyccl::SmChannelDeviceHandle with MSCCL++'s member names and signatures.
+//
+// The two have one layout, so what `Communicator.sm_channels` makes is passed to a kernel that takes either.
+#ifndef MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
+#define MSCCLPP_MEMORY_CHANNEL_DEVICE_HPP_
+
+#include "mscclpp/copy_device.hpp"
+#include "mscclpp/semaphore_device.hpp"
+#include "proxyccl/sm_channel.h"
+
+namespace mscclpp {
+
+namespace detail {
+
+template <class Packet>
+struct ChannelPacket;
+template <>
+struct ChannelPacket<LL16Packet> {
+  using Type = proxyccl::LL16Packet;
+};
+template <>
+struct ChannelPacket<LL8Packet> {
+  using Type = proxyccl::LL8Packet;
+};
+
+}  // namespace detail
+
+struct BaseMemoryChannelDeviceHandle {
+  MemoryDevice2DeviceSemaphoreDeviceHandle semaphore_;
+  void* dst_;           // the peer's memory
+  void* src_;           // own memory
+  void* packetBuffer_;  // own memory that the peer's putPackets() fills
+  ProxycclControl* control_;
+  uint64_t dstBytes_, srcBytes_, packetBufferBytes_;
+  uint32_t peer_, channel_;
+
+  /// Adds one to the peer's semaphore. One thread at a time calls it. It covers what the block wrote before a
+  /// __syncthreads(); on AMD, before a proxyccl::syncThreadsSystem().
+  PROXYCCL_DEVICE void signal() const { ours().signal(); }
+  /// The same for a signal that announces no data.
+  PROXYCCL_DEVICE void relaxedSignal() const { ours().relaxedSignal(); }
+  PROXYCCL_DEVICE void signalPacket() const { ours().relaxedSignal(); }
+  /// Waits for the peer's next signal and consumes it. One thread at a time calls it.
+  PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
+  PROXYCCL_DEVICE void relaxedWait(int64_t = -1) const { ours().relaxedWait(); }
+  /// Consumes the peer's next signal if it has arrived.
+  PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
+
+ protected:
+  PROXYCCL_DEVICE proxyccl::SmChannelDeviceHandle ours() const {
+    return __builtin_bit_cast(proxyccl::SmChannelDeviceHandle, *this);
+  }
+};
+
+struct MemoryChannelDeviceHandle : BaseMemoryChannelDeviceHandle {
+  /// One element of the peer's memory, by a relaxed access.
+  template <class T>
+  PROXYCCL_DEVICE T read(uint64_t index) const {
+    return handle().read<T>(index);
+  }
+  template <class T>
+  PROXYCCL_DEVICE void write(uint64_t index, const T& value) const {
+    handle().write<T>(index, value);
+  }
+
+  /// Copies between addresses, as mscclpp::copy().
+  template <int Alignment = 16, bool CopyRemainder = true>
+  PROXYCCL_DEVICE void copy(void* to, const void* from, uint64_t bytes, uint32_t threadId, uint32_t numThreads) const {
+    mscclpp::copy<Alignment, CopyRemainder>(to, from, bytes, threadId, numThreads);
+  }
+
+  /// Copies own memory (the origin) to the peer's (the target). A group of threads calls it together.
+  template <int Alignment = 16, bool CopyRemainder = true>
+  PROXYCCL_DEVICE void put(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
+                           uint32_t numThreads) const {
+    handle().put(targetOffset, originOffset, originBytes, threadId, numThreads);
+  }
+  template <int Alignment = 16, bool CopyRemainder = true>
+  PROXYCCL_DEVICE void put(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads) const {
+    handle().put(offset, originBytes, threadId, numThreads);
+  }
+
+  /// Copies the peer's memory (here called the target) to own memory (the origin). proxyccl's get() takes the offset of
+  /// own memory first.
+  template <int Alignment = 16, bool CopyRemainder = true>
+  PROXYCCL_DEVICE void get(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
+                           uint32_t numThreads) const {
+    handle().get(originOffset, targetOffset, originBytes, threadId, numThreads);
+  }
+  template <int Alignment = 16, bool CopyRemainder = true>
+  PROXYCCL_DEVICE void get(uint64_t offset, uint64_t originBytes, uint32_t threadId, uint32_t numThreads) const {
+    handle().get(offset, originBytes, threadId, numThreads);
+  }
+
+  /// Writes own memory as packets to the peer's memory.
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE void putPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
+                                  uint32_t numThreads, uint32_t flag) const {
+    handle().putPackets<PacketOf<Packet>>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
+  }
+  /// Waits for the packets in the packet buffer (here called the target) and writes their data to own memory.
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE void unpackPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes,
+                                     uint32_t threadId, uint32_t numThreads, uint32_t flag, int64_t = -1) const {
+    handle().getPackets<PacketOf<Packet>>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
+  }
+  /// The older name of unpackPackets().
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE void getPackets(uint64_t targetOffset, uint64_t originOffset, uint64_t originBytes, uint32_t threadId,
+                                  uint32_t numThreads, uint32_t flag) const {
+    unpackPackets<Packet>(targetOffset, originOffset, originBytes, threadId, numThreads, flag);
+  }
+  /// Waits for one packet in the packet buffer.
+  template <class Packet = LL16Packet>
+  PROXYCCL_DEVICE PacketPayload<Packet> unpackPacket(uint64_t index, uint32_t flag, int64_t = -1) const {
+    return static_cast<const Packet*>(packetBuffer_)[index].read(flag);
+  }
+
+ private:
+  // The packet as the channel knows it: of the same layout.
+  template <class Packet>
+  using PacketOf = typename detail::ChannelPacket<Packet>::Type;
+
+  PROXYCCL_DEVICE proxyccl::SmChannelDeviceHandle handle() const { return ours(); }
+};
+
+using SmChannelDeviceHandle = MemoryChannelDeviceHandle;
+
+struct BaseMemoryChannel {
+  using DeviceHandle = BaseMemoryChannelDeviceHandle;
+};
+struct MemoryChannel {
+  using DeviceHandle = MemoryChannelDeviceHandle;
+};
+using SmChannel = MemoryChannel;
+
+#define MSCCLPP_SAME_PLACE(theirs, ours)                                                                        \
+  static_assert(                                                                                                \
+      __builtin_offsetof(BaseMemoryChannelDeviceHandle, theirs) == __builtin_offsetof(ProxycclSmChannel, ours), \
+      "the layouts of MemoryChannelDeviceHandle and ProxycclSmChannel differ");
+MSCCLPP_SAME_PLACE(semaphore_, semaphore)
+MSCCLPP_SAME_PLACE(dst_, dst)
+MSCCLPP_SAME_PLACE(src_, src)
+MSCCLPP_SAME_PLACE(packetBuffer_, packet_buffer)
+MSCCLPP_SAME_PLACE(control_, control)
+MSCCLPP_SAME_PLACE(dstBytes_, dst_bytes)
+MSCCLPP_SAME_PLACE(srcBytes_, src_bytes)
+MSCCLPP_SAME_PLACE(packetBufferBytes_, packet_buffer_bytes)
+MSCCLPP_SAME_PLACE(peer_, peer)
+MSCCLPP_SAME_PLACE(channel_, channel)
+#undef MSCCLPP_SAME_PLACE
+static_assert(sizeof(MemoryChannelDeviceHandle) == sizeof(ProxycclSmChannel), "the handles differ in size");
+
+}  // namespace mscclpp
+
+#endif

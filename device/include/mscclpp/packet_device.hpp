@@ -1,0 +1,106 @@
+// Packets of MSCCL++'s LL protocol. Their layout is that of ours.
+#ifndef MSCCLPP_PACKET_DEVICE_HPP_
+#define MSCCLPP_PACKET_DEVICE_HPP_
+
+#include "mscclpp/device.hpp"
+#include "proxyccl/packet.h"
+
+namespace mscclpp {
+
+/// 16 bytes that carry 8.
+struct LL16Packet : proxyccl::LL16Packet {
+  using Payload = uint2;
+
+  LL16Packet() = default;
+  PROXYCCL_DEVICE LL16Packet(uint2 value, uint32_t flag) : proxyccl::LL16Packet{value.x, flag, value.y, flag} {}
+
+  /// Stores 8 bytes of data and the flag, which is not 0 and not the packet's last.
+  PROXYCCL_DEVICE void write(uint32_t first, uint32_t second, uint32_t flag) {
+    proxyccl::LL16Packet::write({first, second}, flag);
+  }
+  PROXYCCL_DEVICE void write(uint64_t value, uint32_t flag) {
+    write(static_cast<uint32_t>(value), static_cast<uint32_t>(value >> 32), flag);
+  }
+  PROXYCCL_DEVICE void write(uint2 value, uint32_t flag) { write(value.x, value.y, flag); }
+
+  /// Loads the packet once.
+  /// @return whether it does not have this flag yet, as in MSCCL++; if it has, `data` is what it carries
+  PROXYCCL_DEVICE bool readOnce(uint32_t flag, uint2& data) const {
+    const Words words = load();
+    const proxyccl::LL16Packet::Payload payload = words.payload();
+    data.x = payload.x;
+    data.y = payload.y;
+    return !words.carries(flag);
+  }
+  /// Waits for the packet with this flag.
+  /// @return its data; zeros if the communicator has ended or the time-out passed
+  PROXYCCL_DEVICE uint2 read(uint32_t flag, int64_t = -1) const {
+    const auto payload = proxyccl::readPacket(static_cast<const proxyccl::LL16Packet*>(this), flag);
+    return make_uint2(payload.x, payload.y);
+  }
+  PROXYCCL_DEVICE void clear() { proxyccl::storePacket128(reinterpret_cast<uint64_t*>(this), 0, 0); }
+};
+
+/// 8 bytes that carry 4.
+struct LL8Packet : proxyccl::LL8Packet {
+  LL8Packet() = default;
+  PROXYCCL_DEVICE LL8Packet(uint32_t value, uint32_t flag_) : proxyccl::LL8Packet{value, flag_} {}
+
+  PROXYCCL_DEVICE bool readOnce(uint32_t flag_, uint32_t& value) const {
+    uint64_t seen;
+    return !tryRead(flag_, &value, &seen);
+  }
+  PROXYCCL_DEVICE uint32_t read(uint32_t flag_, int64_t = -1) const {
+    return proxyccl::readPacket(static_cast<const proxyccl::LL8Packet*>(this), flag_);
+  }
+  PROXYCCL_DEVICE void clear() { proxyccl::storeRelaxedSystem<uint64_t>(reinterpret_cast<uint64_t*>(this), 0); }
+};
+
+using LLPacket = LL16Packet;
+
+template <class Packet>
+using PacketPayload = typename Packet::Payload;
+
+/// Writes data as packets. A group of threads calls it together.
+/// @param target      where the packets go: twice `bytes`
+/// @param origin      the data
+/// @param bytes       a multiple of the payload's size
+/// @param threadId    the calling thread's number in the group
+/// @param numThreads  threads in the group
+/// @param flag        not 0, and not the packets' last
+template <class Packet = LL16Packet>
+PROXYCCL_DEVICE void copyToPackets(void* target, const void* origin, uint64_t bytes, uint32_t threadId,
+                                   uint32_t numThreads, uint32_t flag) {
+  Packet* packets = static_cast<Packet*>(target);
+  const auto* payloads = static_cast<const PacketPayload<Packet>*>(origin);
+  proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
+                    [&](size_t i) { packets[i].write(payloads[i], flag); });
+}
+
+/// Waits for packets and writes their data. Parameters as for copyToPackets(), but the data comes first.
+template <class Packet = LL16Packet>
+PROXYCCL_DEVICE void copyFromPackets(void* origin, const void* target, uint64_t bytes, uint32_t threadId,
+                                     uint32_t numThreads, uint32_t flag, int64_t = -1) {
+  const Packet* packets = static_cast<const Packet*>(target);
+  auto* payloads = static_cast<PacketPayload<Packet>*>(origin);
+  proxyccl::forEach(bytes / sizeof(PacketPayload<Packet>), threadId, numThreads,
+                    [&](size_t i) { payloads[i] = packets[i].read(flag); });
+}
+
+/// The older names of the two, with offsets in bytes.
+template <class Packet = LL16Packet>
+PROXYCCL_DEVICE void putPackets(void* target, uint64_t targetOffset, const void* origin, uint64_t originOffset,
+                                uint64_t bytes, uint32_t threadId, uint32_t numThreads, uint32_t flag) {
+  copyToPackets<Packet>(static_cast<char*>(target) + targetOffset, static_cast<const char*>(origin) + originOffset,
+                        bytes, threadId, numThreads, flag);
+}
+template <class Packet = LL16Packet>
+PROXYCCL_DEVICE void getPackets(const void* target, uint64_t targetOffset, void* origin, uint64_t originOffset,
+                                uint64_t bytes, uint32_t threadId, uint32_t numThreads, uint32_t flag) {
+  copyFromPackets<Packet>(static_cast<char*>(origin) + originOffset, static_cast<const char*>(target) + targetOffset,
+                          bytes, threadId, numThreads, flag);
+}
+
+}  // namespace mscclpp
+
+#endif

@@ -1,0 +1,103 @@
+// PortChannelDeviceHandle: proxyccl::ProxyChannelDeviceHandle with MSCCL++'s signatures.
+//
+// The two have one layout, so what `Communicator.proxy_channels` makes is passed to a kernel that takes either. A
+// semaphore's id is the channel's: both count from 0 in one proxy.
+#ifndef MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
+#define MSCCLPP_PORT_CHANNEL_DEVICE_HPP_
+
+#include "mscclpp/fifo_device.hpp"
+#include "mscclpp/semaphore_device.hpp"
+
+namespace mscclpp {
+
+/// A channel whose calls name both memories.
+struct BasePortChannelDeviceHandle : proxyccl::ProxyChannelDeviceHandle {
+  /// Starts a copy from own memory to the peer's. One thread calls it.
+  /// @param dstId      the peer's memory: in Python RegisteredMemory.peer_id(peer)
+  /// @param dstOffset  in bytes
+  /// @param srcId      own memory: in Python RegisteredMemory.source_id(peer)
+  /// @param srcOffset  in bytes
+  /// @param size       how many bytes
+  PROXYCCL_DEVICE void put(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
+                           uint64_t size) const {
+    ours().put(dstId, dstOffset, srcId, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void put(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size) const {
+    put(dstId, offset, srcId, offset, size);
+  }
+  /// Adds one to the peer's semaphore, behind the data of all earlier puts on the channel.
+  PROXYCCL_DEVICE void signal() const { ours().signal(); }
+  PROXYCCL_DEVICE void putWithSignal(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
+                                     uint64_t size) const {
+    ours().putWithSignal(dstId, dstOffset, srcId, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void putWithSignal(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size) const {
+    putWithSignal(dstId, offset, srcId, offset, size);
+  }
+  PROXYCCL_DEVICE void putWithSignalAndFlush(MemoryId dstId, uint64_t dstOffset, MemoryId srcId, uint64_t srcOffset,
+                                             uint64_t size, int64_t = -1) const {
+    ours().putWithSignal(dstId, dstOffset, srcId, srcOffset, size);
+    ours().flush();
+  }
+  PROXYCCL_DEVICE void putWithSignalAndFlush(MemoryId dstId, MemoryId srcId, uint64_t offset, uint64_t size,
+                                             int64_t = -1) const {
+    putWithSignalAndFlush(dstId, offset, srcId, offset, size);
+  }
+  /// Waits until what was given to the channel before is complete.
+  PROXYCCL_DEVICE void flush(int64_t = -1) const { ours().flush(); }
+  /// Consumes the peer's next signal if it has arrived.
+  PROXYCCL_DEVICE bool poll() const { return ours().poll(); }
+  /// Waits for the peer's next signal and consumes it. One thread at a time calls it.
+  PROXYCCL_DEVICE void wait(int64_t = -1) const { ours().wait(); }
+
+  /// Refused: neither copy engines nor the fabric add atomically.
+  template <class Value>
+  PROXYCCL_DEVICE void atomicAdd(MemoryId, uint64_t, Value) const {
+    static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");
+  }
+
+ protected:
+  PROXYCCL_DEVICE const proxyccl::ProxyChannelDeviceHandle& ours() const { return *this; }
+};
+
+/// A channel between two memories that it knows.
+struct PortChannelDeviceHandle : BasePortChannelDeviceHandle {
+  PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    ours().put(dstOffset, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void put(uint64_t offset, uint64_t size) const { ours().put(offset, size); }
+  PROXYCCL_DEVICE void putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    ours().putWithSignal(dstOffset, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void putWithSignal(uint64_t offset, uint64_t size) const { ours().putWithSignal(offset, size); }
+  PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t dstOffset, uint64_t srcOffset, uint64_t size,
+                                             int64_t = -1) const {
+    ours().putWithSignalAndFlush(dstOffset, srcOffset, size);
+  }
+  PROXYCCL_DEVICE void putWithSignalAndFlush(uint64_t offset, uint64_t size) const {
+    ours().putWithSignalAndFlush(offset, size);
+  }
+  /// Refused, as the base's.
+  template <class Value>
+  PROXYCCL_DEVICE void atomicAdd(uint64_t, Value) const {
+    static_assert(sizeof(Value) == 0, "PortChannel::atomicAdd is not offered: no transport adds atomically");
+  }
+};
+
+using BaseProxyChannelDeviceHandle = BasePortChannelDeviceHandle;
+using ProxyChannelDeviceHandle = PortChannelDeviceHandle;
+
+struct BasePortChannel {
+  using DeviceHandle = BasePortChannelDeviceHandle;
+};
+struct PortChannel {
+  using DeviceHandle = PortChannelDeviceHandle;
+};
+using BaseProxyChannel = BasePortChannel;
+using ProxyChannel = PortChannel;
+
+static_assert(sizeof(PortChannelDeviceHandle) == sizeof(ProxycclProxyChannel), "the handles differ in size");
+
+}  // namespace mscclpp
+
+#endif
