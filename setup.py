@@ -28,7 +28,9 @@ def kernel_libraries() -> dict[str, str]:
         "moves": '#include "moves.h"\n#include "send_receive.h"\n',
         "experts": "".join(experts),
         **{
-            each.name: f'#include "host_library.h"\n{each.c_check()}FOR_EACH_OPERATION({each.c_name}, {each.name})\n'
+            each.name: f'#include "execute_plan.h"\n#include "host_library.h"\n{each.c_check()}'
+            f"FOR_EACH_OPERATION({each.c_name}, {each.name})\n"
+            f"PROXYCCL_TYPED_KERNEL(execute_plan, execute_plan_{each.name}, {each.c_name})\n"
             + (f"FOR_EACH_BITWISE_OPERATION({each.c_name}, {each.name})\n" if each.bitwise else "")
             for each in types
             if each.c_name

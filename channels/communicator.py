@@ -25,6 +25,8 @@ from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
+from proxyccl.channels.execution_plans.executor import ExecutionPlans
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.meeting import meet
@@ -165,6 +167,7 @@ class Communicator:
     def _open(self, group: Group, cta_policy: CtaPolicy) -> None:
         self._group = group
         self._collectives = Collectives(group, cta_policy)
+        self._execution_plans = ExecutionPlans(group)
         self._group.open(Reporter(self._group))
         try:
             self._collectives.start()
@@ -499,7 +502,7 @@ class Communicator:
         op: str = "sum",
         *,
         out: Any = None,
-        algorithm: str | None = None,
+        algorithm: str | ExecutionPlan | None = None,
         cta_policy: str | None = None,
         symmetric: bool = False,
         stream: StreamLike = None,
@@ -513,7 +516,8 @@ class Communicator:
                 16-bit floats are accumulated in float32. Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
             algorithm: "one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring" or "proxy"; across nodes
-                of as many ranks each also "hierarchical". None chooses, by size and element type.
+                of as many ranks each also "hierarchical". None chooses, by size and element type. Or an `ExecutionPlan`
+                for this collective and operator.
             cta_policy: "zero" chooses what leaves the multiprocessors to the program: by proxy, where at most a
                 reduction runs a kernel, of few blocks. "default" chooses from all. None for the communicator's policy.
                 All ranks give the same.
@@ -531,6 +535,8 @@ class Communicator:
             MismatchError: ranks called with different arguments.
             CommunicatorError: a peer failed; see its subclasses.
         """
+        if isinstance(algorithm, ExecutionPlan):
+            return self._execution_plans.collective("allreduce", algorithm, x, out, stream, op=op)
         request = self._collectives.request("all_reduce", algorithm, cta_policy, symmetric)
         return all_reduce(self._collectives, x, op, out, request, stream)
 
@@ -540,7 +546,7 @@ class Communicator:
         op: str = "sum",
         *,
         out: Any = None,
-        algorithm: str | None = None,
+        algorithm: str | ExecutionPlan | None = None,
         cta_policy: str | None = None,
         symmetric: bool = False,
         stream: StreamLike = None,
@@ -551,12 +557,14 @@ class Communicator:
             x: shape [world_size * n, …]; this rank gets the reduction of rows rank * n to (rank + 1) * n.
             op: as for `all_reduce`.
             out: shape [n, …]; None for a new array.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
+        if isinstance(algorithm, ExecutionPlan):
+            return self._execution_plans.collective("reducescatter", algorithm, x, out, stream, op=op)
         request = self._collectives.request("reduce_scatter", algorithm, cta_policy, symmetric)
         return reduce_scatter(self._collectives, x, op, out, request, stream)
 
@@ -565,7 +573,7 @@ class Communicator:
         x: Any,
         *,
         out: Any = None,
-        algorithm: str | None = None,
+        algorithm: str | ExecutionPlan | None = None,
         cta_policy: str | None = None,
         symmetric: bool = False,
         stream: StreamLike = None,
@@ -575,12 +583,14 @@ class Communicator:
         Args:
             x: shape [n, …], the same on all ranks; any element type.
             out: shape [world_size * n, …]; None for a new array. `x` may be this rank's rows of it.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
+        if isinstance(algorithm, ExecutionPlan):
+            return self._execution_plans.collective("allgather", algorithm, x, out, stream)
         request = self._collectives.request("all_gather", algorithm, cta_policy, symmetric)
         return all_gather(self._collectives, x, out, request, stream)
 
@@ -589,7 +599,7 @@ class Communicator:
         x: Any,
         *,
         out: Any = None,
-        algorithm: str | None = None,
+        algorithm: str | ExecutionPlan | None = None,
         cta_policy: str | None = None,
         symmetric: bool = False,
         stream: StreamLike = None,
@@ -599,12 +609,14 @@ class Communicator:
         Args:
             x: shape [world_size * n, …], the same on all ranks; any element type.
             out: the same shape; None for a new array. It may be `x`.
-            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses.
+            algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
             cta_policy, symmetric, stream: as for `all_reduce`.
 
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
+        if isinstance(algorithm, ExecutionPlan):
+            return self._execution_plans.collective("alltoall", algorithm, x, out, stream)
         request = self._collectives.request("all_to_all", algorithm, cta_policy, symmetric)
         return all_to_all(self._collectives, x, out, request, stream)
 
@@ -711,6 +723,35 @@ class Communicator:
             sends.
         """
         return all_to_all_v(self._collectives, x, send_counts, recv_counts, out, stream)
+
+    # -- programs of collectives ---
+
+    def execute(self, plan: Any, x: Any, *, out: Any = None, stream: StreamLike = None) -> Any:
+        """Executes a plan that MSCCL++'s language has written. All ranks call this together, with the same plan.
+
+        The first execution, and one of a larger size than before, makes channels and scratch memory, for which it waits
+        for all ranks. A graph captures what was executed before.
+
+        Args:
+            plan: an `ExecutionPlan`, or what `ExecutionPlan.load` reads. Load a plan once where it is used often.
+            x: the input: a contiguous array of `input_chunks` equal chunks, whose bytes are multiples of the plan's
+                alignment; the same count and type on all ranks. Types as for `all_reduce` if the plan reduces, any
+                otherwise. An array that the plan has peers reach is copied to or from memory of the plan's own, unless
+                all ranks give what `register` returned.
+            out: the output, of `output_chunks` such chunks. None for a new array, or for `x` where the plan works in
+                place on an array of that size. Such a plan takes another array than `x` too.
+            stream: as for `all_reduce`.
+
+        Returns:
+            `out`, or what stands for it.
+
+        Raises:
+            ArgumentError: the plan can't be executed, or an array does not fit it. Nothing was done.
+            MismatchError: ranks execute different plans, or arrays of other sizes or types.
+            CommunicatorError: a rank failed; see its subclasses. A wait that was too long names the rank waited for,
+                threadblock and operation.
+        """
+        return self._execution_plans.execute(ExecutionPlan.load(plan), x, out, stream)
 
     # -- transfers between pairs of ranks ---
 

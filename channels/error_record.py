@@ -33,6 +33,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_PACKET: "a packet",
     lib.PROXYCCL_WAIT_GRID: "the other blocks of the grid",
     lib.PROXYCCL_WAIT_CONDITION: "a condition of its kernel",
+    lib.PROXYCCL_WAIT_EXECUTION: "an operation of its execution plan",
 }
 """What a kernel's wait waits for, by ProxycclWaitKind."""
 
@@ -90,6 +91,9 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
             what = PLAN_WAITS[record.wait].format(peer=record.peer, plan=record.expected)
             return WaitTimeoutError(f"the proxy of {who} waited too long for {what}", operation="plan", **details)
         what = WAITS.get(record.wait, "its peers")
+        if record.wait == lib.PROXYCCL_WAIT_EXECUTION:
+            what, on = _execution_place(record.channel or 0), ""
+            details["channel"] = None
         message = f"{who} waited too long for {what}{peer}{on}: expected {record.expected}, saw {record.seen}"
         return WaitTimeoutError(message, operation=f"wait for {what}", **details)
     if code == lib.PROXYCCL_ERROR_PEER_LOST:
@@ -142,6 +146,12 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         message = f"the communicator that this one was split from has ended (seen by {who})"
         return AbortedError(message, operation="abort", **details)
     return AbortedError(_join(f"{who} ended the communicator", cause), operation="abort", **details)
+
+
+def _execution_place(place: int) -> str:
+    """An operation of an execution plan, from the place that a step has (execution.h)."""
+    bits = lib.PROXYCCL_PLACE_OPERATION_BITS
+    return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"
 
 
 def _join(message: str, cause: str) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.symmetric import Announced
@@ -167,6 +170,18 @@ class RegisteredMemory:
 
     def __repr__(self) -> str:
         return f"<RegisteredMemory of {self.nbytes} bytes>"
+
+    @property
+    def array(self) -> Any:
+        """The array of this rank that was registered."""
+        self._require_open()
+        return self._owner
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """A number for the ranges of all ranks, the same on all of them."""
+        ranges = msgspec.json.encode([(offer.nbytes, offer.handle, offer.exposed) for offer in self._offers])
+        return int.from_bytes(hashlib.blake2b(ranges, digest_size=7).digest(), "little")
 
     @property
     def device_pointer(self) -> int:

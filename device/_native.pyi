@@ -212,6 +212,61 @@ class _ProxycclArrived:
 class ProxycclArrived(_ProxycclArrived, CData): ...
 class ProxycclArrivedPointer(_ProxycclArrived, ItemPointer[ProxycclArrived]): ...
 
+class _ProxycclOperand:
+    address: int
+    base: int
+    packets: int
+    alternates: int
+
+class ProxycclOperand(_ProxycclOperand, CData): ...
+class ProxycclOperandPointer(_ProxycclOperand, ItemPointer[ProxycclOperand]): ...
+
+class _ProxycclStep:
+    code: int
+    place: int
+    thread: int
+    channel: int
+    option: int
+    sources: int
+    destinations: int
+    first_operand: int
+    bytes: int
+    unit: int
+    iterations: int
+    packets: int
+    dst_memory: int
+    src_memory: int
+    dst_offset: int
+    src_offset: int
+    dst_alternates: int
+    src_alternates: int
+
+class ProxycclStep(_ProxycclStep, CData): ...
+class ProxycclStepPointer(_ProxycclStep, ItemPointer[ProxycclStep]): ...
+
+class _ProxycclExecutionCounters:
+    executions: int
+
+class ProxycclExecutionCounters(_ProxycclExecutionCounters, CData): ...
+class ProxycclExecutionCountersPointer(_ProxycclExecutionCounters, ItemPointer[ProxycclExecutionCounters]): ...
+
+class _ProxycclExecution:
+    control: PointerField[ProxycclControlPointer]
+    input: PointerField[CharPointer]
+    output: PointerField[CharPointer]
+    steps: PointerField[ProxycclStepPointer]
+    first_step: PointerField[Uint32Pointer]
+    operands: PointerField[ProxycclOperandPointer]
+    memory_channels: PointerField[ProxycclSmChannelPointer]
+    port_channels: PointerField[ProxycclProxyChannelPointer]
+    barriers: PointerField[Uint32Pointer]
+    semaphores: PointerField[Int32Pointer]
+    counters: PointerField[ProxycclExecutionCountersPointer]
+    alternate_bytes: int
+
+class ProxycclExecution(_ProxycclExecution, CData): ...
+class ProxycclExecutionPointer(_ProxycclExecution, ItemPointer[ProxycclExecution]): ...
+
 class _ProxycclExpertSegment:
     tokens: int
     bad_slot: int
@@ -485,6 +540,8 @@ class Lib:
     PROXYCCL_WAIT_PLAN_DATA: Final[int]
     PROXYCCL_WAIT_PLAN_SEND: Final[int]
     PROXYCCL_WAIT_PLAN_GATE: Final[int]
+    PROXYCCL_WAIT_CONDITION: Final[int]
+    PROXYCCL_WAIT_EXECUTION: Final[int]
     PROXYCCL_PRESENT: Final[int]
     PROXYCCL_CLOSING_ANOTHER: Final[int]
     PROXYCCL_LEFT: Final[int]
@@ -502,6 +559,28 @@ class Lib:
     PROXYCCL_MAX_TRANSFERS: Final[int]
     PROXYCCL_MAX_PACKET_RANKS: Final[int]
     PROXYCCL_PACKET_SLOTS_PER_RANK: Final[int]
+    PROXYCCL_STEP_SYNC: Final[int]
+    PROXYCCL_STEP_BARRIER: Final[int]
+    PROXYCCL_STEP_SIGNAL: Final[int]
+    PROXYCCL_STEP_RELAXED_SIGNAL: Final[int]
+    PROXYCCL_STEP_WAIT: Final[int]
+    PROXYCCL_STEP_RELAXED_WAIT: Final[int]
+    PROXYCCL_STEP_PORT: Final[int]
+    PROXYCCL_STEP_PORT_WAIT: Final[int]
+    PROXYCCL_STEP_ACQUIRE: Final[int]
+    PROXYCCL_STEP_RELEASE: Final[int]
+    PROXYCCL_STEP_COPY: Final[int]
+    PROXYCCL_STEP_COMBINE: Final[int]
+    PROXYCCL_STEP_AWAIT_PACKETS: Final[int]
+    PROXYCCL_STEP_LOOP: Final[int]
+    PROXYCCL_COMBINE_SUM: Final[int]
+    PROXYCCL_COMBINE_PROD: Final[int]
+    PROXYCCL_COMBINE_MIN: Final[int]
+    PROXYCCL_COMBINE_MAX: Final[int]
+    PROXYCCL_PLACE_OPERATION_BITS: Final[int]
+    PROXYCCL_BASE_NONE: Final[int]
+    PROXYCCL_BASE_INPUT: Final[int]
+    PROXYCCL_BASE_OUTPUT: Final[int]
     PROXYCCL_MAX_TOPK: Final[int]
     PROXYCCL_EXPERT_THREADS: Final[int]
     PROXYCCL_MAX_EXPERT_RANKS: Final[int]
@@ -793,6 +872,40 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclArrived, ProxycclArrivedPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclOperand *"], init: Initial[ProxycclOperand] = ..., /
+    ) -> ProxycclOperandPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclOperand[]"], init: int | Sequence[Initial[ProxycclOperand]], /
+    ) -> Array[ProxycclOperand, ProxycclOperandPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["ProxycclStep *"], init: Initial[ProxycclStep] = ..., /) -> ProxycclStepPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclStep[]"], init: int | Sequence[Initial[ProxycclStep]], /
+    ) -> Array[ProxycclStep, ProxycclStepPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExecutionCounters *"], init: Initial[ProxycclExecutionCounters] = ..., /
+    ) -> ProxycclExecutionCountersPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExecutionCounters[]"], init: int | Sequence[Initial[ProxycclExecutionCounters]], /
+    ) -> Array[ProxycclExecutionCounters, ProxycclExecutionCountersPointer]: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExecution *"], init: Initial[ProxycclExecution] = ..., /
+    ) -> ProxycclExecutionPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclExecution[]"], init: int | Sequence[Initial[ProxycclExecution]], /
+    ) -> Array[ProxycclExecution, ProxycclExecutionPointer]: ...
+    @overload
+    def new(self, cdecl: Literal["int32_t *"], init: int = ..., /) -> Int32Pointer: ...
+    @overload
+    def new(self, cdecl: Literal["int32_t[]"], init: int | Sequence[int], /) -> Array[int, Int32Pointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclExpertSegment *"], init: Initial[ProxycclExpertSegment] = ..., /
     ) -> ProxycclExpertSegmentPointer: ...
     @overload
@@ -847,10 +960,6 @@ class FFI(BaseFFI):
     def new(
         self, cdecl: Literal["ProxycclExpertLayout[]"], init: int | Sequence[Initial[ProxycclExpertLayout]], /
     ) -> Array[ProxycclExpertLayout, ProxycclExpertLayoutPointer]: ...
-    @overload
-    def new(self, cdecl: Literal["int32_t *"], init: int = ..., /) -> Int32Pointer: ...
-    @overload
-    def new(self, cdecl: Literal["int32_t[]"], init: int | Sequence[int], /) -> Array[int, Int32Pointer]: ...
     @overload
     def new(
         self, cdecl: Literal["ProxycclDispatch *"], init: Initial[ProxycclDispatch] = ..., /
@@ -984,6 +1093,18 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclArrived *"], value: CData | int, /) -> ProxycclArrivedPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclOperand *"], value: CData | int, /) -> ProxycclOperandPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclStep *"], value: CData | int, /) -> ProxycclStepPointer: ...
+    @overload
+    def cast(
+        self, cdecl: Literal["ProxycclExecutionCounters *"], value: CData | int, /
+    ) -> ProxycclExecutionCountersPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["ProxycclExecution *"], value: CData | int, /) -> ProxycclExecutionPointer: ...
+    @overload
+    def cast(self, cdecl: Literal["int32_t *"], value: CData | int, /) -> Int32Pointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclExpertSegment *"], value: CData | int, /
     ) -> ProxycclExpertSegmentPointer: ...
@@ -1001,8 +1122,6 @@ class FFI(BaseFFI):
     def cast(self, cdecl: Literal["ProxycclExperts *"], value: CData | int, /) -> ProxycclExpertsPointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclExpertLayout *"], value: CData | int, /) -> ProxycclExpertLayoutPointer: ...
-    @overload
-    def cast(self, cdecl: Literal["int32_t *"], value: CData | int, /) -> Int32Pointer: ...
     @overload
     def cast(self, cdecl: Literal["ProxycclDispatch *"], value: CData | int, /) -> ProxycclDispatchPointer: ...
     @overload
@@ -1063,6 +1182,11 @@ class FFI(BaseFFI):
             "ProxycclFlows",
             "ProxycclPacketTeam",
             "ProxycclArrived",
+            "ProxycclOperand",
+            "ProxycclStep",
+            "ProxycclExecutionCounters",
+            "ProxycclExecution",
+            "int32_t",
             "ProxycclExpertSegment",
             "ProxycclExpertSlot",
             "ProxycclExpertChoice",
@@ -1070,7 +1194,6 @@ class FFI(BaseFFI):
             "ProxycclExpertCounters",
             "ProxycclExperts",
             "ProxycclExpertLayout",
-            "int32_t",
             "ProxycclDispatch",
             "ProxycclCombine",
             "float",

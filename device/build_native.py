@@ -94,6 +94,27 @@ typedef struct {
   const char *slots; uint64_t slot_bytes; uint32_t rank; uint32_t world_size; uint32_t divisor; ...;
 } ProxycclArrived;
 
+enum { PROXYCCL_STEP_SYNC, PROXYCCL_STEP_BARRIER, PROXYCCL_STEP_SIGNAL, PROXYCCL_STEP_RELAXED_SIGNAL,
+       PROXYCCL_STEP_WAIT, PROXYCCL_STEP_RELAXED_WAIT, PROXYCCL_STEP_PORT, PROXYCCL_STEP_PORT_WAIT,
+       PROXYCCL_STEP_ACQUIRE, PROXYCCL_STEP_RELEASE, PROXYCCL_STEP_COPY, PROXYCCL_STEP_COMBINE,
+       PROXYCCL_STEP_AWAIT_PACKETS, PROXYCCL_STEP_LOOP, ... };
+enum { PROXYCCL_COMBINE_SUM, PROXYCCL_COMBINE_PROD, PROXYCCL_COMBINE_MIN, PROXYCCL_COMBINE_MAX, ... };
+enum { PROXYCCL_PLACE_OPERATION_BITS, ... };
+enum { PROXYCCL_BASE_NONE, PROXYCCL_BASE_INPUT, PROXYCCL_BASE_OUTPUT, ... };
+typedef struct { uint64_t address; uint32_t base; uint32_t packets; uint32_t alternates; ...; } ProxycclOperand;
+typedef struct {
+  uint32_t code; uint32_t place; uint32_t thread; uint32_t channel; uint32_t option; uint32_t sources;
+  uint32_t destinations; uint32_t first_operand; uint64_t bytes; uint64_t unit; uint32_t iterations; uint32_t packets;
+  uint32_t dst_memory; uint32_t src_memory; uint64_t dst_offset; uint64_t src_offset; uint32_t dst_alternates;
+  uint32_t src_alternates; ...;
+} ProxycclStep;
+typedef struct { uint64_t executions; ...; } ProxycclExecutionCounters;
+typedef struct {
+  ProxycclControl *control; char *input; char *output; const ProxycclStep *steps; const uint32_t *first_step;
+  const ProxycclOperand *operands; const ProxycclSmChannel *memory_channels; const ProxycclProxyChannel *port_channels;
+  uint32_t *barriers; int32_t *semaphores; ProxycclExecutionCounters *counters; uint64_t alternate_bytes; ...;
+} ProxycclExecution;
+
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
        PROXYCCL_ANNOUNCED_SLOTS, PROXYCCL_ANNOUNCED_OWN_SLOTS, PROXYCCL_ANNOUNCED_SEGMENT_SLOTS,
        PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_EXPERT_COUNTERS, PROXYCCL_EXPERT_ROUTE,
@@ -230,6 +251,7 @@ ffi.set_source(
     """
 #include "proxyccl/handles.h"
 #include "arrived.h"
+#include "execution.h"
 #include "team.h"
 #include "flows.h"
 #include "packet_team.h"
@@ -342,6 +364,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/host/link_old_symbols.h",
         "device/include/proxyccl/handles.h",
         "device/kernels/arrived.h",
+        "device/kernels/execution.h",
         "device/kernels/team.h",
         "device/kernels/flows.h",
         "device/kernels/packet_team.h",

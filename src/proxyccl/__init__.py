@@ -8,6 +8,7 @@ from importlib.metadata import version as _installed_version
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
@@ -70,6 +71,7 @@ __all__ = [
     "EPConfig",
     "Event",
     "ExchangeError",
+    "ExecutionPlan",
     "FabricOptions",
     "HandlerError",
     "KernelError",

@@ -1,0 +1,1 @@
+"""Execution plans: MSCCL++'s JSON programs of collectives."""

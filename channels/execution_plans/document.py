@@ -1,0 +1,161 @@
+"""The JSON of an execution plan, as MSCCL++'s language writes it since 2025: what its fields are, not what they mean.
+
+A field that is not known is refused: it may change what a plan means.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
+
+BufferName = Literal["i", "o", "s"]
+"""Input, output or scratch memory."""
+ChannelType = Literal["memory", "port", "switch", "none"]
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class Chunks(Message, frozen=True):
+    """Consecutive chunks of a buffer: of this rank's by `type`, or of a peer's by `buffer_id`.
+
+    Attributes:
+        index: the first.
+        size: how many.
+        type: own buffer.
+        buffer_id: number among the threadblock's references to remote buffers.
+        switch_channel_id: number among its switch channels.
+    """
+
+    index: Uint32
+    size: Positive
+    type: BufferName | None = None
+    buffer_id: Uint32 | None = None
+    switch_channel_id: Uint32 | None = None
+
+
+class ThreadblockGroup(Message, frozen=True):
+    """Which part of an operation's bytes a threadblock works on: number `tb_id` of `tbg_size`."""
+
+    tb_id: Uint32
+    tbg_size: Positive
+
+
+class IterationContext(Message, frozen=True):
+    """How a pipeline goes through its chunks: `unit_size` bytes at a time."""
+
+    unit_size: Positive
+    num_chunks: Positive
+
+
+class Op(Message, frozen=True):
+    """An operation of a threadblock. Which fields it has depends on `name`."""
+
+    name: str
+    channel_type: ChannelType = "none"
+    channel_ids: tuple[Uint32, ...] = ()
+    src_buff: tuple[Chunks, ...] = ()
+    dst_buff: tuple[Chunks, ...] = ()
+    tbg_info: ThreadblockGroup | None = None
+    reduce_op: str = "sum"
+    barrier_id: Uint32 | None = None
+    num_threadblocks: Positive | None = None
+    semaphore_ids: tuple[Uint32, ...] = ()
+    iter_context: IterationContext | None = None
+    ops: tuple[Op, ...] = ()
+
+
+class ThreadblockChannels(Message, frozen=True):
+    """Channels of the rank that a threadblock uses. Its operations name them by their place in the list."""
+
+    channel_type: ChannelType
+    channel_ids: tuple[Uint32, ...]
+
+
+class RemoteBufferRefs(Message, frozen=True):
+    """Remote buffers of the rank that a threadblock uses by channels of a type, named as its channels."""
+
+    access_channel_type: ChannelType
+    remote_buffer_ids: tuple[Uint32, ...]
+
+
+class Threadblock(Message, frozen=True):
+    """What one block of the kernel executes, in order."""
+
+    id: Uint32
+    ops: tuple[Op, ...]
+    channels: tuple[ThreadblockChannels, ...] = ()
+    remote_buffer_refs: tuple[RemoteBufferRefs, ...] = ()
+
+
+class RankGroup(Message, frozen=True):
+    """The ranks of a switch channel."""
+
+    size: Uint32
+    ranks: tuple[Uint32, ...]
+
+
+class Channels(Message, frozen=True):
+    """Channels of a rank: one to each of `connected_to`, which may name a rank several times."""
+
+    channel_type: ChannelType
+    connected_to: tuple[Uint32, ...] = ()
+    buffer_type: BufferName | None = None
+    rank_groups: tuple[RankGroup, ...] = ()
+
+
+class RemoteBuffer(Message, frozen=True):
+    """A peer's buffer that a rank reaches."""
+
+    rank: Uint32
+    type: BufferName
+    access_channel_types: tuple[ChannelType, ...]
+
+
+class SemaphoreStart(Message, frozen=True):
+    """A semaphore between the threadblocks of a rank."""
+
+    init_value: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class Gpu(Message, frozen=True):
+    """A rank."""
+
+    id: Uint32
+    input_chunks: Positive
+    output_chunks: Positive
+    scratch_chunks: Uint32
+    threadblocks: tuple[Threadblock, ...]
+    channels: tuple[Channels, ...] = ()
+    remote_buffers: tuple[RemoteBuffer, ...] = ()
+    semaphores: tuple[SemaphoreStart, ...] = ()
+
+
+class Document(Message, frozen=True):
+    """A plan for all ranks.
+
+    Attributes:
+        collective: "allreduce", "allgather", …, as its author names it.
+        protocol: "LL" if scratch memory holds packets.
+        inplace: whether input and output are one array.
+        reuse_resources: MSCCL++'s choice of scratch memory; it means nothing here.
+        use_double_scratch_buffer: executions use the halves of the scratch memory in turn.
+        buffer_alignment: bytes to which parts of chunks are aligned.
+        min_message_size, max_message_size: bytes that the plan is meant for.
+    """
+
+    name: str
+    collective: str
+    protocol: Literal["Simple", "LL"]
+    inplace: bool
+    gpus: tuple[Gpu, ...]
+    reuse_resources: bool = False
+    num_threads_per_block: Positive = 1024
+    use_double_scratch_buffer: bool = False
+    buffer_alignment: Positive = 16
+    min_message_size: Uint64 = 0
+    max_message_size: Uint64 = 2**64 - 1
+
+
+DOCUMENT = Codec(Document, 64 << 20, "execution plan")

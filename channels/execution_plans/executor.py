@@ -1,0 +1,467 @@
+"""Executes plans: what a plan needs on this rank, and its launches.
+
+A plan's channels, barriers and counters are made at its first execution, by all ranks together, and its scratch memory
+when a larger size comes. Ranks do so alike, since the call log has compared plan and size before.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.channels.calls import CollectiveCall, register_names
+from proxyccl.channels.collectives.arguments import input_view, new_like, refuse_partial_overlap
+from proxyccl.channels.execution_plans.document import BufferName
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
+from proxyccl.channels.execution_plans.program import ChannelEnd
+from proxyccl.channels.execution_plans.steps import Layout, Writer
+from proxyccl.channels.group import Group
+from proxyccl.channels.launches import Plan
+from proxyccl.channels.memory import RegisteredMemory, allocate, register
+from proxyccl.channels.proxy_channel import connect_handles
+from proxyccl.channels.sm_channel import SmSemaphores
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.dtypes import DTYPES, DType
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import Memory, StreamLike
+
+EXECUTE = "execute"
+"""The call's name in the call log."""
+LEAST_THREADS = 32
+_LINE = 128
+_KEPT_LAUNCHES = 512
+_BARRIER_BYTES = 8  # a DeviceSyncer
+Reached = dict[BufferName, RegisteredMemory]
+_ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
+
+register_names(EXECUTE)
+
+
+class ExecutionPlans:
+    """The plans that one group has executed."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._resources: dict[str, _Resources] = {}
+        group.keep(self)
+
+    def execute(self, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike) -> Any:
+        """See `Communicator.execute`."""
+        group = self._group
+        group.failure.require_usable()
+        if plan.world_size != group.world_size:
+            raise ArgumentError("plan", f"it is for {plan.world_size} ranks; the communicator has {group.world_size}")
+        source = input_view(group, _array(x), "x")
+        result, target = _output(group, plan, x, source, out)
+        given = _reached(plan, x, result)
+        _require_size(plan, source, target)
+        dtype = _kernel_dtype(plan, source.dtype)
+        stream = group.launches.stream_for(stream, x)
+        group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+        _require_reachable(group, plan)
+        digests = [memory.digest for memory in given.values()]
+        group.launches.agree(
+            CollectiveCall(EXECUTE, source.dtype.name, algorithm=plan.call_name, count=source.size, counts=digests)
+        )
+        if source.size == 0:
+            return result
+        resources = self._resources.get(plan.call_name)
+        if resources is None:
+            resources = self._resources[plan.call_name] = _Resources(group, plan)
+        launch, owners = resources.prepare(source, target, dtype, given)
+        group.launches.launch(launch, stream, (source.owner, target.owner, *owners))
+        return result
+
+    def collective(
+        self, collective: str, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike, *, op: str | None = None
+    ) -> Any:
+        """A collective of the communicator, by a plan instead of an algorithm.
+
+        Args:
+            collective: its name in plans: "allreduce", …
+            plan: stands for the algorithm.
+            x, out, stream: the call's.
+            op: the call's operator, if it reduces.
+
+        Raises:
+            ArgumentError: the plan is for another collective or operator; otherwise as `execute`.
+        """
+        if plan.collective.replace("_", "").lower() != collective:
+            raise ArgumentError("algorithm", f"{plan!r} is for {plan.collective!r}; expected one for {collective!r}")
+        if op is not None and plan.combinations != {op}:
+            combined = ", ".join(sorted(plan.combinations)) or "nothing"
+            raise ArgumentError("op", f"is {op!r}, but {plan!r} works out {combined}")
+        if collective == "allreduce" and out is None and not plan.in_place:
+            raise ArgumentError("out", f"expected an array: {plan!r} does not work in place")
+        return self.execute(plan, x, out, stream)
+
+    def close(self) -> None:
+        """Frees what the plans use. No kernel of any rank may use it any more."""
+        for resources in self._resources.values():
+            resources.close()
+        self._resources.clear()
+
+
+def _array(x: Any) -> Any:
+    return x.array if isinstance(x, RegisteredMemory) else x
+
+
+def _reached(plan: ExecutionPlan, x: Any, out: Any) -> Reached:
+    """The registered arrays that peers reach where they lie; the same on all ranks, as the call log compares them.
+
+    One that does not hold input and output of a plan that works in place is an array like any other.
+    """
+    if plan.in_place:
+        reached = bool(plan.reached)
+        whole = isinstance(x, RegisteredMemory) and (out is x or _array(out) is x.array)
+        return {"i": x, "o": x} if reached and whole else {}
+    given: Reached = {}
+    for buffer, array in (("i", x), ("o", out)):
+        if isinstance(array, RegisteredMemory) and buffer in plan.reached:
+            array.require_current()
+            given["i" if buffer == "i" else "o"] = array
+    return given
+
+
+def _output(group: Group, plan: ExecutionPlan, x: Any, source: ArrayView, out: Any) -> tuple[Any, ArrayView]:
+    """The result and where it lies."""
+    gpu = plan.document.gpus[0]
+    if out is None:
+        if gpu.input_chunks == gpu.output_chunks and plan.in_place:
+            out = x
+        else:
+            lead = source.shape[0] if source.shape else 1
+            if lead * gpu.output_chunks % gpu.input_chunks:
+                raise ArgumentError(
+                    "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are no rows"
+                )
+            out = new_like(group, source, (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:]))
+    target = input_view(group, _array(out), "out")
+    if not target.writable:
+        raise ArgumentError("out", "the array is read-only")
+    if target.dtype != source.dtype:
+        raise ArgumentError("out", f"has element type {target.dtype}; expected that of x, {source.dtype}")
+    if target.size * gpu.input_chunks != source.size * gpu.output_chunks:
+        expected = source.size * gpu.output_chunks // gpu.input_chunks
+        raise ArgumentError("out", f"has {target.size} elements; expected {expected}")
+    if not plan.in_place:
+        refuse_partial_overlap(source, target)
+        if source.ptr == target.ptr and source.nbytes:
+            raise ArgumentError("out", "is x; this plan needs an output apart from its input")
+    elif source.nbytes <= target.nbytes:
+        refuse_partial_overlap(
+            target, source, in_place=group.rank * source.nbytes if source.nbytes < target.nbytes else 0
+        )
+    else:
+        refuse_partial_overlap(source, target, in_place=group.rank * target.nbytes)
+    return out, target
+
+
+def _require_size(plan: ExecutionPlan, source: ArrayView, target: ArrayView) -> None:
+    document, gpu = plan.document, plan.document.gpus[0]
+    unit = document.buffer_alignment * gpu.input_chunks
+    if source.nbytes % unit:
+        raise ArgumentError(
+            "x",
+            f"has {source.nbytes} bytes; the plan takes multiples of {unit}: {gpu.input_chunks} chunks of multiples of "
+            f"{document.buffer_alignment} bytes",
+        )
+    if document.buffer_alignment % source.dtype.itemsize:
+        raise ArgumentError(
+            "x", f"has elements of {source.dtype.itemsize} bytes; the plan cuts at {document.buffer_alignment}"
+        )
+    nbytes = max(source.nbytes, target.nbytes) if plan.collective == "allgather" else source.nbytes
+    if nbytes and not document.min_message_size <= nbytes <= document.max_message_size:
+        raise ArgumentError(
+            "x",
+            f"the message has {nbytes} bytes; the plan is for {document.min_message_size} to "
+            f"{document.max_message_size}",
+        )
+
+
+def _kernel_dtype(plan: ExecutionPlan, dtype: DType) -> DType:
+    """The element type of the kernel: a plan that combines nothing moves bytes."""
+    if not plan.combinations:
+        return DTYPES["uint8"]
+    if not dtype.c_name:
+        raise ArgumentError("x", f"kernels can't reduce {dtype}")
+    return dtype
+
+
+def _require_reachable(group: Group, plan: ExecutionPlan) -> None:
+    for peer in plan.peers(group.rank, "memory"):
+        if not group.topology.accessible[peer]:
+            raise ArgumentError(
+                "plan",
+                f"it has memory channels between ranks {group.rank} and {peer}, whose kernels can't touch each other's "
+                "memory; expected port channels there",
+            )
+
+
+class _Buffer:
+    """A buffer of this rank and its peers that grows: "i", "o" or "s"."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.arrays: list[Array] = []  # peers may still use the smaller ones
+        self.memory: RegisteredMemory | None = None
+
+    def reserve(self, nbytes: int) -> bool:
+        """Makes room, by all ranks together. Whether it was moved."""
+        if self.memory is not None and nbytes <= self.memory.nbytes:
+            return False
+        room = 1 << max(12, (nbytes - 1).bit_length())
+        self.arrays.append(allocate(self._group, (room,), "uint8"))
+        self.memory = register(self._group, self.arrays[-1])
+        return True
+
+    def close(self) -> None:
+        for array in self.arrays:
+            array.free()
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """The kernel's tables for one size, in device memory."""
+
+    memory: Memory
+    offsets: tuple[int, int, int]  # of steps, operands and first_step
+    blocks: int
+
+
+class _Resources:
+    """What one plan uses on this rank. All ranks make it together."""
+
+    def __init__(self, group: Group, plan: ExecutionPlan) -> None:
+        self._group, self._plan = group, plan
+        document, rank, runtime = plan.document, group.rank, group.runtime
+        self._gpu = document.gpus[rank]
+        defaults = runtime.launch_defaults
+        most = defaults.threads if runtime.name == "host" else lib.PROXYCCL_MAX_BLOCK_THREADS
+        self._threads = max(LEAST_THREADS, min(document.num_threads_per_block, most))
+        self._buffers: dict[BufferName, _Buffer] = {"s": _Buffer(group)}
+        for buffer in _ARRAYS:
+            if buffer in plan.reached:
+                self._buffers[buffer] = _Buffer(group)
+        if plan.in_place and len(self._buffers) > 1:  # they are one array
+            self._buffers["i"] = self._buffers["o"] = next(b for name, b in self._buffers.items() if name != "s")
+        self._buffers["s"].reserve(1)
+        self._sizes: dict[tuple[Any, ...], _Sized] = {}  # by bytes of the input, and the arrays that peers reach
+        self._retired: list[_Sized] = []  # graphs may still use them
+        self._launches: dict[tuple[Any, ...], tuple[Plan, tuple[object, ...]]] = {}  # by arrays and size
+        self._privates: list[Memory] = []
+        self._kept: list[object] = []
+        self._numbers: dict[ChannelEnd, int] = {}
+        self._channel_tables = (self._memory_channels(), self._ports())
+        self._words = self._start_words()
+
+    # -- channels ---
+
+    def _memory_channels(self) -> Memory | None:
+        count = self._plan.most_channels["memory"]
+        if count == 0:
+            return None
+        semaphores = SmSemaphores(self._group, count)
+        self._kept.append(semaphores)
+        raw: list[bytes] = []
+        for peer in self._plan.peers(self._group.rank, "memory"):
+            for number in range(count):
+                handle = ffi.new("ProxycclSmChannel *")
+                semaphores.fill(handle.semaphore, peer, number)
+                handle.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
+                handle.peer, handle.channel = peer, len(raw)
+                self._numbers[ChannelEnd("memory", peer, number)] = len(raw)
+                raw.append(bytes(ffi.buffer(handle)))
+        return self._upload(b"".join(raw))
+
+    def _ports(self) -> Memory | None:
+        count = self._plan.most_channels["port"]
+        if count == 0:
+            return None
+        scratch = self._buffers["s"].memory
+        assert scratch is not None
+        peers = self._plan.peers(self._group.rank, "port")
+        channels, kept = connect_handles(self._group, scratch, scratch, list(peers), count)
+        self._kept += [channels, kept]
+        raw: list[bytes] = []
+        for peer in peers:
+            for number, channel in enumerate(channels[peer]):
+                self._numbers[ChannelEnd("port", peer, number)] = len(raw)
+                raw.append(channel.device_handle)
+        return self._upload(b"".join(raw))
+
+    def _start_words(self) -> tuple[Memory, int, int]:
+        """Counters, barriers and semaphores; and where the barriers and the semaphores begin."""
+        counters = ffi.sizeof("ProxycclExecutionCounters")
+        numbers = [
+            operation.numbers[0]
+            for operation, _ in self._plan.operations(self._group.rank)
+            if operation.place.name == "barrier"
+        ]
+        barriers = max(numbers, default=-1) + 1
+        semaphores_at = counters + barriers * _BARRIER_BYTES
+        start = [semaphore.init_value for semaphore in self._gpu.semaphores]
+        raw = bytes(semaphores_at) + struct.pack(f"<{len(start)}i", *start)
+        return self._upload(raw), counters, semaphores_at
+
+    def _upload(self, raw: bytes) -> Memory:
+        runtime = self._group.runtime
+        memory = runtime.allocate(max(len(raw), 1))
+        if raw:
+            runtime.copy(memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(raw))), len(raw))
+        return memory
+
+    # -- launches ---
+
+    def prepare(
+        self, source: ArrayView, target: ArrayView, dtype: DType, given: Reached
+    ) -> tuple[Plan, tuple[object, ...]]:
+        """What launches the plan on these arrays, and what must live until it has run. By all ranks together."""
+        plan, group = self._plan, self._group
+        chunk = source.nbytes // self._gpu.input_chunks
+        half = self._scratch_bytes(chunk)
+        moved = self._buffers["s"].reserve(2 * half if plan.document.use_double_scratch_buffer else half)
+        larger = max(source.nbytes, target.nbytes)
+        for buffer, view in _ARRAYS.items():
+            if buffer in self._buffers and buffer not in given:
+                nbytes = larger if plan.in_place else (source, target)[view].nbytes
+                moved = self._buffers[buffer].reserve(nbytes) or moved
+        if moved:
+            self._retired += self._sizes.values()
+            self._sizes.clear()
+            self._launches.clear()
+        key = (source.nbytes, *((buffer, memory.digest) for buffer, memory in given.items()))
+        reached = {**self._registered(), **given}
+        sized = self._sizes.get(key)
+        if sized is None:
+            sized = self._sizes[key] = self._tables(source, target, reached)
+        launched = (source.ptr, target.ptr, dtype.name, *key)
+        known = self._launches.get(launched)
+        if known is not None:
+            return known
+        before, own_in, own_out, after = self._places(source, target, reached)
+        shipped = group.runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
+        kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, half, own_in, own_out))
+
+        def launch(stream: StreamLike) -> None:
+            for copy in before:
+                group.runtime.copy(*copy, stream)
+            kernel(stream)
+            for copy in after:
+                group.runtime.copy(*copy, stream)
+
+        if len(self._launches) >= _KEPT_LAUNCHES:
+            del self._launches[next(iter(self._launches))]
+        self._launches[launched] = launch, (kernel,)
+        return self._launches[launched]
+
+    def _scratch_bytes(self, chunk: int) -> int:
+        """Bytes of scratch memory for one execution; the same on all ranks."""
+        document = self._plan.document
+        chunks = max(gpu.scratch_chunks for gpu in document.gpus)
+        nbytes = chunk * chunks * (2 if document.protocol == "LL" else 1)
+        return -(-nbytes // _LINE) * _LINE
+
+    def _share(self, rank: int, buffer: BufferName, source: ArrayView, target: ArrayView) -> int:
+        """Where a rank's input or output begins in the buffer that peers reach.
+
+        In place the smaller of the two is the rank's share of the larger, as in MSCCL++.
+        """
+        if not self._plan.in_place or buffer == "s":
+            return 0
+        own, other = (source, target) if buffer == "i" else (target, source)
+        return rank * own.nbytes if own.nbytes < other.nbytes else 0
+
+    def _registered(self) -> Reached:
+        """The buffers of the plan's own that there are."""
+        return {name: buffer.memory for name, buffer in self._buffers.items() if buffer.memory is not None}
+
+    def _tables(self, source: ArrayView, target: ArrayView, reached: Reached) -> _Sized:
+        plan, document, own = self._plan, self._plan.document, self._group.rank
+
+        def address(rank: int, buffer: BufferName) -> int:
+            return reached[buffer].peer_ptr(rank) + self._share(rank, buffer, source, target)
+
+        def memory_id(rank: int, buffer: BufferName, peer: int) -> tuple[int, int]:
+            memory = reached[buffer]
+            first = memory.source_id(peer) if rank == own else memory.peer_id(rank)
+            return first, self._share(rank, buffer, source, target)
+
+        chunk = source.nbytes // self._gpu.input_chunks
+        layout = Layout(
+            chunk,
+            document.buffer_alignment,
+            document.use_double_scratch_buffer,
+            address,
+            memory_id,
+            self._numbers.__getitem__,
+        )
+        program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
+        tables = Writer(own, self._threads, layout).tables(program)
+        parts = (tables.steps, tables.operands, tables.first_step)
+        offsets, raw = [], b""
+        for part in parts:
+            raw += bytes(-len(raw) % 16)
+            offsets.append(len(raw))
+            raw += part
+        return _Sized(self._upload(raw), (offsets[0], offsets[1], offsets[2]), len(program))
+
+    def _places(
+        self, source: ArrayView, target: ArrayView, reached: Reached
+    ) -> tuple[list[tuple[int, int, int]], int, int, list[tuple[int, int, int]]]:
+        """Copies before the kernel, where it finds input and output, and copies behind it.
+
+        What the plan does not write of an output keeps what it held.
+        """
+        rank = self._group.rank
+        if not self._plan.in_place:
+            own_in = reached["i"].ptr if "i" in reached else source.ptr
+            own_out = reached["o"].ptr if "o" in reached else target.ptr
+        else:
+            in_share, out_share = (self._share(rank, buffer, source, target) for buffer in _ARRAYS)
+            whole = reached["i"].ptr if "i" in reached else target.ptr - out_share
+            if "i" not in reached and target.nbytes < source.nbytes:
+                whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
+            own_in, own_out = whole + in_share, whole + out_share
+        before = [] if own_in == source.ptr else [(own_in, source.ptr, source.nbytes)]
+        of_larger = self._plan.in_place and source.nbytes >= target.nbytes  # then the input's copy is the output's too
+        if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
+            before.insert(0, (own_out, target.ptr, target.nbytes))
+        after = [] if own_out == target.ptr else [(target.ptr, own_out, target.nbytes)]
+        return before, own_in, own_out, after
+
+    def _private(self, nbytes: int) -> int:
+        """Memory of this rank's own, in which an input is that the plan overwrites and the caller keeps."""
+        if not self._privates or self._privates[-1].nbytes < nbytes:
+            self._privates.append(self._group.runtime.allocate(nbytes))
+        return self._privates[-1].ptr
+
+    def _parameter(self, sized: _Sized, half: int, own_in: int, own_out: int) -> bytes:
+        words, barriers_at, semaphores_at = self._words
+        execution = ffi.new("ProxycclExecution *")
+        execution.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
+        execution.input, execution.output = ffi.cast("char *", own_in), ffi.cast("char *", own_out)
+        steps, operands, first_step = (sized.memory.ptr + offset for offset in sized.offsets)
+        execution.steps = ffi.cast("ProxycclStep *", steps)
+        execution.operands = ffi.cast("ProxycclOperand *", operands)
+        execution.first_step = ffi.cast("uint32_t *", first_step)
+        memory_channels, port_channels = self._channel_tables
+        execution.memory_channels = ffi.cast("ProxycclSmChannel *", memory_channels.ptr if memory_channels else 0)
+        execution.port_channels = ffi.cast("ProxycclProxyChannel *", port_channels.ptr if port_channels else 0)
+        execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
+        execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
+        execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
+        execution.alternate_bytes = half if self._plan.document.use_double_scratch_buffer else 0
+        return bytes(ffi.buffer(execution))
+
+    def close(self) -> None:
+        """Frees what the kernels use."""
+        for buffer in self._buffers.values():
+            buffer.close()
+        for memory in (*self._privates, self._words[0], *self._channel_tables):
+            if memory is not None:
+                memory.close()
+        for sized in (*self._sizes.values(), *self._retired):
+            sized.memory.close()

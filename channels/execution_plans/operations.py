@@ -1,0 +1,102 @@
+"""The operations of execution plans by name: what each takes. A new one is a row here and a step of the kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from proxyccl.channels.execution_plans.document import ChannelType
+
+COMBINATIONS = ("sum", "prod", "min", "max")
+"""How an operation reduces, in the order of ProxycclCombination (execution.h)."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What an operation takes in some places of `src_buff` or `dst_buff`.
+
+    Attributes:
+        remote: a peer's buffer, not an own one.
+        packets: as packets, in scratch memory.
+        most: how many at most; at least one.
+    """
+
+    remote: bool = False
+    packets: bool = False
+    most: int = 1
+
+
+MANY = 1 << 20
+
+
+@dataclass(frozen=True)
+class Moving:
+    """An operation that moves data.
+
+    Attributes:
+        sources, destinations: what it takes, in order.
+        channels: the types that reach its remote buffers; () if it has none.
+        pairs: source i goes to destination i. Otherwise all sources are combined, and the result goes to all
+            destinations.
+        signals, flushes: behind its data, on a port channel.
+    """
+
+    sources: tuple[Operand, ...]
+    destinations: tuple[Operand, ...]
+    channels: tuple[ChannelType, ...] = ()
+    pairs: bool = False
+    signals: bool = False
+    flushes: bool = False
+
+    @property
+    def packets(self) -> bool:
+        """Whether it uses packets."""
+        return any(operand.packets for operand in (*self.sources, *self.destinations))
+
+
+_OWN, _OWNS = Operand(), Operand(most=MANY)
+_OWN_PACKETS = Operand(packets=True)
+_OWNS_PACKETS = Operand(packets=True, most=MANY)
+_PEERS = Operand(remote=True, most=MANY)
+_PEERS_PACKETS = Operand(remote=True, packets=True, most=MANY)
+_MEMORY: tuple[ChannelType, ...] = ("memory",)
+_PORT: tuple[ChannelType, ...] = ("port",)
+_ANY: tuple[ChannelType, ...] = ("memory", "port")
+
+MOVING: dict[str, Moving] = {
+    "copy": Moving((_OWNS,), (_OWNS,), pairs=True),
+    "put": Moving((_OWNS,), (_PEERS,), _ANY, pairs=True),
+    "pws": Moving((_OWNS,), (_PEERS,), _PORT, pairs=True, signals=True),
+    "pwsf": Moving((_OWNS,), (_PEERS,), _PORT, pairs=True, signals=True, flushes=True),
+    "get": Moving((_PEERS,), (_OWNS,), _MEMORY, pairs=True),
+    "re": Moving((_OWNS,), (_OWN,)),
+    "res": Moving((_OWNS,), (_OWN, _PEERS), _MEMORY),
+    "rre": Moving((_OWN, _PEERS), (_OWN,), _MEMORY),
+    "rres": Moving((_OWN, _PEERS), (_OWN, _PEERS), _MEMORY),
+    "cpkt": Moving((_OWNS,), (_OWNS_PACKETS,), pairs=True),
+    "upkt": Moving((_OWNS_PACKETS,), (_OWNS,), pairs=True),
+    "ppkt": Moving((_OWNS,), (_PEERS_PACKETS,), _ANY, pairs=True),
+    "rppkt": Moving((_OWN_PACKETS,), (_PEERS_PACKETS,), _ANY),
+    "repkt": Moving((_OWN, _OWNS_PACKETS), (_OWN,)),
+    "respkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _PEERS_PACKETS), _MEMORY),
+    "recpkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS)),
+    "recspkt": Moving((_OWN, _OWNS_PACKETS), (_OWN, _OWN_PACKETS, _PEERS_PACKETS), _MEMORY),
+}
+"""By MSCCL++'s name."""
+
+MOVING_PACKETS_BY_PORT = Moving((_OWNS_PACKETS,), (_PEERS_PACKETS,), _PORT, pairs=True)
+"""`ppkt` on a port channel: its source holds packets already."""
+
+Channelled = Literal["signal", "rlxsignal", "wait", "rlxwait", "flush"]
+CHANNELLED: dict[str, tuple[ChannelType, ...]] = {
+    "signal": _ANY,
+    "rlxsignal": _ANY,
+    "wait": _ANY,
+    "rlxwait": _ANY,
+    "flush": _PORT,
+}
+"""Operations on channels without data, and the types of channels that they take."""
+
+OTHERS = frozenset({"nop", "barrier", "sem_acquire", "sem_release", "pipeline"})
+SWITCHED = {"glres": "multi-load-reduce-store", "gst": "multi-store"}
+"""Refused: they need a switch that multicasts."""

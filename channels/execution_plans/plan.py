@@ -1,0 +1,242 @@
+"""ExecutionPlan: a plan for all ranks, read and checked."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from proxyccl.channels.calls import register_names
+from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document
+from proxyccl.channels.execution_plans.operations import CHANNELLED
+from proxyccl.channels.execution_plans.program import Operation, Program, Reader, channel_ends
+from proxyccl.device.errors import ArgumentError, ProtocolError
+
+_Times = Counter[tuple[int, int]]
+"""How often something is done: by the chunks and the unit of the pipeline around it, (0, 0) outside of any."""
+
+PACKET_PAYLOAD = 8
+"""Bytes of data in a packet."""
+
+
+class ExecutionPlan:
+    """A program of a collective, as MSCCL++'s language writes it, for `Communicator.execute`.
+
+    Use `load`.
+
+    Attributes:
+        name: as its author names it.
+        collective: "allreduce", "allgather", …, as its author names it.
+        world_size: ranks that it is for.
+        in_place: whether input and output are one array.
+        call_name: name and digest of its text, by which ranks compare what they execute.
+    """
+
+    def __init__(self, document: Document, digest: str) -> None:
+        self.document = document
+        self.name, self.collective = document.name, document.collective
+        self.world_size = len(document.gpus)
+        self.in_place = document.inplace
+        self.call_name = f"execution plan {document.name} ({digest[:12]})"
+        for rank, gpu in enumerate(document.gpus):
+            if gpu.id != rank:
+                raise ArgumentError("plan", f"gpus[{rank}] has id {gpu.id}; expected the ranks in order")
+        if not document.gpus:
+            raise ArgumentError("plan", "it has no gpus")
+        if not any(gpu.threadblocks for gpu in document.gpus):
+            raise ArgumentError("plan", "no rank has a threadblock")
+        first = document.gpus[0]
+        for gpu in document.gpus:
+            chunks = (gpu.input_chunks, gpu.output_chunks)
+            if chunks != (first.input_chunks, first.output_chunks):
+                raise ArgumentError(
+                    "plan",
+                    f"rank {gpu.id} has {chunks[0]} input and {chunks[1]} output chunks, rank 0 {first.input_chunks} "
+                    f"and {first.output_chunks}; expected as many on all ranks",
+                )
+        if document.protocol == "LL" and document.buffer_alignment % PACKET_PAYLOAD:
+            raise ArgumentError(
+                "plan", f"buffer_alignment is {document.buffer_alignment}; packets need a multiple of {PACKET_PAYLOAD}"
+            )
+        if document.use_double_scratch_buffer and document.buffer_alignment % 4:
+            raise ArgumentError("plan", f"buffer_alignment is {document.buffer_alignment}; expected a multiple of 4")
+        self.programs: tuple[Program, ...] = tuple(Reader(document, gpu).program() for gpu in document.gpus)
+        self._ends = [channel_ends(gpu, self.world_size) for gpu in document.gpus]
+        self._peers: dict[ChannelType, list[tuple[int, ...]]] = {
+            "memory": self._joined("memory"),
+            "port": self._joined("port"),
+        }
+        self._check_signals()
+        for rank in range(self.world_size):
+            self._check_inside(rank)
+        register_names(self.call_name)
+
+    @classmethod
+    def load(cls, plan: Any) -> ExecutionPlan:
+        """Reads and checks a plan.
+
+        Args:
+            plan: a path (anything with ``__fspath__``, or a string that is no JSON), the JSON as a string or bytes, or
+                what ``json.load`` makes of it.
+
+        Raises:
+            ArgumentError: it is no plan, or one that can't be executed: the text names rank, threadblock and operation.
+            OSError: the file can't be read.
+        """
+        if isinstance(plan, ExecutionPlan):
+            return plan
+        source = "the argument"
+        if isinstance(plan, dict):
+            try:
+                data = msgspec.json.encode(plan)
+            except (TypeError, msgspec.EncodeError) as error:
+                raise ArgumentError("plan", f"is no JSON: {error}") from None
+        elif isinstance(plan, bytes | bytearray):
+            data = bytes(plan)
+        elif isinstance(plan, str) and plan.lstrip().startswith("{"):
+            data = plan.encode()
+        elif isinstance(plan, str | os.PathLike):
+            data, source = Path(plan).read_bytes(), str(plan)
+        else:
+            raise ArgumentError("plan", f"expected a path, JSON or an ExecutionPlan, not {type(plan).__name__}")
+        try:
+            document = DOCUMENT.decode(data, source)
+        except ProtocolError as error:
+            raise ArgumentError("plan", str(error)) from None
+        return cls(document, hashlib.sha256(data).hexdigest())
+
+    def __repr__(self) -> str:
+        return f"<ExecutionPlan {self.name} ({self.collective}) for {self.world_size} ranks>"
+
+    @property
+    def most_channels(self) -> dict[ChannelType, int]:
+        """By type, the most channels that a rank has to one peer."""
+        return {
+            kind: max((end.number + 1 for ends in self._ends for end in ends[kind]), default=0)
+            for kind in ("memory", "port")
+        }
+
+    def peers(self, rank: int, kind: ChannelType) -> tuple[int, ...]:
+        """The ranks to which a rank has channels of a type, or that have some to it."""
+        return self._peers[kind][rank]
+
+    def operations(self, rank: int) -> Iterator[tuple[Operation, tuple[int, int]]]:
+        """A rank's operations, those of pipelines included, each with its pipeline's chunks and unit, or (0, 0)."""
+        for block in self.programs[rank]:
+            for operation in block:
+                yield operation, (0, 0)
+                for inner in operation.body:
+                    yield inner, (operation.chunks, operation.unit)
+
+    @functools.cached_property
+    def combinations(self) -> set[str]:
+        """How its operations combine values; none if the plan only moves them, whose type then does not matter."""
+        return {
+            operation.combination
+            for rank in range(self.world_size)
+            for operation, _ in self.operations(rank)
+            if operation.moving is not None and len(operation.sources) > 1 and not operation.moving.pairs
+        }
+
+    @functools.cached_property
+    def reached(self) -> set[BufferName]:
+        """Inputs ("i") and outputs ("o"), as far as they must be memory that peers or the proxies reach."""
+        return {
+            each.buffer
+            for rank in range(self.world_size)
+            for operation, _ in self.operations(rank)
+            for each in (*operation.sources, *operation.destinations)
+            if each.buffer != "s" and (each.rank != rank or operation.channels != ())
+        }
+
+    @functools.cached_property
+    def writes_whole_outputs(self) -> bool:
+        """Whether every chunk of every output is written; otherwise the rest keeps what it held."""
+        parts: dict[tuple[int, int, int], set[int]] = {}  # by rank, chunk and number of parts
+        for rank in range(self.world_size):
+            for operation, _ in self.operations(rank):
+                for each in operation.destinations:
+                    for chunk in range(each.index, each.index + each.size):
+                        if each.buffer == "o":
+                            parts.setdefault((each.rank, chunk, operation.parts), set()).add(operation.part)
+        whole = {(rank, chunk) for (rank, chunk, count), written in parts.items() if len(written) == count}
+        return len(whole) == sum(gpu.output_chunks for gpu in self.document.gpus)
+
+    def _joined(self, kind: ChannelType) -> list[tuple[int, ...]]:
+        pairs = {(rank, end.peer) for rank, ends in enumerate(self._ends) for end in ends[kind]}
+        both = pairs | {(peer, rank) for rank, peer in pairs}
+        return [tuple(sorted(peer for one, peer in both if one == rank)) for rank in range(self.world_size)]
+
+    def _check_signals(self) -> None:
+        """As many signals as waits on every channel: what is left over would be taken for the next execution's."""
+        sent: dict[tuple[int, int, str, int], _Times] = {}
+        awaited: dict[tuple[int, int, str, int], _Times] = {}
+        for rank in range(self.world_size):
+            for operation, times in self.operations(rank):
+                for end in operation.channels:
+                    name, place = operation.place.name, operation.place
+                    if not any(
+                        other.peer == rank and other.number == end.number for other in self._ends[end.peer][end.type]
+                    ):
+                        raise place.refuse(
+                            f"{end.type} channel number {end.number} to rank {end.peer} has no counterpart there"
+                        )
+                    if name in ("wait", "rlxwait"):
+                        awaited.setdefault((end.peer, rank, end.type, end.number), Counter())[times] += 1
+                    elif (name in CHANNELLED and name != "flush") or (operation.moving and operation.moving.signals):
+                        sent.setdefault((rank, end.peer, end.type, end.number), Counter())[times] += 1
+        for key in sorted({*sent, *awaited}):
+            if sent.get(key, Counter()) != awaited.get(key, Counter()):
+                rank, peer, kind, number = key
+                raise ArgumentError(
+                    "plan",
+                    f"rank {rank} signals rank {peer} {_total(sent.get(key))} on {kind} channel number {number}, which "
+                    f"waits {_total(awaited.get(key))}; expected as many waits as signals",
+                )
+
+    def _check_inside(self, rank: int) -> None:
+        """Barriers meet, and semaphores end where they began."""
+        barriers: dict[int, dict[int, _Times]] = {}
+        sizes: dict[int, int] = {}
+        semaphores: dict[int, list[_Times]] = {}
+        for operation, times in self.operations(rank):
+            name, place = operation.place.name, operation.place
+            if name == "barrier":
+                number, blocks = operation.numbers
+                barriers.setdefault(number, {}).setdefault(place.threadblock, Counter())[times] += 1
+                if sizes.setdefault(number, blocks) != blocks:
+                    raise place.refuse(f"barrier {number} of {blocks} threadblocks; elsewhere of {sizes[number]}")
+            elif name.startswith("sem_"):
+                for number in operation.numbers:
+                    counts = semaphores.setdefault(number, [Counter(), Counter()])
+                    counts[name == "sem_release"][times] += 1
+        for number, by_block in barriers.items():
+            if len(by_block) != sizes[number] or any(
+                times != next(iter(by_block.values())) for times in by_block.values()
+            ):
+                raise ArgumentError(
+                    "plan",
+                    f"rank {rank}: barrier {number} is of {sizes[number]} threadblocks, but "
+                    f"{', '.join(map(str, sorted(by_block)))} come to it, or not equally often",
+                )
+        for number, (acquired, released) in semaphores.items():
+            if acquired != released:
+                raise ArgumentError(
+                    "plan",
+                    f"rank {rank}: semaphore {number} is acquired {_total(acquired)} and released {_total(released)}; "
+                    "expected equally often",
+                )
+
+
+def _total(times: _Times | None) -> str:
+    if not times:
+        return "never"
+    outside = times[0, 0]
+    inside = sum(times.values()) - outside
+    return f"{outside} times" + (f" and {inside} times in each turn of pipelines" if inside else "")

@@ -1,0 +1,244 @@
+"""From a rank's program to the tables that its kernel reads (execution.h), for one size of chunks."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from proxyccl.channels.execution_plans.document import BufferName
+from proxyccl.channels.execution_plans.operations import COMBINATIONS
+from proxyccl.channels.execution_plans.program import ChannelEnd, Operation, Program, Range
+from proxyccl.device._native import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import ProxycclStepPointer  # the stub's; cffi has no such name
+
+ADDRESSABLE_OPERATIONS = 1 << lib.PROXYCCL_PLACE_OPERATION_BITS
+
+_BASES: dict[BufferName, int] = {"i": lib.PROXYCCL_BASE_INPUT, "o": lib.PROXYCCL_BASE_OUTPUT}
+_ONE_THREAD = {
+    "signal": lib.PROXYCCL_STEP_SIGNAL,
+    "rlxsignal": lib.PROXYCCL_STEP_RELAXED_SIGNAL,
+    "wait": lib.PROXYCCL_STEP_WAIT,
+    "rlxwait": lib.PROXYCCL_STEP_RELAXED_WAIT,
+    "sem_acquire": lib.PROXYCCL_STEP_ACQUIRE,
+    "sem_release": lib.PROXYCCL_STEP_RELEASE,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where data lies, for one size.
+
+    Attributes:
+        chunk_bytes: size of a chunk, in every buffer.
+        alignment: bytes to which the parts of several threadblocks are aligned.
+        double_scratch: whether scratch memory has two halves.
+        address: of a rank's buffer, as this rank's kernels reach it; not of the own input and output.
+        memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
+        channel: number of a channel in the kernel's table.
+    """
+
+    chunk_bytes: int
+    alignment: int
+    double_scratch: bool
+    address: Callable[[int, BufferName], int]
+    memory_id: Callable[[int, BufferName, int], tuple[int, int]]
+    channel: Callable[[ChannelEnd], int]
+
+
+@dataclass
+class Tables:
+    """The kernel's tables, as bytes.
+
+    Attributes:
+        steps: ProxycclStep.
+        first_step: uint32, of each block and behind the last.
+        operands: ProxycclOperand.
+    """
+
+    steps: bytes = b""
+    first_step: bytes = b""
+    operands: bytes = b""
+
+
+@dataclass
+class _Block:
+    """The steps of one threadblock as they are written."""
+
+    steps: list[ProxycclStepPointer] = field(default_factory=list)
+    by_all: bool | None = None  # who executed what was not followed by a barrier of the block: all threads, or one
+
+
+class Writer:
+    """Writes the tables of one rank."""
+
+    def __init__(self, rank: int, threads: int, layout: Layout) -> None:
+        self._rank = rank
+        self._threads = threads
+        self._layout = layout
+        self._operands: list[bytes] = []
+
+    def tables(self, program: Program) -> Tables:
+        """The tables of a program, which has one threadblock at least."""
+        blocks = []
+        for operations in program:
+            block = _Block()
+            for operation in operations:
+                self._operation(block, operation)
+            blocks.append(block)
+        first, firsts = 0, [0]
+        for block in blocks:
+            first += len(block.steps)
+            firsts.append(first)
+        return Tables(
+            b"".join(bytes(ffi.buffer(step)) for block in blocks for step in block.steps),
+            struct.pack(f"<{len(firsts)}I", *firsts),
+            b"".join(self._operands),
+        )
+
+    # -- steps ---
+
+    def _step(self, block: _Block, operation: Operation, code: int, *, by_all: bool | None) -> ProxycclStepPointer:
+        """A new step. Between what all threads do and what one does the block meets, if the plan does not say so."""
+        if by_all is not None and block.by_all is not None and by_all != block.by_all:
+            self._sync(block, operation)
+        step = ffi.new("ProxycclStep *")
+        step.code = code
+        step.place = operation.place.threadblock << lib.PROXYCCL_PLACE_OPERATION_BITS | operation.place.operation
+        block.steps.append(step)
+        block.by_all = by_all
+        return step
+
+    def _sync(self, block: _Block, operation: Operation) -> None:
+        block.by_all = None
+        self._step(block, operation, lib.PROXYCCL_STEP_SYNC, by_all=None)
+
+    def _operation(self, block: _Block, operation: Operation) -> None:
+        name, place = operation.place.name, operation.place
+        if name == "nop":
+            self._sync(block, operation)
+        elif name == "pipeline":
+            self._pipeline(block, operation)
+        elif name == "barrier":
+            if block.by_all is not None:
+                self._sync(block, operation)
+            step = self._step(block, operation, lib.PROXYCCL_STEP_BARRIER, by_all=None)
+            step.channel, step.option = operation.numbers
+        elif operation.moving is not None:
+            self._move(block, operation)
+        elif operation.channels:
+            for i, end in enumerate(operation.channels):
+                self._on_channel(block, operation, i, end)
+        else:
+            for i, number in enumerate(operation.numbers):
+                step = self._step(block, operation, _ONE_THREAD[name], by_all=False)
+                step.thread, step.channel = i % self._threads, number
+        assert place.operation < ADDRESSABLE_OPERATIONS
+
+    def _on_channel(self, block: _Block, operation: Operation, i: int, end: ChannelEnd) -> None:
+        name = operation.place.name
+        if end.type == "memory":
+            code, option = _ONE_THREAD[name], 0
+        elif name in ("wait", "rlxwait"):
+            code, option = lib.PROXYCCL_STEP_PORT_WAIT, 0
+        else:
+            code = lib.PROXYCCL_STEP_PORT
+            option = lib.PROXYCCL_OP_FLUSH if name == "flush" else lib.PROXYCCL_OP_SIGNAL
+        step = self._step(block, operation, code, by_all=False)
+        step.thread, step.channel, step.option = i % self._threads, self._layout.channel(end), option
+
+    def _pipeline(self, block: _Block, operation: Operation) -> None:
+        if block.by_all is not None:
+            self._sync(block, operation)
+        loop = self._step(block, operation, lib.PROXYCCL_STEP_LOOP, by_all=None)
+        begin = len(block.steps)
+        for inner in operation.body:
+            self._operation(block, inner)
+        if block.by_all is not None:  # the next turn begins with what this one may have ended with
+            self._sync(block, operation)
+        loop.option, loop.unit = len(block.steps) - begin, operation.unit
+        loop.iterations = -(-operation.chunks * self._layout.chunk_bytes // operation.unit)
+
+    # -- data ---
+
+    def _move(self, block: _Block, operation: Operation) -> None:
+        moving = operation.moving
+        assert moving is not None
+        if operation.channels:
+            self._put(block, operation)
+        elif moving.pairs:
+            for source, destination in zip(operation.sources, operation.destinations, strict=True):
+                self._combine(block, operation, (source,), (destination,))
+        else:
+            self._combine(block, operation, operation.sources, operation.destinations)
+
+    def _combine(
+        self, block: _Block, operation: Operation, sources: tuple[Range, ...], destinations: tuple[Range, ...]
+    ) -> None:
+        packets = any(each.packets for each in (*sources, *destinations))
+        is_copy = len(sources) == len(destinations) == 1 and not packets
+        code = lib.PROXYCCL_STEP_COPY if is_copy else lib.PROXYCCL_STEP_COMBINE
+        step = self._step(block, operation, code, by_all=True)
+        step.option, step.packets = COMBINATIONS.index(operation.combination), packets
+        self._operands_of(step, operation, sources, destinations)
+
+    def _operands_of(
+        self,
+        step: ProxycclStepPointer,
+        operation: Operation,
+        sources: tuple[Range, ...],
+        destinations: tuple[Range, ...],
+    ) -> None:
+        step.sources, step.destinations, step.first_operand = len(sources), len(destinations), len(self._operands)
+        for each in (*sources, *destinations):
+            start, step.bytes = self._part(operation, each)
+            operand = ffi.new("ProxycclOperand *")
+            own = each.rank == self._rank
+            if own and each.buffer in _BASES:
+                operand.base, operand.address = _BASES[each.buffer], start
+            else:
+                operand.address = self._layout.address(each.rank, each.buffer) + start
+            operand.packets, operand.alternates = each.packets, self._alternates(each)
+            self._operands.append(bytes(ffi.buffer(operand)))
+
+    def _put(self, block: _Block, operation: Operation) -> None:
+        """Puts by the proxy, behind the packets if the operation is to wait for them."""
+        moving, layout = operation.moving, self._layout
+        assert moving is not None
+        sources = operation.sources
+        if operation.place.name == "rppkt":
+            step = self._step(block, operation, lib.PROXYCCL_STEP_AWAIT_PACKETS, by_all=True)
+            self._operands_of(step, operation, sources, ())
+            sources = sources * len(operation.destinations)
+        option = lib.PROXYCCL_OP_DATA
+        option |= lib.PROXYCCL_OP_SIGNAL * moving.signals | lib.PROXYCCL_OP_FLUSH * moving.flushes
+        pairs = zip(sources, operation.destinations, operation.channels, strict=True)
+        for i, (source, destination, end) in enumerate(pairs):
+            step = self._step(block, operation, lib.PROXYCCL_STEP_PORT, by_all=False)
+            step.thread, step.channel, step.option = i % self._threads, layout.channel(end), option
+            step.src_offset, step.bytes = self._part(operation, source)
+            step.dst_offset, _ = self._part(operation, destination)
+            step.bytes *= 2 if source.packets else 1
+            step.src_memory, begin = layout.memory_id(source.rank, source.buffer, end.peer)
+            step.src_offset += begin
+            step.dst_memory, begin = layout.memory_id(destination.rank, destination.buffer, end.peer)
+            step.dst_offset += begin
+            step.src_alternates, step.dst_alternates = self._alternates(source), self._alternates(destination)
+
+    def _alternates(self, each: Range) -> bool:
+        return self._layout.double_scratch and each.buffer == "s"
+
+    def _part(self, operation: Operation, each: Range) -> tuple[int, int]:
+        """Where this threadblock's part of a range begins in its buffer, and its bytes of data."""
+        layout = self._layout
+        units = each.size * layout.chunk_bytes // layout.alignment
+
+        def before(part: int) -> int:
+            return part * (units // operation.parts) + min(part, units % operation.parts)
+
+        first, end = before(operation.part), before(operation.part + 1)
+        start = each.index * layout.chunk_bytes + first * layout.alignment
+        return start * (2 if each.packets else 1), (end - first) * layout.alignment

@@ -1,0 +1,229 @@
+// execute_plan: the interpreter of execution plans. A block executes the steps of one threadblock of the plan.
+//
+// Blocks wait for each other (barriers, semaphores, signals), so all must be resident. Threads of a block go through
+// the steps without waiting for one another, but for the steps that say so: steps of single threads, such as waits for
+// several channels, then overlap.
+//
+// A wait that fails is not the end of the kernel: it goes on with incomplete data, all its later waits end at once, and
+// the CPU raises the error (wait.h).
+#ifndef PROXYCCL_EXECUTE_PLAN_H
+#define PROXYCCL_EXECUTE_PLAN_H
+
+#include "execution.h"
+#include "instance.h"
+#include "packets.h"
+#include "reduce_ranks.h"
+
+namespace proxyccl {
+
+template <class T>
+class PlanExecutor {
+ public:
+  PROXYCCL_DEVICE explicit PlanExecutor(const ProxycclExecution& execution)
+      : execution_(execution), executions_(loadRelaxedDevice(&execution.counters->executions)) {
+    alternate_ = executions_ % 2 * execution.alternate_bytes;
+  }
+
+  PROXYCCL_DEVICE void run() const {
+    const uint32_t end = execution_.first_step[blockIdx.x + 1];
+    for (uint32_t i = execution_.first_step[blockIdx.x]; i < end; ++i) {
+      const ProxycclStep& step = execution_.steps[i];
+      if (step.code != PROXYCCL_STEP_LOOP) {
+        execute(step, 0, step.bytes);
+        continue;
+      }
+      for (uint32_t k = 0; k < step.iterations; ++k)
+        for (uint32_t s = 1; s <= step.option; ++s) execute(execution_.steps[i + s], k * step.unit, step.unit);
+      i += step.option;
+    }
+  }
+
+  // The kernel's last use of this object.
+  PROXYCCL_DEVICE void finish() const {
+    __syncthreads();  // all threads have read the count
+    if (threadIdx.x != 0) return;
+    ProxycclExecutionCounters* counters = execution_.counters;
+    if (fetchAddAcqRelDevice<uint32_t>(&counters->blocks_done, 1) != gridDim.x - 1) return;
+    storeRelaxedDevice<uint32_t>(&counters->blocks_done, 0);
+    storeRelaxedDevice<uint64_t>(&counters->executions, executions_ + 1);
+  }
+
+ private:
+  // An even number of flags, so that they alternate with the halves of the scratch memory when they wrap. Not 0, which
+  // fresh memory holds.
+  PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
+
+  // Executes a step for `limit` bytes of its data from `offset` on.
+  PROXYCCL_DEVICE void execute(const ProxycclStep& step, uint64_t offset, uint64_t limit) const {
+    const uint64_t bytes = offset < step.bytes ? minimum(step.bytes - offset, limit) : 0;
+    switch (step.code) {
+      case PROXYCCL_STEP_SYNC:
+        return syncThreadsSystem();
+      case PROXYCCL_STEP_BARRIER:
+        reinterpret_cast<DeviceSyncer*>(execution_.barriers)[step.channel].sync(static_cast<int>(step.option),
+                                                                                execution_.control);
+        return;
+      case PROXYCCL_STEP_COPY:
+        if (bytes != 0) copyBytes(at(step, 1, offset), at(step, 0, offset), bytes, threadIdx.x, blockDim.x);
+        return;
+      case PROXYCCL_STEP_COMBINE:
+        return combine(step, offset, bytes);
+      case PROXYCCL_STEP_AWAIT_PACKETS:
+        forEach(bytes / sizeof(LL16Packet::Payload), threadIdx.x, blockDim.x, [&](size_t p) { receive(step, 0, p); });
+        return;
+      default:
+        if (threadIdx.x == step.thread) executeByOne(step, offset, bytes);
+    }
+  }
+
+  PROXYCCL_DEVICE void executeByOne(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
+    switch (step.code) {
+      case PROXYCCL_STEP_SIGNAL:
+        return semaphoreOf(step).signal();
+      case PROXYCCL_STEP_RELAXED_SIGNAL:
+        return semaphoreOf(step).relaxedSignal();
+      case PROXYCCL_STEP_WAIT:
+      case PROXYCCL_STEP_RELAXED_WAIT: {
+        const uint32_t peer = execution_.memory_channels[step.channel].peer;
+        if (step.code == PROXYCCL_STEP_WAIT)
+          semaphoreOf(step).wait(execution_.control, PROXYCCL_WAIT_EXECUTION, peer, step.place);
+        else
+          semaphoreOf(step).relaxedWait(execution_.control, PROXYCCL_WAIT_EXECUTION, peer, step.place);
+        return;
+      }
+      case PROXYCCL_STEP_PORT_WAIT: {
+        const ProxycclProxyChannel& channel = execution_.port_channels[step.channel];
+        Semaphore{channel.semaphore}.wait(execution_.control, PROXYCCL_WAIT_EXECUTION, channel.peer, step.place);
+        return;
+      }
+      case PROXYCCL_STEP_PORT:
+        return push(step, offset, bytes);
+      case PROXYCCL_STEP_ACQUIRE:
+        semaphore(step)->acquire(execution_.control, {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, 1});
+        return;
+      case PROXYCCL_STEP_RELEASE:
+        return semaphore(step)->release();
+    }
+  }
+
+  PROXYCCL_DEVICE Semaphore semaphoreOf(const ProxycclStep& step) const {
+    return {execution_.memory_channels[step.channel].semaphore};
+  }
+  PROXYCCL_DEVICE DeviceSemaphore* semaphore(const ProxycclStep& step) const {
+    return reinterpret_cast<DeviceSemaphore*>(execution_.semaphores) + step.channel;
+  }
+
+  // A part of a put that has no bytes still signals and flushes.
+  PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
+    const ProxyChannelDeviceHandle channel{execution_.port_channels[step.channel]};
+    const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? alternate_ : 0);
+    const uint64_t src = step.src_offset + offset + (step.src_alternates ? alternate_ : 0);
+    const bool signals = (step.option & PROXYCCL_OP_SIGNAL) != 0;
+    if ((step.option & PROXYCCL_OP_DATA) && bytes != 0) {
+      if (signals)
+        channel.putWithSignal(step.dst_memory, dst, step.src_memory, src, bytes);
+      else
+        channel.put(step.dst_memory, dst, step.src_memory, src, bytes);
+    } else if (signals) {
+      channel.signal();
+    }
+    if (!(step.option & PROXYCCL_OP_FLUSH)) return;
+    const uint64_t ticket = channel.flushAsync();
+    const WaitFor what = {PROXYCCL_WAIT_EXECUTION, channel.peer, step.place, ticket + 1};
+    if (ticket != kNoTicket)
+      waitUntil(execution_.control, what, [&](uint64_t* seen) {
+        *seen = loadRelaxedSystem(channel.flushed);
+        return channel.isFlushed(ticket);
+      });
+  }
+
+  PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
+    return execution_.operands[step.first_operand + i];
+  }
+  PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
+    const ProxycclOperand& it = operand(step, i);
+    char* base = it.base == PROXYCCL_BASE_INPUT    ? execution_.input
+                 : it.base == PROXYCCL_BASE_OUTPUT ? execution_.output
+                                                   : nullptr;
+    return base + it.address + (it.alternates ? alternate_ : 0) + (it.packets ? 2 * offset : offset);
+  }
+
+  PROXYCCL_DEVICE void combine(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
+    switch (step.option) {
+      case PROXYCCL_COMBINE_SUM:
+        return combineBy<Sum>(step, offset, bytes);
+      case PROXYCCL_COMBINE_PROD:
+        return combineBy<Prod>(step, offset, bytes);
+      case PROXYCCL_COMBINE_MIN:
+        return combineBy<Min>(step, offset, bytes);
+      default:
+        return combineBy<Max>(step, offset, bytes);
+    }
+  }
+
+  template <class Op>
+  PROXYCCL_DEVICE void combineBy(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
+    if (step.packets) return combinePackets<Op>(step, bytes);
+    bool aligned = true;
+    for (uint32_t i = 0; i < step.sources + step.destinations; ++i)
+      aligned = aligned && isAligned16(at(step, i, offset));
+    reduceRanks<T, Op>(
+        step.sources, 1, bytes / sizeof(T), aligned, threadIdx.x, blockDim.x,
+        [&](uint32_t source) { return reinterpret_cast<const T*>(at(step, source, offset)); },
+        [&](uint64_t i, const auto& values) {
+          for (uint32_t d = 0; d < step.destinations; ++d)
+            values.store(reinterpret_cast<T*>(at(step, step.sources + d, offset)) + i);
+        });
+  }
+
+  // Packet by packet: a thread waits for its own packets alone. Loops have no such steps, so there is no offset.
+  template <class Op>
+  PROXYCCL_DEVICE void combinePackets(const ProxycclStep& step, uint64_t bytes) const {
+    using Payload = LL16Packet::Payload;
+    forEach(bytes / sizeof(Payload), threadIdx.x, blockDim.x, [&](size_t p) {
+      Payload payload = receive(step, 0, p);
+      if (step.sources > 1) {
+        PacketReduction<T, Op> reduction;
+        reduction(0, payload);
+        for (uint32_t source = 1; source < step.sources; ++source) reduction(source, receive(step, source, p));
+        payload = reduction.finish(1).pack();
+      }
+      for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {
+        if (operand(step, d).packets)
+          reinterpret_cast<LL16Packet*>(at(step, d, 0))[p].write(payload, flag());
+        else
+          reinterpret_cast<Payload*>(at(step, d, 0))[p] = payload;
+      }
+    });
+  }
+
+  // Number p of a source's payloads; waits for it if it comes in a packet.
+  PROXYCCL_DEVICE LL16Packet::Payload receive(const ProxycclStep& step, uint32_t source, size_t p) const {
+    if (!operand(step, source).packets) return reinterpret_cast<const LL16Packet::Payload*>(at(step, source, 0))[p];
+    const LL16Packet* packet = reinterpret_cast<const LL16Packet*>(at(step, source, 0)) + p;
+    LL16Packet::Payload payload{};
+    const WaitFor what = {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, flag()};
+    waitUntil(execution_.control, what, [&](uint64_t* seen) { return packet->tryRead(flag(), &payload, seen); });
+    return payload;
+  }
+
+  const ProxycclExecution& execution_;
+  uint64_t executions_;
+  uint64_t alternate_;
+};
+
+template <class T>
+PROXYCCL_DEVICE void execute_plan(const ProxycclExecution& execution) {
+  const PlanExecutor<T> executor(execution);
+  executor.run();
+  executor.finish();
+}
+
+}  // namespace proxyccl
+
+// A kernel `name` from the template `kernel` for one element type.
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                       \
+  PROXYCCL_TEAM_KERNEL name(const ProxycclExecution execution) { ::proxyccl::kernel<T>(execution); } \
+  PROXYCCL_EXPORT_KERNEL(name)
+
+#endif

@@ -1,0 +1,90 @@
+/* An execution plan as the kernel reads it (execute_plan.h): what MSCCL++'s JSON says of one rank, worked out for one
+ * size of arrays. Python fills it (channels/execution_plans). Plain C.
+ */
+#ifndef PROXYCCL_EXECUTION_H
+#define PROXYCCL_EXECUTION_H
+
+#include "proxyccl/handles.h"
+
+/* What a step does. One thread of the block executes what needs one: ProxycclStep.thread. */
+enum ProxycclStepCode {
+  PROXYCCL_STEP_SYNC = 0,    /* the block's threads; what they wrote is then covered by one thread's release */
+  PROXYCCL_STEP_BARRIER = 1, /* `option` blocks, at barrier number `channel` */
+  PROXYCCL_STEP_SIGNAL = 2,  /* memory channel */
+  PROXYCCL_STEP_RELAXED_SIGNAL = 3,
+  PROXYCCL_STEP_WAIT = 4,
+  PROXYCCL_STEP_RELAXED_WAIT = 5,
+  PROXYCCL_STEP_PORT = 6,      /* a trigger whose operation is `option`; waits for its flush, if it has one */
+  PROXYCCL_STEP_PORT_WAIT = 7, /* for the port channel's next signal */
+  PROXYCCL_STEP_ACQUIRE = 8,   /* semaphore number `channel` */
+  PROXYCCL_STEP_RELEASE = 9,
+  PROXYCCL_STEP_COPY = 10,    /* operand 0 to operand 1 */
+  PROXYCCL_STEP_COMBINE = 11, /* the combination of the sources, by `option`, to each destination */
+  PROXYCCL_STEP_AWAIT_PACKETS = 12,
+  PROXYCCL_STEP_LOOP = 13 /* `option` steps that follow, on `unit` bytes at a time, `iterations` times */
+};
+
+/* How COMBINE combines. */
+enum ProxycclCombination {
+  PROXYCCL_COMBINE_SUM = 0,
+  PROXYCCL_COMBINE_PROD = 1,
+  PROXYCCL_COMBINE_MIN = 2,
+  PROXYCCL_COMBINE_MAX = 3
+};
+
+/* What an operand's address counts from. */
+enum ProxycclBase { PROXYCCL_BASE_NONE = 0, PROXYCCL_BASE_INPUT = 1, PROXYCCL_BASE_OUTPUT = 2 };
+
+/* A range of memory that a step reads or writes. */
+typedef struct ProxycclOperand {
+  uint64_t address;    /* or an offset, by `base` */
+  uint32_t base;       /* ProxycclBase */
+  uint32_t packets;    /* it holds packets (LL16Packet), which take twice the bytes */
+  uint32_t alternates; /* it lies in scratch memory whose halves serve every other execution */
+  uint32_t reserved;
+} ProxycclOperand;
+
+/* A step's place in the plan, for error records: threadblock and operation. */
+enum { PROXYCCL_PLACE_OPERATION_BITS = 20 };
+
+typedef struct ProxycclStep {
+  uint32_t code;    /* ProxycclStepCode */
+  uint32_t place;   /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
+  uint32_t thread;  /* the one that executes it; all do if it moves data */
+  uint32_t channel; /* number of a channel, barrier or semaphore */
+  uint32_t option;
+  uint32_t sources, destinations; /* operands first_operand …: the sources, then the destinations */
+  uint32_t first_operand;
+  uint64_t bytes; /* of data */
+  uint64_t unit;
+  uint32_t iterations;
+  uint32_t packets; /* whether an operand holds packets */
+  uint32_t dst_memory, src_memory;
+  uint64_t dst_offset, src_offset;
+  uint32_t dst_alternates, src_alternates;
+} ProxycclStep;
+
+/* In device memory, advanced by the kernel: a captured graph replays. */
+typedef struct ProxycclExecutionCounters {
+  uint64_t executions;
+  uint32_t blocks_done;
+  uint32_t reserved;
+} ProxycclExecutionCounters;
+
+/* The kernel's parameter, by value. */
+typedef struct ProxycclExecution {
+  ProxycclControl* control;
+  char* input; /* this rank's arrays */
+  char* output;
+  const ProxycclStep* steps;
+  const uint32_t* first_step; /* of each block, and the number of all */
+  const ProxycclOperand* operands;
+  const ProxycclSmChannel* memory_channels; /* semaphore, peer and number alone */
+  const ProxycclProxyChannel* port_channels;
+  uint32_t* barriers;  /* the two words of a DeviceSyncer for each */
+  int32_t* semaphores; /* a DeviceSemaphore for each */
+  ProxycclExecutionCounters* counters;
+  uint64_t alternate_bytes; /* from the first half of the scratch memory to the second; 0 if there is one */
+} ProxycclExecution;
+
+#endif
