@@ -26,8 +26,11 @@ from proxyccl.channels.execution_plans.operations import (
     Moving,
     Operand,
 )
+from proxyccl.device._native import lib
 from proxyccl.device.errors import ArgumentError
 
+MOST_OPERATIONS = 1 << lib.PROXYCCL_PLACE_OPERATION_BITS
+MOST_THREADBLOCKS = 1 << (32 - lib.PROXYCCL_PLACE_OPERATION_BITS)
 BUFFERS: dict[BufferName, str] = {"i": "input", "o": "output", "s": "scratch memory"}
 
 
@@ -132,6 +135,10 @@ class Reader:
         blocks = self._gpu.threadblocks
         if [block.id for block in blocks] != list(range(len(blocks))):
             raise ArgumentError("plan", f"rank {self._gpu.id}: threadblocks must be numbered from 0, in order")
+        if len(blocks) > MOST_THREADBLOCKS:
+            raise ArgumentError(
+                "plan", f"rank {self._gpu.id} has {len(blocks)} threadblocks, more than {MOST_THREADBLOCKS}"
+            )
         return tuple(self._threadblock(block) for block in blocks)
 
     def _threadblock(self, block: Threadblock) -> tuple[Operation, ...]:
@@ -140,6 +147,8 @@ class Reader:
         for op in block.ops:
             place = Place(self._gpu.id, block.id, count, op.name)
             count += 1 + len(op.ops)
+            if count > MOST_OPERATIONS:
+                raise place.refuse(f"a threadblock has {MOST_OPERATIONS} operations at most")
             if op.name != "pipeline":
                 operations.append(self._operation(block, op, place))
                 continue

@@ -15,8 +15,6 @@ from proxyccl.device._native import ffi, lib
 if TYPE_CHECKING:
     from proxyccl.device._native import ProxycclStepPointer  # the stub's; cffi has no such name
 
-ADDRESSABLE_OPERATIONS = 1 << lib.PROXYCCL_PLACE_OPERATION_BITS
-
 _BASES: dict[BufferName, int] = {"i": lib.PROXYCCL_BASE_INPUT, "o": lib.PROXYCCL_BASE_OUTPUT}
 _ONE_THREAD = {
     "signal": lib.PROXYCCL_STEP_SIGNAL,
@@ -117,7 +115,7 @@ class Writer:
         self._step(block, operation, lib.PROXYCCL_STEP_SYNC, by_all=None)
 
     def _operation(self, block: _Block, operation: Operation) -> None:
-        name, place = operation.place.name, operation.place
+        name = operation.place.name
         if name == "nop":
             self._sync(block, operation)
         elif name == "pipeline":
@@ -136,7 +134,6 @@ class Writer:
             for i, number in enumerate(operation.numbers):
                 step = self._step(block, operation, _ONE_THREAD[name], by_all=False)
                 step.thread, step.channel = i % self._threads, number
-        assert place.operation < ADDRESSABLE_OPERATIONS
 
     def _on_channel(self, block: _Block, operation: Operation, i: int, end: ChannelEnd) -> None:
         name = operation.place.name

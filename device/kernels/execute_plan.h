@@ -17,6 +17,68 @@
 namespace proxyccl {
 
 template <class T>
+class PlanExecutor;
+
+// Out of line: they are large, and called from several places.
+
+// Number p of a source's payloads; waits for it if it comes in a packet.
+template <class T>
+PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const PlanExecutor<T>& executor, const ProxycclStep& step,
+                                                        uint32_t source, size_t p) {
+  const char* from = executor.at(step, source, 0);
+  if (!executor.operand(step, source).packets) return reinterpret_cast<const LL16Packet::Payload*>(from)[p];
+  const LL16Packet* packet = reinterpret_cast<const LL16Packet*>(from) + p;
+  const uint32_t flag = executor.flag();
+  LL16Packet::Payload payload{};
+  const WaitFor what = {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, flag};
+  waitUntil(executor.control(), what, [&](uint64_t* seen) { return packet->tryRead(flag, &payload, seen); });
+  return payload;
+}
+
+// Packet by packet: a thread waits for its own packets alone. Loops have no such steps, so there is no offset.
+template <class T, class Op>
+PROXYCCL_OUT_OF_LINE void combinePackets(const PlanExecutor<T>& executor, const ProxycclStep& step, uint64_t bytes) {
+  using Payload = LL16Packet::Payload;
+  forEach(bytes / sizeof(Payload), threadIdx.x, blockDim.x, [&](size_t p) {
+    Payload payload = receivePayload(executor, step, 0, p);
+    if (step.sources > 1) {
+      PacketReduction<T, Op> reduction;
+      reduction(0, payload);
+#pragma unroll 1
+      for (uint32_t source = 1; source < step.sources; ++source)
+        reduction(source, receivePayload(executor, step, source, p));
+      payload = reduction.finish(1).pack();
+    }
+#pragma unroll 1
+    for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {
+      char* to = executor.at(step, d, 0);
+      if (executor.operand(step, d).packets)
+        reinterpret_cast<LL16Packet*>(to)[p].write(payload, executor.flag());
+      else
+        reinterpret_cast<Payload*>(to)[p] = payload;
+    }
+  });
+}
+
+template <class T, class Op>
+PROXYCCL_OUT_OF_LINE void combineRanges(const PlanExecutor<T>& executor, const ProxycclStep& step, uint64_t offset,
+                                        uint64_t bytes) {
+  if (step.packets) return combinePackets<T, Op>(executor, step, bytes);
+  bool aligned = true;
+#pragma unroll 1
+  for (uint32_t i = 0; i < step.sources + step.destinations; ++i)
+    aligned = aligned && isAligned16(executor.at(step, i, offset));
+  reduceRanks<T, Op>(
+      step.sources, 1, bytes / sizeof(T), aligned, threadIdx.x, blockDim.x,
+      [&](uint32_t source) { return reinterpret_cast<const T*>(executor.at(step, source, offset)); },
+      [&](uint64_t i, const auto& values) {
+#pragma unroll 1
+        for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d)
+          values.store(reinterpret_cast<T*>(executor.at(step, d, offset)) + i);
+      });
+}
+
+template <class T>
 class PlanExecutor {
  public:
   PROXYCCL_DEVICE explicit PlanExecutor(const ProxycclExecution& execution)
@@ -26,15 +88,19 @@ class PlanExecutor {
 
   PROXYCCL_DEVICE void run() const {
     const uint32_t end = execution_.first_step[blockIdx.x + 1];
-    for (uint32_t i = execution_.first_step[blockIdx.x]; i < end; ++i) {
-      const ProxycclStep& step = execution_.steps[i];
-      if (step.code != PROXYCCL_STEP_LOOP) {
-        execute(step, 0, step.bytes);
-        continue;
-      }
-      for (uint32_t k = 0; k < step.iterations; ++k)
-        for (uint32_t s = 1; s <= step.option; ++s) execute(execution_.steps[i + s], k * step.unit, step.unit);
-      i += step.option;
+    uint32_t i = execution_.first_step[blockIdx.x];
+    while (i < end) {
+      // A step outside of loops is a loop of one turn over all its bytes: `execute` is large, and stands here once.
+      const ProxycclStep& first = execution_.steps[i];
+      const bool loops = first.code == PROXYCCL_STEP_LOOP;
+      const uint32_t begin = loops ? i + 1 : i, count = loops ? first.option : 1;
+      const uint64_t unit = loops ? first.unit : first.bytes;
+      const uint32_t iterations = loops ? first.iterations : 1;
+#pragma unroll 1
+      for (uint32_t k = 0; k < iterations; ++k)
+#pragma unroll 1
+        for (uint32_t s = begin; s < begin + count; ++s) execute(execution_.steps[s], k * unit, unit);
+      i = begin + count;
     }
   }
 
@@ -48,11 +114,23 @@ class PlanExecutor {
     storeRelaxedDevice<uint64_t>(&counters->executions, executions_ + 1);
   }
 
- private:
   // An even number of flags, so that they alternate with the halves of the scratch memory when they wrap. Not 0, which
   // fresh memory holds.
   PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
 
+  PROXYCCL_DEVICE ProxycclControl* control() const { return execution_.control; }
+  PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
+    return execution_.operands[step.first_operand + i];
+  }
+  PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
+    const ProxycclOperand& it = operand(step, i);
+    char* base = it.base == PROXYCCL_BASE_INPUT    ? execution_.input
+                 : it.base == PROXYCCL_BASE_OUTPUT ? execution_.output
+                                                   : nullptr;
+    return base + it.address + (it.alternates ? alternate_ : 0) + (it.packets ? 2 * offset : offset);
+  }
+
+ private:
   // Executes a step for `limit` bytes of its data from `offset` on.
   PROXYCCL_DEVICE void execute(const ProxycclStep& step, uint64_t offset, uint64_t limit) const {
     const uint64_t bytes = offset < step.bytes ? minimum(step.bytes - offset, limit) : 0;
@@ -69,7 +147,8 @@ class PlanExecutor {
       case PROXYCCL_STEP_COMBINE:
         return combine(step, offset, bytes);
       case PROXYCCL_STEP_AWAIT_PACKETS:
-        forEach(bytes / sizeof(LL16Packet::Payload), threadIdx.x, blockDim.x, [&](size_t p) { receive(step, 0, p); });
+        forEach(bytes / sizeof(LL16Packet::Payload), threadIdx.x, blockDim.x,
+                [&](size_t p) { receivePayload(*this, step, 0, p); });
         return;
       default:
         if (threadIdx.x == step.thread) executeByOne(step, offset, bytes);
@@ -137,74 +216,17 @@ class PlanExecutor {
       });
   }
 
-  PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
-    return execution_.operands[step.first_operand + i];
-  }
-  PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
-    const ProxycclOperand& it = operand(step, i);
-    char* base = it.base == PROXYCCL_BASE_INPUT    ? execution_.input
-                 : it.base == PROXYCCL_BASE_OUTPUT ? execution_.output
-                                                   : nullptr;
-    return base + it.address + (it.alternates ? alternate_ : 0) + (it.packets ? 2 * offset : offset);
-  }
-
   PROXYCCL_DEVICE void combine(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     switch (step.option) {
       case PROXYCCL_COMBINE_SUM:
-        return combineBy<Sum>(step, offset, bytes);
+        return combineRanges<T, Sum>(*this, step, offset, bytes);
       case PROXYCCL_COMBINE_PROD:
-        return combineBy<Prod>(step, offset, bytes);
+        return combineRanges<T, Prod>(*this, step, offset, bytes);
       case PROXYCCL_COMBINE_MIN:
-        return combineBy<Min>(step, offset, bytes);
+        return combineRanges<T, Min>(*this, step, offset, bytes);
       default:
-        return combineBy<Max>(step, offset, bytes);
+        return combineRanges<T, Max>(*this, step, offset, bytes);
     }
-  }
-
-  template <class Op>
-  PROXYCCL_DEVICE void combineBy(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
-    if (step.packets) return combinePackets<Op>(step, bytes);
-    bool aligned = true;
-    for (uint32_t i = 0; i < step.sources + step.destinations; ++i)
-      aligned = aligned && isAligned16(at(step, i, offset));
-    reduceRanks<T, Op>(
-        step.sources, 1, bytes / sizeof(T), aligned, threadIdx.x, blockDim.x,
-        [&](uint32_t source) { return reinterpret_cast<const T*>(at(step, source, offset)); },
-        [&](uint64_t i, const auto& values) {
-          for (uint32_t d = 0; d < step.destinations; ++d)
-            values.store(reinterpret_cast<T*>(at(step, step.sources + d, offset)) + i);
-        });
-  }
-
-  // Packet by packet: a thread waits for its own packets alone. Loops have no such steps, so there is no offset.
-  template <class Op>
-  PROXYCCL_DEVICE void combinePackets(const ProxycclStep& step, uint64_t bytes) const {
-    using Payload = LL16Packet::Payload;
-    forEach(bytes / sizeof(Payload), threadIdx.x, blockDim.x, [&](size_t p) {
-      Payload payload = receive(step, 0, p);
-      if (step.sources > 1) {
-        PacketReduction<T, Op> reduction;
-        reduction(0, payload);
-        for (uint32_t source = 1; source < step.sources; ++source) reduction(source, receive(step, source, p));
-        payload = reduction.finish(1).pack();
-      }
-      for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {
-        if (operand(step, d).packets)
-          reinterpret_cast<LL16Packet*>(at(step, d, 0))[p].write(payload, flag());
-        else
-          reinterpret_cast<Payload*>(at(step, d, 0))[p] = payload;
-      }
-    });
-  }
-
-  // Number p of a source's payloads; waits for it if it comes in a packet.
-  PROXYCCL_DEVICE LL16Packet::Payload receive(const ProxycclStep& step, uint32_t source, size_t p) const {
-    if (!operand(step, source).packets) return reinterpret_cast<const LL16Packet::Payload*>(at(step, source, 0))[p];
-    const LL16Packet* packet = reinterpret_cast<const LL16Packet*>(at(step, source, 0)) + p;
-    LL16Packet::Payload payload{};
-    const WaitFor what = {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, flag()};
-    waitUntil(execution_.control, what, [&](uint64_t* seen) { return packet->tryRead(flag(), &payload, seen); });
-    return payload;
   }
 
   const ProxycclExecution& execution_;

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
+from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, shipped_source
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
@@ -139,6 +139,11 @@ def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: s
     code, _ = hiprtc.compile(f'#include "{path.name}"\n', architecture)
     for name in names:
         assert exports(code, name)
+
+
+def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
+    code, _ = hiprtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), "gfx942")
+    assert exports(code, "execute_plan_bfloat16")
 
 
 def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from proxyccl.device.compile_cache import shipped_source
 from proxyccl.device.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
     ACCESSES,
@@ -85,6 +86,11 @@ def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> No
     cubin = nvrtc.compile(f'#include "{path.name}"\n', CUBIN)
     for name in names:
         assert f".text.{name}\0".encode() in cubin
+
+
+def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:
+    cubin = nvrtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), CUBIN)
+    assert b".text.execute_plan_bfloat16\0" in cubin
 
 
 @pytest.mark.parametrize("source", ["moves.h", "expert_dispatch.h", "host_library.h"])

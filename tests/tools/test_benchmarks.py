@@ -73,6 +73,13 @@ def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
     assert "both ways" in page
 
 
+def test_execution_plans_run_on_the_host() -> None:
+    program = BENCHMARKS / "execution_plans.py"
+    done = run_mpi(2, program, "--quick", env={"PROXYCCL_RUNTIME": "host"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^ +4 KiB( +[\d.]+){4} +0$", done.stdout, re.MULTILINE), done.stdout
+
+
 def test_put_and_signal_refuse_another_number_of_ranks() -> None:
     done = run_mpi(1, BENCHMARKS / "put_signal.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode != 0
