@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import proxyccl
 
-DEVICE_TYPES = ("ProxyChannelDeviceHandle", "SmChannelDeviceHandle", "Fifo", "DeviceSyncer", "Semaphore")
+DEVICE_TYPES = ("ProxyChannelDeviceHandle", "SmChannelDeviceHandle", "Fifo", "DeviceSyncer", "DeviceSemaphore", "Semaphore")
 
 
 def undocumented_in_python() -> Iterator[str]:
