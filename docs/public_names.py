@@ -14,7 +14,14 @@ from xml.etree import ElementTree
 
 import proxyccl
 
-DEVICE_TYPES = ("ProxyChannelDeviceHandle", "SmChannelDeviceHandle", "Fifo", "DeviceSyncer", "DeviceSemaphore", "Semaphore")
+DEVICE_TYPES = (
+    "ProxyChannelDeviceHandle",
+    "SmChannelDeviceHandle",
+    "Fifo",
+    "DeviceSyncer",
+    "DeviceSemaphore",
+    "Semaphore",
+)
 
 
 def undocumented_in_python() -> Iterator[str]:
