@@ -36,15 +36,18 @@ def _fetched() -> str:
     return done.stderr if done.returncode else ""
 
 
-def load_if_here() -> bool:
-    """Loads libfabric into this process, if it is installed or was fetched; fetches nothing. Whether it could.
+def load_if_here() -> str | None:
+    """Loads libfabric into this process, if it is installed or was fetched; fetches nothing.
 
-    A fetched one is found by its name once it is loaded; so are the libraries that it needs, which are loaded before.
+    Returns its name, or the path of a fetched one, for PROXYCCL_LIBFABRIC; None if there is none. The libraries that a
+    fetched one needs are found by their names because they are loaded before it.
     """
-    waiting = [] if _is_installed() else sorted(_DIRECTORY.glob("usr/lib/*/lib*.so.*"))
+    if _is_installed():
+        return LIBRARY
+    waiting = sorted(_DIRECTORY.glob("usr/lib/*/lib*.so.*"))
     while waiting and (refused := [path for path in waiting if not _loads(path)]) != waiting:
         waiting = refused
-    return _loads(Path(LIBRARY))
+    return next((str(path) for path in _DIRECTORY.glob(f"usr/lib/*/{LIBRARY}") if _loads(path)), None)
 
 
 def _loads(library: Path) -> bool:
