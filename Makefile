@@ -8,6 +8,8 @@ PYTEST ?= $(BIN)/pytest
 # Tests wait as much as they compute, so there are more workers than cores.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal
+# The tests with a marker. Every worker imports the files that it is given: those without one stay out.
+marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 C_SOURCES = $(shell find device proxy tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
@@ -55,13 +57,13 @@ test-host: $(VENV)/.installed
 
 # Once more with the proxies in one node daemon: of each worker's ranks.
 test-daemon: $(VENV)/.installed
-	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) -m daemon
+	PROXYCCL_PROXY=daemon $(WORKERS_PYTEST) $(call marked,daemon)
 
 # Once more on the HIP runtime through hip-python, whose calls go to the host runtime. HIP_PROXY: where its proxies run; by
 # default in a process of the job's own, which test-all tests.
 HIP_PROXY ?= thread
 test-hip: $(VENV)/.installed rocm-on-host
-	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) -m hip
+	PROXYCCL_PROXY=$(HIP_PROXY) $(ON_HIP) $(WORKERS_PYTEST) $(call marked,hip)
 
 # The models alone. DEPTH multiplies the executions at random, and from 2 on adds larger models and bounds.
 DEPTH ?= 1

@@ -18,8 +18,6 @@ from support.ranks import Ranks
 from support.reference import ALGORITHMS, MOVES, Call
 from support.running import run_ranks
 
-pytestmark = pytest.mark.hip
-
 
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
@@ -299,6 +297,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
         ranks.run(lambda comm: [other.close() for other in others[comm.rank]])
 
 
+@pytest.mark.hip
 def test_streams_of_the_caller_are_kept_in_order() -> None:
     """Calls on different streams share scratch memory: they follow one another without the caller's help."""
 
@@ -319,6 +318,7 @@ def test_streams_of_the_caller_are_kept_in_order() -> None:
         ranks.run(body)
 
 
+@pytest.mark.hip
 def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
     def body(comm: Communicator) -> None:
         stream = comm.runtime.create_stream()
@@ -336,6 +336,7 @@ def test_a_collective_on_a_stream_does_not_wait_for_the_others() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.hip
 def test_arrays_of_asynchronous_calls_are_kept_alive() -> None:
     def fresh(comm: Communicator, value: int) -> np.ndarray | Array:
         if comm.runtime.name == "host":
@@ -351,6 +352,7 @@ def test_arrays_of_asynchronous_calls_are_kept_alive() -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.hip
 @pytest.mark.parametrize("form", ["handle", "cuda_stream", "__cuda_stream__", "ptr"])
 def test_streams_of_other_libraries_are_taken_by_their_handles(form: str) -> None:
     def body(comm: Communicator) -> None:

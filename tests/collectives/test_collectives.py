@@ -46,8 +46,8 @@ def run_calls(ranks: Ranks, calls: list[Call]) -> None:
 def test_all_reduce_computes_every_operation(ranks: Ranks, algorithm: str | None) -> None:
     """In place and not, at counts that leave packets, warps and shares incomplete, in views at odd offsets."""
     for dtype in DTYPES if ranks.world_size == ALL_TYPES else SOME_DTYPES:
-        counts = (0, 1, 3, 17, 1000) if dtype in SOME_DTYPES else (17, 1000)
-        calls = itertools.product(ops_of(dtype), counts)
+        odd = [("sum", count) for count in (0, 1, 3)] if dtype in SOME_DTYPES else []
+        calls = [*odd, *itertools.product(ops_of(dtype), (17, 1000))]
         run_calls(
             ranks,
             [
@@ -86,7 +86,6 @@ def test_reduce_scatter_gives_each_rank_its_share(ranks: Ranks, op: str, algorit
     )
 
 
-@pytest.mark.hip
 @pytest.mark.parametrize("algorithm", [None, "proxy"])
 @pytest.mark.parametrize("collective", MOVES)
 def test_moves_bytes_of_any_type(ranks: Ranks, collective: str, algorithm: str | None) -> None:
@@ -117,7 +116,7 @@ def test_moves_more_than_the_scratch_memory_holds(ranks: Ranks, collective: str,
 def test_short_last_epochs_back_to_back_keep_slots_apart(ranks: Ranks, algorithm: str) -> None:
     """One packet more than fits, again and again: the next call meets threads that had nothing in the last epoch."""
     capacity = 8192 * (ranks.world_size if algorithm == "two_shot_packets" else 1)
-    run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(60)])
+    run_calls(ranks, [Call("all_reduce", "float32", "sum", algorithm, capacity + 1, seed=i % 3) for i in range(30)])
 
 
 def calls(world_size: int) -> st.SearchStrategy[Call]:

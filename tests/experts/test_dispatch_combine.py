@@ -217,7 +217,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data(), algorithm=st.sampled_from([None, "proxy"]))
 def test_random_configurations(world: Ranks, data: st.DataObject, algorithm: str | None) -> None:
     case = data.draw(cases(world.world_size))

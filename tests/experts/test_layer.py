@@ -113,7 +113,7 @@ def cases(draw: st.DrawFn, world: World) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_random_configurations(world: World, data: st.DataObject) -> None:
     world.check(data.draw(cases(world)))

@@ -62,19 +62,26 @@ class Hiprtc:
             env={**os.environ, "ROCM_PATH": str(HIPRTC)},
         )
 
-    def compile(self, source: str, architecture: str) -> tuple[bytes, str]:
-        """(code object, its instructions). A warning fails the test as an error does."""
+    def compile(self, source: str, architecture: str) -> bytes:
+        """The code object. A warning fails the test as an error does."""
+        return base64.b64decode(self._request(source, architecture)["code"])
+
+    def instructions(self, source: str, architecture: str) -> str:
+        """What the code object says when it is disassembled."""
+        return self._request(source, architecture, disassemble=architecture)["assembly"]
+
+    def _request(self, source: str, architecture: str, disassemble: str = "") -> dict[str, str]:
         options = [*compile_options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}"]
-        request = {"source": source, "options": options, "architecture": architecture}
+        request = {"source": source, "options": options, "disassemble": disassemble}
         assert self._worker.stdin is not None
         assert self._worker.stdout is not None
         self._worker.stdin.write(json.dumps(request) + "\n")
         self._worker.stdin.flush()
         line = self._worker.stdout.readline()
         assert line, f"the compiler's process ended with {self._worker.wait(10)}"
-        answer = json.loads(line)
+        answer: dict[str, str] = json.loads(line)
         assert (answer["status"], answer["log"]) == (0, ""), answer["log"]
-        return base64.b64decode(answer["code"]), answer["assembly"]
+        return answer
 
     def close(self) -> None:
         assert self._worker.stdin is not None
@@ -128,7 +135,7 @@ INSTANCES = [
 
 @pytest.mark.parametrize(("architecture", "dtype", "op"), INSTANCES)
 def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: str, op: str) -> None:
-    code, _ = hiprtc.compile(reductions_of(dtype, op), architecture)
+    code = hiprtc.compile(reductions_of(dtype, op), architecture)
     for algorithm in ALGORITHMS:
         assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
 
@@ -136,30 +143,30 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
 @pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
 def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: str, path: Path) -> None:
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
-    code, _ = hiprtc.compile(f'#include "{path.name}"\n', architecture)
+    code = hiprtc.compile(f'#include "{path.name}"\n', architecture)
     for name in names:
         assert exports(code, name)
 
 
 def test_the_interpreter_of_execution_plans_compiles(hiprtc: Hiprtc) -> None:
-    code, _ = hiprtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), "gfx942")
+    code = hiprtc.compile(shipped_source("execute_plan.h", "execute_plan", "bfloat16", None), "gfx942")
     assert exports(code, "execute_plan_bfloat16")
 
 
 def test_a_kernel_that_uses_everything_compiles(hiprtc: Hiprtc, architecture: str) -> None:
     # HIP wants 64 bits to name the lanes of a warp of 64.
-    code, _ = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
+    code = hiprtc.compile(USER_KERNEL.replace("0xffffffffu", "~0ull"), architecture)
     for name in ("sm_channel", "newer_names", "proxy_channel", "ring", "block_and_warp"):
         assert exports(code, name)
 
 
 def test_kernels_in_mscclpps_terms_compile(hiprtc: Hiprtc) -> None:
-    code, _ = hiprtc.compile(MSCCLPP_KERNELS, "gfx942")
+    code = hiprtc.compile(MSCCLPP_KERNELS, "gfx942")
     assert kernels_of_image(code) == sorted(kernel_names(MSCCLPP_KERNELS))
 
 
 def test_an_image_tells_which_kernels_it_has(hiprtc: Hiprtc, architecture: str) -> None:
-    assert kernels_of_image(hiprtc.compile(HIDDEN_KERNELS, architecture)[0]) == ["calls", "nothing", "plus_1"]
+    assert kernels_of_image(hiprtc.compile(HIDDEN_KERNELS, architecture)) == ["calls", "nothing", "plus_1"]
 
 
 PUBLISH = r"""
@@ -255,7 +262,7 @@ def merged(entries: list[str]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def assembled(hiprtc: Hiprtc) -> dict[str, Instructions]:
-    return {arch: Instructions(hiprtc.compile(ACCESSES + PUBLISH, arch)[1]) for arch in ARCHITECTURES}
+    return {arch: Instructions(hiprtc.instructions(ACCESSES + PUBLISH, arch)) for arch in ARCHITECTURES}
 
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Instructions], architecture: str) -> None:

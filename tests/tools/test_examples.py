@@ -113,7 +113,6 @@ def test_the_interchange_says_in_one_line_what_rdma_lacks(world_size: int) -> No
         case
         for case in (
             (1, 64, 4, None),
-            (2, 51, 4, "proxy"),
             (3, 50, 4, None),
             (4, 51, 4, "proxy"),
             (4, 3, 1, "ring"),  # in each batch at least one rank's share is empty

@@ -1,8 +1,8 @@
 """Compiles what comes on its standard input with HIPRTC, through hip-python, and disassembles the result.
 
 It runs under another C library than the tests, which HIPRTC needs, so it is a process of its own and imports nothing of
-theirs. A request is a line of JSON {source, options, architecture}; the answer one of {status, log, code, assembly},
-`code` in base 64.
+theirs. A request is a line of JSON {source, options, disassemble}; the answer one of {status, log, code, assembly},
+`code` in base 64, `assembly` of the architecture that `disassemble` names, if any.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def main() -> None:
         request = json.loads(line)
         status, log, code = compile_source(request["source"], request["options"])
         answer = {"status": status, "log": log, "code": base64.b64encode(code).decode(), "assembly": ""}
-        if status == 0:
-            answer["assembly"] = disassemble(code, request["architecture"])
+        if status == 0 and request["disassemble"]:
+            answer["assembly"] = disassemble(code, request["disassemble"])
         print(json.dumps(answer), flush=True)
 
 
