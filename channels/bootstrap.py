@@ -21,7 +21,8 @@ class Bootstrap(Protocol):
 
     One that can also join some of its ranks has `subset(members, key)`, which they alone call. It returns the bootstrap
     of these ranks, numbered by their places in the list. `key` is a number that no other subset has. By it
-    communicators are split whose ranks are on several hosts.
+    communicators are split whose ranks are on several hosts. One that has `board()` too, a `survivors.Board` that
+    outlives each of the ranks, can shrink them.
     """
 
     @property

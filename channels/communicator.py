@@ -39,7 +39,7 @@ from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.topology import Topology, TransportChoice
 from proxyccl.channels.torch_pool import pool_for
 from proxyccl.device.arrays import Array
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -165,15 +165,18 @@ class Communicator:
         self._open(Group(meeting), policy)
 
     def _open(self, group: Group, cta_policy: CtaPolicy) -> None:
-        self._group = group
-        self._collectives = Collectives(group, cta_policy)
-        self._execution_plans = ExecutionPlans(group)
-        self._group.open(Reporter(self._group))
+        self._take(group, cta_policy)
         try:
             self._collectives.start()
         except ProxyCCLError:
             self._group.close()
             raise
+
+    def _take(self, group: Group, cta_policy: CtaPolicy) -> None:
+        self._group = group
+        self._collectives = Collectives(group, cta_policy)
+        self._execution_plans = ExecutionPlans(group)
+        self._group.open(Reporter(self._group))
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """A communicator of some of the ranks, which call this together; the others need not.
@@ -198,6 +201,86 @@ class Communicator:
         part = object.__new__(Communicator)
         part._open(self._group.split(members, bounded), self._collectives.cta_policy)
         return part
+
+    def shrink(self, *, exclude: Sequence[int] = (), timeout: float | None = None) -> Communicator:
+        """A communicator of the ranks that are left, after a failure or without one. All of them call this, once.
+
+        A rank is left unless its process has ended, it has closed this communicator, or it is excluded. A rank that
+        does not come within the time-out is left behind. The ranks agree on who is left even if some of them fail
+        meanwhile, and keep their order.
+
+        What the ranks have queued on their devices is waited for. Where this communicator had failed, the call closes
+        it; otherwise it goes on, and the new one does not end with it. Device, compiled kernels, and the mappings of
+        the other ranks' memory are kept. Arrays of `empty` are used where they lie, as before, and so are those that
+        were registered where all ranks share a host; registering them again costs no new mapping. Channels are made
+        anew, as a failure leaves their counts undefined.
+
+        Args:
+            exclude: ranks that shall not be part of it; the same on all that call this.
+            timeout: bound of each wait for the other ranks and of the new communicator's waits, in seconds; None for
+                this one's.
+
+        Raises:
+            ArgumentError: `exclude` names what is no rank of this communicator, or this rank.
+            ExcludedError: the others went on without this rank, as it came too late.
+            MismatchError: a rank excludes others.
+            ClosedError: this communicator is closed, or was shrunk before.
+            PeerLostError: more ranks were lost than the call can bear while it waits for them.
+            RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
+        """
+        if self.closed:
+            raise ClosedError("the communicator is closed; expected it to be shrunk before that")
+        excluded = self._excluded(exclude)
+        bounded = self.timeout if timeout is None else timeout_from(timeout)
+        shrunk = object.__new__(Communicator)
+        shrunk._take(self._group.shrink(excluded, bounded), self._collectives.cta_policy)
+        shrunk._inherit(self)
+        if self._group.failure.aborted:
+            self._group.close()
+        try:
+            shrunk._collectives.start()
+        except CommunicatorError:  # a rank was lost since all had agreed
+            return shrunk.shrink(timeout=bounded)
+        return shrunk
+
+    def _excluded(self, exclude: Sequence[int]) -> frozenset[int]:
+        for rank in exclude:
+            if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+                raise ArgumentError("exclude", f"{rank!r} is not a rank; expected 0 to {self.world_size - 1}")
+            if rank == self.rank:
+                raise ArgumentError(
+                    "exclude", f"{rank} is this rank; expected others, as only ranks that stay call this"
+                )
+        return frozenset(exclude)
+
+    def _inherit(self, other: Communicator) -> None:
+        self._group.symmetric.inherit(other._group.symmetric)
+
+    def grow(self, bootstrap: Any, *, timeout: float | None = None) -> Communicator:
+        """A communicator of these ranks and new ones, which join them over a bootstrap.
+
+        The ranks of this communicator call this; new processes construct a `Communicator` with their bootstrap, and
+        with the same options. This one goes on, and the new one does not end with it. Device, compiled kernels, options
+        and mappings are kept, and arrays of `empty` are used where they lie, as with `shrink`.
+
+        Args:
+            bootstrap: of all ranks, old and new, in the order of their new numbers; as for the constructor.
+            timeout: bound of every wait, in seconds; None for this one's.
+
+        Raises as the constructor, and what ended this communicator.
+        """
+        self._group.failure.require_usable()
+        bounded = self.timeout if timeout is None else timeout_from(timeout)
+        joined, made_here = as_bootstrap(bootstrap)
+        grown = object.__new__(Communicator)
+        grown._open(self._group.grow(joined, bounded, owns_bootstrap=made_here), self._collectives.cta_policy)
+        grown._inherit(self)
+        return grown
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """By rank, its number in the communicator that this one was split or shrunk from; empty for any other."""
+        return self._group.members
 
     def _members(self, ranks: Sequence[int]) -> list[int]:
         members = list(ranks)

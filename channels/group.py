@@ -6,22 +6,30 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
+from proxyccl.channels.bootstrap import Bootstrap
 from proxyccl.channels.call_log import CallLog
 from proxyccl.channels.control import Presence
 from proxyccl.channels.failure import FailureState, Observer
 from proxyccl.channels.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.inventory import Inventory
 from proxyccl.channels.launches import Launches
-from proxyccl.channels.meeting import Meeting, meet_apart
+from proxyccl.channels.meeting import Meeting, meet_apart, meet_survivors, regroup
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
 from proxyccl.channels.wait_release import WaitRelease
 from proxyccl.channels.watcher import Watcher
-from proxyccl.device.errors import CommunicatorError, KernelError, MismatchError, ProxyCCLError, WaitTimeoutError
+from proxyccl.device.errors import (
+    ClosedError,
+    CommunicatorError,
+    KernelError,
+    MismatchError,
+    ProxyCCLError,
+    WaitTimeoutError,
+)
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.runtime import StreamLike
 from proxyccl.proxy.observe.publications import Description
@@ -63,9 +71,10 @@ class Group:
         symmetric: own arrays that peers' kernels reach.
     """
 
-    def __init__(self, meeting: Meeting, parent: Group | None = None) -> None:
+    def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
         self._meeting = meeting
         self._parent: Group | None = parent
+        self._shrunk = False
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
         self.linger = meeting.linger
@@ -75,7 +84,8 @@ class Group:
         self.runtime, self.control, self.job = meeting.runtime, meeting.control, meeting.job
         self.failure: FailureState = FailureState(self.rank, self.control, None if parent is None else parent.failure)
         self._segments = meeting.segments
-        self.mappings: HandleCache = HandleCache(self.runtime.open if parent is None else parent.mappings.lease)
+        self._mapped = HandleCache(self.runtime.open) if mapped is None else mapped.hold()
+        self.mappings = HandleCache(self._mapped.lease)
         self.launches = Launches(self.runtime, self.failure, CallLog(self.control, self._segments))
         self.inventory = Inventory()
         self.symmetric = SymmetricMemory(
@@ -124,7 +134,34 @@ class Group:
             self._splits[ranks] += 1
             raise
         self._splits[ranks] += 1
-        return Group(meeting, self)
+        return Group(meeting, self, self._mapped)
+
+    def shrink(self, excluded: Collection[int], timeout: float) -> Group:
+        """A group of the ranks that are left, which alone call this, once, then `open` it. It outlives this one.
+
+        Raises as `meet_survivors`, and ClosedError if this rank has called it before.
+        """
+        if self._shrunk:
+            raise ClosedError("the communicator was shrunk before; shrink the communicator that this gave")
+        self._shrunk = True
+        self._stop_work()
+        meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        return Group(meeting, mapped=self._mapped)
+
+    def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
+        """A group of the ranks of a bootstrap, this one among them. It outlives this one. Raises as `meet`."""
+        return Group(regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap), mapped=self._mapped)
+
+    def _stop_work(self) -> None:
+        """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
+        if self.failure.aborted:
+            self._wait_release.begin()
+        with contextlib.suppress(KernelError):
+            self.runtime.synchronize()
+        with contextlib.suppress(CommunicatorError):
+            self.links.drain()
+        if self.failure.aborted:
+            self.links.close()
 
     def _link_hosts(self) -> dict[int, HostLink]:
         topology = self.links.topology
@@ -167,6 +204,11 @@ class Group:
     def topology(self) -> Topology:
         """Who is where."""
         return self.links.topology
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """By rank, its number in the group that this one came of; empty if it came of none."""
+        return self._meeting.members
 
     @property
     def plans_need_registration(self) -> bool:
@@ -375,7 +417,10 @@ class Group:
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
         self.launches.close()
         self.symmetric.close()
+        if not healthy:
+            self.control.set_presence(Presence.LEFT)  # for ranks that shrink the communicator: this one will not come
         self.mappings.close()
+        self._mapped.close()
         if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it
             while self._kept:
                 self._kept.pop().close()

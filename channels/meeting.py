@@ -1,7 +1,7 @@
 """Meetings: how ranks become a group.
 
 Those that know nothing of each other meet over a bootstrap. Some of a group, which are to be a group of their own, meet
-in the segments that they have mapped.
+in the segments that they have mapped, and so do those that are left when others have failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxyccl.channels.bootstrap import Bootstrap
@@ -20,6 +20,7 @@ from proxyccl.channels.exchange import Exchange
 from proxyccl.channels.peer_links import ProxyOptions
 from proxyccl.channels.proxy_place import ProxyPlace, choose_place
 from proxyccl.channels.rendezvous import Mailboxes, wait_until
+from proxyccl.channels.survivors import MOST_ATTEMPTS, Assembly, Board, SegmentBoard, Survivors
 from proxyccl.channels.topology import (
     RANK_INFO,
     RankInfo,
@@ -29,7 +30,13 @@ from proxyccl.channels.topology import (
     local_world_size_from_environment,
 )
 from proxyccl.device import open_runtime
-from proxyccl.device.errors import MismatchError, RuntimeUnavailableError, WaitTimeoutError
+from proxyccl.device.errors import (
+    MismatchError,
+    PeerLostError,
+    ProxyCCLError,
+    RuntimeUnavailableError,
+    WaitTimeoutError,
+)
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
@@ -60,7 +67,7 @@ class Meeting:
         bootstrap: over which the ranks met.
         owns_bootstrap: whether it is closed with the group.
         linger: how long the process waits for peers at its end, in seconds; None for the time-out.
-        members: of a part of a group, its ranks' numbers in that.
+        members: of a group that came of another one, its ranks' numbers in that.
     """
 
     runtime: Runtime
@@ -95,8 +102,8 @@ def meet(
     """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
     exchange = Exchange(bootstrap, timeout)
     rank, world_size = bootstrap.rank, bootstrap.world_size
+    hosts = exchange.all_gather(host_name(), _NAME, "hosts")  # by all: some may bring a runtime
     if runtime is None or isinstance(runtime, str):
-        hosts = exchange.all_gather(host_name(), _NAME, "hosts")
         runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
     runtime.activate()
     control = create_segment(runtime, rank, timeout, world_size)
@@ -132,6 +139,22 @@ def meet(
         bootstrap,
         owns_bootstrap,
         linger,
+    )
+
+
+def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
+    """The ranks of a bootstrap meet; one of a group brings its runtime and options. See `meet`."""
+    return meet(
+        bootstrap,
+        whole.runtime,
+        owns_bootstrap=owns_bootstrap,
+        device=None,
+        timeout=timeout,
+        local_world_size=None,
+        transport=None,
+        transport_options=whole.transport_options,
+        proxy_options=whole.proxy_options,
+        linger=whole.linger,
     )
 
 
@@ -212,6 +235,97 @@ def meet_apart(
         whole.linger,
         tuple(members),
     )
+
+
+def meet_survivors(
+    whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
+) -> Meeting:
+    """The ranks of a group that are left meet to be a group of their own, in their order. They alone call this, once.
+
+    Args:
+        whole: the meeting of all.
+        topology: of all.
+        excluded: ranks that shall not take part, whether or not they are left; the same on all that do.
+        has_ended: whether a rank can take no part any more.
+        timeout: bound of each wait for the others, after which they go on without a rank, and of the new group's waits;
+            in seconds.
+
+    Raises:
+        ExcludedError: the others go on without this rank.
+        MismatchError: a rank excludes others than this one does.
+        PeerLostError: ranks were lost in every attempt.
+        RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
+    """
+    whole.runtime.activate()
+    rank, world_size = topology.rank, topology.world_size
+    survivors = Survivors(_board(whole, topology), rank, world_size, excluded, has_ended, timeout)
+    for attempt in range(MOST_ATTEMPTS):
+        with contextlib.ExitStack() as undo:
+            control = create_segment(whole.runtime, rank, timeout, world_size)
+            undo.callback(control.close)
+            assembly = survivors.assemble(attempt, control.memory.handle)
+            part = topology.part(assembly.members)
+            segments: dict[int, ControlSegment] = {}
+            try:
+                for peer, member in enumerate(assembly.members):
+                    if peer != part.rank and part.same_host(peer):
+                        handle = assembly.notes[member]
+                        segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
+                        undo.callback(segments[peer].close)
+                joined = True
+            except ProxyCCLError:  # a member has ended meanwhile
+                joined = False
+            if survivors.all_joined(assembly, joined=joined):
+                undo.pop_all()
+                return _meeting_of_survivors(whole, assembly, part, control, segments, timeout)
+    raise PeerLostError(f"shrink: ranks were lost in each of {MOST_ATTEMPTS} attempts", rank=rank, operation="shrink")
+
+
+def _meeting_of_survivors(
+    whole: Meeting,
+    assembly: Assembly,
+    part: Topology,
+    control: ControlSegment,
+    segments: dict[int, ControlSegment],
+    timeout: float,
+) -> Meeting:
+    control.initialise(part.rank, timeout)
+    control.introduce(segments)
+    bootstrap: Bootstrap
+    if part.spans_hosts:
+        bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
+    else:
+        bootstrap = _mailboxes(part.rank, control, segments)
+    pids = {peer: part.ranks[peer].pid for peer in segments if part.ranks[peer].pid != os.getpid()}
+    return Meeting(
+        whole.runtime,
+        Exchange(bootstrap, timeout),
+        control,
+        segments,
+        pids,
+        part,
+        assembly.token,
+        whole.place,
+        whole.proxy_options,
+        whole.transport_options,
+        bootstrap,
+        True,
+        whole.linger,
+        assembly.members,
+    )
+
+
+def _board(whole: Meeting, topology: Topology) -> Board:
+    if not topology.spans_hosts:
+        own = {topology.rank: whole.control.rendezvous}
+        others = {peer: segment.rendezvous for peer, segment in whole.segments.items()}
+        return SegmentBoard(topology.rank, own | others)
+    board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
+    if board is None:
+        raise RuntimeUnavailableError(
+            f"shrink: the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
+        )
+    return board()
 
 
 def _key(members: Sequence[int], number: int) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from proxyccl.proxy._engine import ProxycclLetterPointer  # the stub's; cffi has no such name
 
 MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS
+MOST_DECISIONS: int = lib.PROXYCCL_DECISIONS
 _FIRST_PAUSE_SECONDS = 1e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 
@@ -51,8 +52,12 @@ class Rendezvous:
         """By the owner: leaves a handle under a key, until `withdraw` with the number that this returns.
 
         Raises:
-            ResourceError: too many lie here already.
+            ResourceError: too many lie here already, or the handle is too long.
         """
+        if len(handle) > lib.PROXYCCL_INVITATION_BYTES:
+            raise ResourceError(
+                f"an invitation has {len(handle)} bytes, and at most {lib.PROXYCCL_INVITATION_BYTES} fit"
+            )
         with self._lock:
             place = next((place for place in range(MOST_INVITATIONS) if place not in self._used), None)
             if place is None:
@@ -72,6 +77,14 @@ class Rendezvous:
         copy = ffi.new("ProxycclInvitation *")
         found = lib.proxyccl_invitation_find(self._shared, key, copy)
         return bytes(ffi.buffer(copy.handle, copy.handle_bytes)) if found else None
+
+    def decide(self, question: int, value: int) -> int:
+        """By any rank: decides a question by a value above 0. Returns the value of the rank that came first."""
+        return int(lib.proxyccl_decide(self._shared, question, value))
+
+    def decision(self, question: int) -> int | None:
+        """The value that decides a question; None while it is open."""
+        return int(lib.proxyccl_decision(self._shared, question)) or None
 
 
 class Mailboxes:
@@ -126,13 +139,18 @@ class Mailboxes:
 def wait_until(
     found: Callable[[], object], deadline: float, give_up: Callable[[], None], late: Callable[[], Exception]
 ) -> None:
-    """Waits until `found` says so, with ever longer pauses.
+    """Waits until `found` says so. Arguments as for `wait_at_most`; `late` gives the error to raise at the deadline."""
+    if not wait_at_most(found, deadline, give_up):
+        raise late()
+
+
+def wait_at_most(found: Callable[[], object], deadline: float, give_up: Callable[[], None]) -> bool:
+    """Waits until `found` says so, with ever longer pauses. False at the deadline.
 
     Args:
         found: asked again and again.
         deadline: by `time.monotonic`.
         give_up: called while waiting; it raises to end the wait early.
-        late: gives the error to raise at the deadline.
     """
     pause = _FIRST_PAUSE_SECONDS
     while not found():
@@ -140,9 +158,10 @@ def wait_until(
             give_up()
         except ProxyCCLError:
             if found():  # meanwhile: what ends the wait came behind it
-                return
+                return True
             raise
         if time.monotonic() > deadline:
-            raise late()
+            return False
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+    return True

@@ -14,7 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from proxyccl.channels.announcements import ENTRIES, LONGEST_HANDLE, MOST_RANKS, NO_MEMORY, UNREACHED, Announcements
 from proxyccl.channels.topology import Topology
@@ -43,6 +43,7 @@ class Announced:
         users: calls of `announce` that were given it and have not withdrawn it.
         proxy_memory: its first id in the own proxy, if that has it.
         for_proxies: whether peers' proxies were asked to have it.
+        heirs: where the same range was announced to other groups, until it is withdrawn here.
     """
 
     entry: int
@@ -53,6 +54,7 @@ class Announced:
     users: int = 1
     proxy_memory: int | None = None
     for_proxies: bool = False
+    heirs: list[tuple[SymmetricMemory, Announced]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -220,11 +222,30 @@ class SymmetricMemory:
             if not announced.users:  # it was forgotten
                 return
             announced.users -= 1
-            if self._closed or announced.users:
+            if announced.users:
                 return
-            self._end(announced)
-        self._changed(announced)
-        self._remove_from_proxy(announced)
+            heirs, announced.heirs = announced.heirs, []
+            closed = self._closed
+            if not closed:
+                self._end(announced)
+        for heir, same in heirs:
+            heir.withdraw(same)
+        if not closed:
+            self._changed(announced)
+            self._remove_from_proxy(announced)
+
+    def inherit(self, other: SymmetricMemory) -> None:
+        """Announces what another group's rank has announced, until it is withdrawn there, and follows its pool."""
+        with other._lock:
+            of_pool = {id(segment) for segment in other._segments.values()}
+            ranges = [announced for announced in other._announced.values() if id(announced) not in of_pool]
+        for announced in ranges:
+            if announced.memory is not None or other._is_unchanged(announced):
+                same = self.announce(announced.start, announced.nbytes, announced.memory)
+                if same is not None:
+                    announced.heirs.append((self, same))
+        if other._pool is not None:
+            self.follow(other._pool)
 
     def _forget(self, announced: Announced) -> None:
         """Withdraws a range for all, as its owner has freed it."""

@@ -139,6 +139,7 @@ class Watcher:
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
         self._descriptors: dict[int, int] = {}
+        self._ended: set[int] = set()
         lost: list[int] = []
         for peer, pid in pids.items():
             try:
@@ -148,6 +149,7 @@ class Watcher:
                 continue
             self._descriptors[descriptor] = peer
         self._lost = lost
+        self._ended.update(lost)
         self._parent, self._members = parent, members
         self._looking = threading.Lock()  # held while the thread is here
         self._ending: threading.Thread | None = None
@@ -216,6 +218,7 @@ class Watcher:
             self._file_lost(peer)
 
     def _file_lost(self, peer: int) -> None:
+        self._ended.add(peer)
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
@@ -233,6 +236,30 @@ class Watcher:
                 ending.register(descriptor, select.POLLIN)
                 if ending.poll(self.ENDING_MS):
                     self._peer_ended(peer)
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether a peer can take no part any more: its process has ended, its link is lost, or it has left."""
+        if peer not in self._ended and self._can_tell_end(peer):
+            self._ended.add(peer)
+        return peer in self._ended
+
+    def _can_tell_end(self, peer: int) -> bool:
+        for rank, link in self._links.values():
+            if rank == peer:
+                with self._looking:  # after an abort the thread reads no more
+                    while self._own.aborted and (message := link.receive()) is not None:
+                        if isinstance(message, Presence):
+                            self._remote_presence[peer] = message
+                        elif isinstance(message, str):
+                            return True
+        if self.presence(peer) is Presence.LEFT:
+            return True
+        for descriptor, rank in self._descriptors.items():
+            if rank == peer:
+                ended = select.poll()
+                ended.register(descriptor, select.POLLIN)
+                return bool(ended.poll(0))
+        return self._parent is not None and self._parent.has_ended(self._members[peer])
 
     def pass_on(self) -> None:
         """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too: the rank that

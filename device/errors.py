@@ -143,5 +143,9 @@ class ExchangeError(CommunicatorError):
     """A rank's message in an exchange of the bootstrap can't be read. `peer` is that rank."""
 
 
+class ExcludedError(CommunicatorError):
+    """The other ranks shrank the communicator, and go on without this rank, which came too late."""
+
+
 class AbortedError(CommunicatorError):
     """Another rank ended the communicator for a reason of its own."""

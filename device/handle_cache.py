@@ -31,6 +31,7 @@ class HandleCache:
 
     def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
         self._open = open_handle
+        self._holders = 1
         self._mappings: LeaseCache[bytes, Memory] = LeaseCache(lambda memory: memory.close(), keep=keep)
         with self._caches_lock:
             self._caches.add(self)
@@ -69,8 +70,18 @@ class HandleCache:
         """Ends one use."""
         self._mappings.release(handle)
 
+    def hold(self) -> HandleCache:
+        """The cache itself, for one more holder, which calls `close` too."""
+        with self._caches_lock:
+            self._holders += 1
+        return self
+
     def close(self) -> None:
-        """Unmaps everything."""
+        """Unmaps everything, with the last holder."""
+        with self._caches_lock:
+            self._holders -= 1
+            if self._holders:
+                return
         self._mappings.close()
 
 

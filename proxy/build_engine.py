@@ -186,7 +186,7 @@ void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t e
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id);
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint64_t *address);
 
-enum { PROXYCCL_MAILBOX_BYTES, PROXYCCL_INVITATIONS, PROXYCCL_INVITATION_BYTES, ... };
+enum { PROXYCCL_MAILBOX_BYTES, PROXYCCL_INVITATIONS, PROXYCCL_INVITATION_BYTES, PROXYCCL_DECISIONS, ... };
 typedef struct { uint32_t message_bytes; uint32_t part_bytes; char data[...]; ...; } ProxycclLetter;
 typedef struct { uint64_t key; uint32_t handle_bytes; char handle[...]; ...; } ProxycclInvitation;
 typedef struct { ...; } ProxycclRendezvous;
@@ -195,6 +195,8 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes);
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
+uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
+uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
 
 int proxyccl_wake_signal_install(int signal, int eventfd);
 void proxyccl_wake_signal_remove(int signal);

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore
 
+from proxyccl.channels.survivors import Board
 from proxyccl.device.errors import PeerLostError, WaitTimeoutError
 
 _FIRST_PAUSE_SECONDS = 2e-4
@@ -71,5 +72,35 @@ class StoreBootstrap:
         members = list(members)
         return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
 
+    def board(self) -> Board:
+        """A board in the store, which outlives the ranks that do not serve it. See `Bootstrap`."""
+        return _StoreBoard(PrefixStore("board", self._store), self.rank)
+
     def close(self) -> None:
         """The store stays the caller's."""
+
+
+class _StoreBoard:
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def post(self, number: int, note: bytes) -> None:
+        """See `Board`."""
+        self._store.set(f"note-{number}-{self._rank}", note)
+
+    def read(self, rank: int, number: int) -> bytes | None:
+        """See `Board`."""
+        return self._get(f"note-{number}-{rank}")
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """See `Board`."""
+        # Stores compare text.
+        return bytes.fromhex(self._store.compare_set(f"answer-{number}", "", answer.hex()).decode())
+
+    def settled(self, number: int) -> bytes | None:
+        """See `Board`."""
+        answer = self._get(f"answer-{number}")
+        return None if answer is None else bytes.fromhex(answer.decode())
+
+    def _get(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None

@@ -54,3 +54,15 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
   }
   return 0;
 }
+
+uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
+  uint64_t stands = 0;
+  /* Pairing 45, release: what the value refers to before the value; acquire: the same, of the rank that came first. */
+  __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  return stands ? stands : value;
+}
+
+uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question) {
+  /* Pairing 45, acquire. */
+  return __atomic_load_n(&first->decisions[question], __ATOMIC_ACQUIRE);
+}

@@ -1,7 +1,8 @@
 /* How ranks of a host meet without a bootstrap: through memory that all of them map.
  *
  * Each rank owns one rendezvous. Ranks of a group that are to become a group of their own leave invitations in it, by
- * a key that its members know. Ranks of a group exchange messages through their mailboxes.
+ * a key that its members know. Ranks of a group exchange messages through their mailboxes. What one of them proposes
+ * for all is decided in the first rank's rendezvous, which outlives that rank as long as others map it.
  */
 #ifndef PROXYCCL_RENDEZVOUS_H
 #define PROXYCCL_RENDEZVOUS_H
@@ -9,9 +10,10 @@
 #include <stdint.h>
 
 enum {
-  PROXYCCL_MAILBOX_BYTES = 8192,  /* of a part of a message */
-  PROXYCCL_INVITATIONS = 64,      /* groups that threads of one rank may make at a time */
-  PROXYCCL_INVITATION_BYTES = 244 /* the longest handle */
+  PROXYCCL_MAILBOX_BYTES = 8192,   /* of a part of a message */
+  PROXYCCL_INVITATIONS = 64,       /* groups that threads of one rank may make at a time */
+  PROXYCCL_INVITATION_BYTES = 244, /* the longest handle */
+  PROXYCCL_DECISIONS = 64
 };
 
 /* A part of a message. */
@@ -37,6 +39,7 @@ typedef struct ProxycclInvitation {
 typedef struct ProxycclRendezvous {
   ProxycclMailbox mailbox;
   ProxycclInvitation invitations[PROXYCCL_INVITATIONS];
+  uint64_t decisions[PROXYCCL_DECISIONS]; /* 0: none yet */
 } ProxycclRendezvous;
 
 /* By the owner: posts the next letter, a part of a message of so many bytes. */
@@ -50,5 +53,11 @@ void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, cons
 void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place);
 /* By a peer: copies what lies under a key. Returns 1, or 0 if nothing does. */
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy);
+
+/* By any rank, in the first rank's: decides a question by a value that is not 0, unless it is decided. Returns what
+ * stands: the value of the rank that came first. */
+uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value);
+/* What stands; 0 if the question is open. */
+uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question);
 
 #endif

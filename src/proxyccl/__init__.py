@@ -14,6 +14,7 @@ from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.file_bootstrap import FileBootstrap
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
@@ -27,6 +28,7 @@ from proxyccl.device.errors import (
     CommunicatorError,
     CompileError,
     ExchangeError,
+    ExcludedError,
     HandlerError,
     KernelError,
     MismatchError,
@@ -71,8 +73,10 @@ __all__ = [
     "EPConfig",
     "Event",
     "ExchangeError",
+    "ExcludedError",
     "ExecutionPlan",
     "FabricOptions",
+    "FileBootstrap",
     "HandlerError",
     "KernelError",
     "MemoryChannel",

@@ -135,6 +135,14 @@ def test_a_flood_through_few_writes_loses_nothing(hosts: Hosts, tmp_path: Path, 
     Job(hosts, [1, 1], tmp_path, "flood", **few).succeeds()
 
 
+def test_those_that_are_left_go_on(hosts: Hosts, tmp_path: Path) -> None:
+    job = Job(hosts, [1, 2], tmp_path, "go_on")
+    for output in job.outputs()[:2]:
+        assert "PeerLostError" in output, output
+        assert "went on with (0, 1)" in output, output
+    assert [rank.returncode for rank in job.ranks] == [0, 0, -9]
+
+
 def test_connections_that_meet_are_made(hosts: Hosts, tmp_path: Path) -> None:
     """Both ends of each pair open their connection at once, again and again."""
     Job(hosts, [2, 2], tmp_path, "meetings").succeeds()

@@ -32,12 +32,15 @@ VERIFIERS = {
     "staged, few messages without a credit": ("staged", ("RING=6", "PUTS=3", "MESSAGES=1")),
     "exchange": ("exchange", ()),
     "close": ("close", ()),
+    "survivors, nobody late": ("survivors", ("DEATHS=2",)),
+    "survivors, some late": ("survivors", ("DEATHS=0", "LATE=1", "ATTEMPTS=2")),
 }
 if DEEP:
     VERIFIERS |= {
         "staged, both sides send more": ("staged", ("RING=2", "PUTS=3")),
         "staged, one side sends more": ("staged", ("RING=4", "PUTS=6", "REPLIES=1")),
         "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
+        "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
 
 # Each with the verifier that must find it and its number in the model.
@@ -56,6 +59,11 @@ BUGS = {
     "nobody tells that it waits for another communicator": ("close", 1),
     "memory is freed while a peer waits elsewhere": ("close", 2),
     "a rank waits for peers that wait elsewhere": ("close", 3),
+    "an answer stands before it is written": ("survivors, nobody late", 1),
+    "a rank believes its own answer": ("survivors, some late", 2),
+    "a rank goes on that is no member": ("survivors, some late", 3),
+    "a rank that has joined believes that all have": ("survivors, nobody late", 4),
+    "an outcome is settled twice": ("survivors, nobody late", 5),
 }
 
 

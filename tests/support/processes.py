@@ -10,49 +10,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxyccl import WaitTimeoutError
+import proxyccl
 
 
-class FileBootstrap:
-    """A bootstrap over a directory that the ranks share: each round of all_gather is one file a rank."""
-
-    def __init__(self, directory: str, rank: int, world_size: int) -> None:
-        self._directory = Path(directory)
-        self._round = 0
-        self.rank = rank
-        self.world_size = world_size
+class FileBootstrap(proxyccl.FileBootstrap):
+    """The bootstrap of a process that `run_processes` started."""
 
     @classmethod
     def from_environment(cls) -> FileBootstrap:
-        """The bootstrap of a process that `run_processes` started."""
+        """By what that put there."""
         return cls(os.environ["RENDEZVOUS"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-
-    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
-        deadline = time.monotonic() + timeout
-        number, self._round = self._round, self._round + 1
-        written = self._directory / f".{number}-{self.rank}"
-        written.write_bytes(data)
-        written.rename(self._directory / f"{number}-{self.rank}")
-        files = [self._directory / f"{number}-{rank}" for rank in range(self.world_size)]
-        while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
-            give_up()
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    f"the bootstrap's all_gather: ranks {missing} did not come in time",
-                    rank=self.rank,
-                    peer=missing[0],
-                    operation="bootstrap",
-                )
-            time.sleep(0.002)
-        return [file.read_bytes() for file in files]
-
-    def close(self) -> None:
-        """Nothing to free."""
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,17 @@ def test_data_parallel_training_ends_where_one_process_ends(
         assert result["proxy"] == {"triggers": 0, "puts": 0, "bytes": 0}
 
 
+@pytest.mark.host_only(reason="more processes than most machines have GPUs")
+def test_training_goes_on_after_a_loss_as_if_the_rank_had_never_been() -> None:
+    program = EXAMPLES / "digits_after_a_loss.py"
+    command = [sys.executable, str(program), "--ranks", "3", "--lose", "0", "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the process of rank 0 ended" in done.stdout
+    assert "2 of 3 ranks go on" in done.stdout
+    assert "rank 0 was killed; the other 2 have trained to the end" in done.stdout
+
+
 def run_demo(*options: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "demo.py"), *options]
     return subprocess.run(

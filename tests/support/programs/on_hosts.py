@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from proxyccl import Communicator, DispatchCombine, ProxyCCLError
-from support.file_bootstrap import FileBootstrap
+from proxyccl import Communicator, DispatchCombine, FileBootstrap, ProxyCCLError
 
 
 def collectives(comm: Communicator) -> None:
@@ -67,6 +66,14 @@ def loss(comm: Communicator) -> None:
     _until_it_fails(comm)
 
 
+def go_on(comm: Communicator) -> None:
+    """The last rank is killed in the middle; the others go on without it."""
+    loss(comm)
+    with comm.shrink() as shrunk:
+        collectives(shrunk)
+        print(f"went on with {shrunk.members}", flush=True)
+
+
 def cut(comm: Communicator) -> None:
     """Says when it goes on, and goes on until the network ends it."""
     x = comm.empty(1000, "float32").fill(1)
@@ -95,7 +102,9 @@ def one(comm: Communicator) -> None:
     assert (x.numpy() == comm.world_size).all()
 
 
-WHAT: dict[str, Callable[[Communicator], None]] = {each.__name__: each for each in (collectives, flood, loss, cut, one)}
+WHAT: dict[str, Callable[[Communicator], None]] = {
+    each.__name__: each for each in (collectives, flood, loss, go_on, cut, one)
+}
 MEETINGS = 6
 
 

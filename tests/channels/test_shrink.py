@@ -1,0 +1,241 @@
+"""Communicators of the ranks that are left, and of more: who takes part, what they keep, and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import (
+    AbortedError,
+    ArgumentError,
+    ClosedError,
+    Communicator,
+    ExcludedError,
+    MismatchError,
+    ThreadBootstrap,
+)
+from proxyccl.channels.symmetric import SymmetricMemory
+from support.device_arrays import on_device, on_host
+from support.paths import PROGRAMS
+from support.processes import run_processes
+from support.running import run_ranks
+
+pytestmark = pytest.mark.hip
+
+
+def total(comm: Communicator, value: float, **options: Any) -> float:
+    """The sum of a value over the ranks."""
+    return float(on_host(comm.all_reduce(on_device(comm, np.full(5, value, np.float32)), **options))[0])
+
+
+def call_until_it_fails(comm: Communicator) -> None:
+    while True:
+        total(comm, 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "killed"),
+    [
+        (4, ["1=before"]),
+        (4, ["0=before"]),
+        (5, ["0=before", "4=before", "2=before"]),
+        (4, ["3=before", "0=comes"]),
+        (4, ["3=before", "0=assembled"]),
+        (4, ["3=before", "1=joined"]),
+        (4, ["3=before", "0=starts"]),
+        (5, ["4=before", "0=comes", "1=assembled", "2=joined"]),
+        (3, ["0=before", "1=before"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+@pytest.mark.host_only(reason="more processes than most machines have GPUs")
+def test_those_that_are_left_go_on(world_size: int, killed: list[str]) -> None:
+    """Each is one of them for all, or for none, wherever the others ended."""
+    lost = {int(argument[0]) for argument in killed}
+    left = [rank for rank in range(world_size) if rank not in lost]
+    first = sum(range(1, len(left) + 1))
+    expected = f"{left} {[float(first), float(first * len(left)), float(len(left))]}\n"
+    for rank, ended in enumerate(run_processes(world_size, PROGRAMS / "shrink.py", *killed)):
+        assert ended.returncode == (-9 if rank in lost else 0), ended.stderr
+        assert ended.stdout == ("" if rank in lost else expected)
+
+
+@pytest.mark.daemon
+@pytest.mark.parametrize("place", ["thread", "process"])
+@pytest.mark.host_only(reason="more processes than most machines have GPUs")
+def test_proxies_in_any_place_go_on(place: str) -> None:
+    ended = run_processes(3, PROGRAMS / "shrink.py", "0=before", env={"PROXYCCL_PROXY": place})
+    assert [(one.returncode, one.stdout) for one in ended[1:]] == [(0, "[1, 2] [3.0, 6.0, 2.0]\n")] * 2, ended
+
+
+def test_the_excluded_take_no_part_and_the_communicator_goes_on() -> None:
+    def body(comm: Communicator) -> None:
+        kept = comm.empty(300, "float32").fill(1)
+        comm.all_reduce(kept)
+        if comm.rank != 1:
+            shrunk = comm.shrink(exclude=[1])
+            assert shrunk.members == (0, 2, 3)
+            assert shrunk.members[shrunk.rank] == comm.rank
+            assert shrunk.runtime is comm.runtime
+            assert shrunk.job != comm.job
+            assert total(shrunk, comm.rank) == 5
+            assert total(shrunk, comm.rank, algorithm="proxy") == 5
+            assert np.all(shrunk.all_reduce(kept).numpy() == 12)
+            with pytest.raises(ClosedError, match="was shrunk before"):
+                comm.shrink(exclude=[1])
+            shrunk.close()
+        assert total(comm, 1) == 4
+
+    run_ranks(4, body)
+
+
+def test_what_was_shrunk_may_end_before_what_it_gave() -> None:
+    def body(comm: Communicator) -> None:
+        kept = comm.empty(3000, "float32").fill(1)
+        shrunk = comm.shrink()
+        comm.close()
+        with pytest.raises(ClosedError, match="expected it to be shrunk before"):
+            comm.shrink()
+        assert np.all(shrunk.all_reduce(kept).numpy() == 3)
+        again = shrunk.shrink()
+        shrunk.close()
+        assert np.all(again.all_reduce(kept).numpy() == 9)
+        again.close()
+
+    run_ranks(3, body)
+
+
+def test_a_communicator_that_failed_without_a_loss_goes_on_with_all() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            comm.abort("enough")
+        with pytest.raises(AbortedError):
+            call_until_it_fails(comm)
+        shrunk = comm.shrink()
+        assert shrunk.members == (0, 1, 2)
+        assert comm.closed
+        assert total(shrunk, 1) == 3
+        shrunk.close()
+
+    run_ranks(3, body)
+
+
+def test_a_rank_that_closed_the_communicator_is_not_waited_for() -> None:
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.__exit__(ValueError, ValueError("of the program"), None)
+            return
+        with pytest.raises(AbortedError):
+            call_until_it_fails(comm)
+        shrunk = comm.shrink(timeout=60)
+        assert shrunk.members == (1, 2)
+        assert total(shrunk, 1) == 2
+        shrunk.close()
+
+    run_ranks(3, body)
+
+
+def test_a_late_rank_is_told_that_the_others_went_on() -> None:
+    gone = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert gone.wait(30)
+            with pytest.raises(ExcludedError, match=r"rank 1 came too late: ranks \[0, 2\] go on without it") as raised:
+                comm.shrink()
+            assert raised.value.rank == 1
+            return
+        shrunk = comm.shrink(timeout=0.5)
+        assert shrunk.members == (0, 2)
+        gone.set()
+        assert total(shrunk, 1) == 2
+        shrunk.close()
+
+    run_ranks(3, body)
+
+
+def test_ranks_that_exclude_different_ones_are_told() -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(MismatchError, match=r"exclude: \[.*\] here, \[.*\] on rank \d") as raised:
+            comm.shrink(exclude=[3] if comm.rank else [])
+        assert raised.value.argument == "exclude"
+
+    def members(comm: Communicator) -> None:
+        if comm.rank < 3:
+            body(comm)
+
+    run_ranks(4, members)
+
+
+@pytest.mark.parametrize(
+    ("exclude", "message"),
+    [
+        ([4], "exclude: 4 is not a rank; expected 0 to 2"),
+        (["1"], "exclude: '1' is not a rank"),
+        ([0, 1, 2], "exclude: . is this rank; expected others"),
+    ],
+)
+def test_what_is_no_rank_is_refused(exclude: list[Any], message: str) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=message):
+            comm.shrink(exclude=exclude)
+        assert total(comm, 1) == 3
+
+    run_ranks(3, body)
+
+
+def test_arrays_keep_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers map them as before, so that nothing is staged; and they are withdrawn when they go."""
+    withdrawn = []
+    withdraw = SymmetricMemory.withdraw
+    monkeypatch.setattr(
+        SymmetricMemory, "withdraw", lambda self, range_: (withdrawn.append(range_), withdraw(self, range_))
+    )
+
+    def body(comm: Communicator) -> None:
+        kept, gone = comm.empty(70_000, "float32").fill(1), comm.empty(100)
+        registered = comm.register(comm.empty(500))
+        shrunk = comm.shrink()
+        symmetric = shrunk.group.symmetric
+        ranges = [(array.ptr, array.nbytes) for array in (kept, gone)]
+        assert all(symmetric.find(*range_) for range_ in [*ranges, (registered.ptr, registered.nbytes)])
+        del gone
+        assert symmetric.find(*ranges[1]) is None
+        comm.close()
+        assert np.all(shrunk.all_reduce(kept).numpy() == 2)
+        assert symmetric.find(*ranges[0]) is not None
+        shrunk.close()
+
+    run_ranks(2, body)
+    assert withdrawn
+
+
+def test_new_ranks_join_those_that_are_there() -> None:
+    smaller, larger = ThreadBootstrap.create(3), ThreadBootstrap.create(4)
+
+    results: list[float] = []
+
+    def old(rank: int) -> None:
+        with Communicator(smaller[rank], "host", timeout=30) as comm:
+            kept = comm.empty(100, "float32").fill(1)
+            with comm.grow(larger[rank]) as grown:
+                assert (grown.rank, grown.world_size) == (rank, 4)
+                results.append(float(grown.all_reduce(kept).numpy()[0]))
+                results.append(total(grown, 1, algorithm="proxy"))
+            assert total(comm, 1) == 3
+
+    def new() -> None:
+        with Communicator(larger[3], "host", timeout=30) as comm:
+            x = comm.empty(100, "float32").fill(7)
+            results.append(float(comm.all_reduce(x).numpy()[0]))
+            results.append(total(comm, 1, algorithm="proxy"))
+
+    threads = [threading.Thread(target=old, args=(rank,)) for rank in range(3)] + [threading.Thread(target=new)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(results) == [4.0] * 4 + [10.0] * 4

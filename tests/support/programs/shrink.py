@@ -1,0 +1,75 @@
+"""Ranks are killed, some while the others shrink the communicator; the others shrink it until it is theirs alone.
+
+Arguments: by rank, where it is killed, as "1=before 2=joined". Each of the others prints the members, by their first
+numbers, and what the collectives gave.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from proxyccl import Communicator, CommunicatorError
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.survivors import Survivors
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+from support.processes import FileBootstrap
+
+PLACES: dict[str, tuple[type, str, bool]] = {
+    "comes": (Survivors, "_wait", False),  # has said that it is there, and waits for the others
+    "assembled": (Survivors, "assemble", True),
+    "joined": (Survivors, "all_joined", True),
+    "starts": (Collectives, "start", False),
+}
+"""A method, and whether the rank is killed behind it."""
+
+
+def die(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(place: str) -> None:
+    owner, name, behind = PLACES[place]
+    method: Callable[..., Any] = getattr(owner, name)
+    setattr(owner, name, lambda *args, **options: (behind and method(*args, **options), die()))
+
+
+comm = Communicator(FileBootstrap.from_environment(), timeout=20)
+first_numbers = list(range(comm.world_size))
+x = comm.empty(5000, "float32").fill(1)
+comm.all_reduce(x)
+comm.all_reduce(x, algorithm="proxy")
+part = comm.split([rank for rank in range(comm.world_size) if rank != 1]) if comm.rank != 1 else None
+place = dict(argument.split("=") for argument in sys.argv[1:]).get(str(comm.rank))
+try:
+    comm.barrier()
+    if place == "before":
+        die()
+    while True:
+        comm.all_reduce(x)
+except CommunicatorError:
+    pass
+if place is not None:
+    kill_at(place)
+while True:
+    shrunk = comm.shrink()
+    first_numbers = [first_numbers[member] for member in shrunk.members]
+    assert comm.closed
+    comm = shrunk
+    try:
+        x.fill(comm.rank + 1)
+        sums = [float(comm.all_reduce(x).numpy()[-1])]
+        sums.append(float(comm.all_reduce(x, algorithm="proxy").numpy()[0]))
+        sums.append(float(comm.all_reduce(np.ones(3, np.float32))[0]))
+        comm.split(range(comm.world_size)).barrier()
+        break
+    except CommunicatorError:
+        pass
+print(first_numbers, sums)
+comm.close()
