@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import ClosedError
+from proxyccl.device.errors import ClosedError, PeerLostError
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
 _LINGER_SECONDS = 2.0
@@ -134,6 +134,28 @@ class Endpoints:
         whole = self if self._whole is None else self._whole
         members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
         return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
+
+    def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
+        """The endpoints of the ranks that are not excluded, which call this together. Arguments as for the constructor.
+
+        Raises as `Communicator.shrink`, and PeerLostError if a rank was lost that is not excluded.
+        """
+        members = [rank for rank in range(self._world_size) if rank not in excluded]
+        shrunk = Endpoints(store, members.index(self._rank), len(members), timeout)
+        with self._lock:
+            made = {key: comm for key, comm in self._made.items() if key[2] is None}
+        for key, comm in made.items():
+            shrunk._made[key] = left = comm.shrink(exclude=excluded, timeout=timeout)
+            lost = sorted({*members} - {*left.members})
+            if lost:
+                shrunk.close()
+                raise PeerLostError(
+                    f"shrink: ranks {lost} were lost too; expected ranks_to_exclude to name them",
+                    rank=self._rank,
+                    peer=lost[0],
+                    operation="shrink",
+                )
+        return shrunk
 
     @property
     def made(self) -> list[Communicator]:

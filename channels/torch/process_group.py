@@ -58,6 +58,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         timeout: bound of every wait.
         whole: a group that these ranks are some of; None for none.
         members: the ranks' numbers there.
+        endpoints: of these ranks, if they have some.
     """
 
     def __init__(
@@ -69,15 +70,20 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         *,
         whole: ProcessGroupProxyCCL | None = None,
         members: Sequence[int] = (),
+        endpoints: Endpoints | None = None,
     ) -> None:
         super().__init__(rank, size)
         # torchrun may keep the store when it restarts a job, with all that the lost ranks have left in it.
         store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
         seconds = timeout.total_seconds()
-        self._endpoints: Endpoints = (
-            Endpoints(store, rank, size, seconds) if whole is None else whole._endpoints.part(store, members, seconds)
-        )
+        if endpoints is None:
+            endpoints = (
+                Endpoints(store, rank, size, seconds)
+                if whole is None
+                else whole._endpoints.part(store, members, seconds)
+            )
+        self._endpoints: Endpoints = endpoints
         self._executors: dict[_Flow | None, Executor] = {}
         self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
         self._lock = threading.Lock()
@@ -162,6 +168,33 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         part = ProcessGroupProxyCCL(of_part, own, len(members), timeout, whole=self, members=members)
         part._group_name = getattr(opts, "group_name", "") or name
         return part
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Whether torch may call `shrink`: it then makes a process group of its own around a backend."""
+        return IS_BACKEND
+
+    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
+        """A group of the ranks that are not excluded, in their order. They alone call this, together.
+
+        Args:
+            ranks_to_exclude: numbers in this group: all that are lost, and others.
+            shrink_flags: torch's SHRINK_ABORT to end calls that are under way, on all ranks; 0 to wait for them.
+            opts_override: options; their time-out counts.
+        """
+        global _default  # noqa: PLW0603  torch has one default group
+        if shrink_flags:
+            self.abort()
+        timeout = getattr(opts_override, "_timeout", None) or self._timeout
+        excluded = sorted(ranks_to_exclude)
+        store = dist.PrefixStore(f"shrunk-without-{'-'.join(map(str, excluded))}", self._store)
+        with torch_errors():
+            endpoints = self._endpoints.shrink(store, excluded, timeout.total_seconds())
+        number = self._rank - sum(rank < self._rank for rank in excluded)
+        shrunk = ProcessGroupProxyCCL(store, number, self._size - len(excluded), timeout, endpoints=endpoints)
+        if _default is not None and _default() is self:
+            _default = weakref.ref(shrunk)
+        return shrunk
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Makes the communicator of a device now. All ranks call this together."""
