@@ -57,7 +57,7 @@ def require_torch(runtime: str) -> Any:
 
 
 @functools.cache
-def _allocator(torch: Any) -> Any:
+def allocator(torch: Any) -> Any:
     """torch's object for the functions of memory_pool.h. It lives as long as the process: torch calls it, by address,
     for as long as there is memory that it allocated.
     """
@@ -82,7 +82,7 @@ class PoolUse:
             known = self._pools.get(self._device)
             if known is None:
                 with torch.cuda.device(self._device):
-                    known = torch.cuda.MemPool(_allocator(torch).allocator()), 0
+                    known = torch.cuda.MemPool(allocator(torch).allocator()), 0
             self.pool, users = known
             self._pools[self._device] = self.pool, users + 1
         group.symmetric.follow(segments)

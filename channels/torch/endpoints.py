@@ -110,7 +110,7 @@ class Endpoints:
             name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
             whole, members = self, [low, high]
         bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
-        splittable = None if whole is None else whole._usable(device)
+        splittable = None if whole is None else whole.made_of_all(device)
         if whole is not None and all(_answers(bootstrap, seconds, splittable is not None)):
             assert splittable is not None
             comm = splittable.split(members, timeout=seconds)
@@ -121,8 +121,8 @@ class Endpoints:
         comm.timeout = self._timeout
         return comm
 
-    def _usable(self, device: torch.device) -> Communicator | None:
-        """The communicator of all ranks, if it was made and goes on."""
+    def made_of_all(self, device: torch.device) -> Communicator | None:
+        """The communicator of all ranks for a device, if it was made and goes on."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 

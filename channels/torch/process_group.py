@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from proxyccl.device.errors import CommunicatorError
+from proxyccl.torch import pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import torch_errors
@@ -195,6 +196,28 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if _default is not None and _default() is self:
             _default = weakref.ref(shrunk)
         return shrunk
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives registered memory: on GPUs, once the group's communicator is there."""
+        return pools.allocates(self._endpoints, _with_index(device))
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` elements, uninitialised, in memory that counts as registered."""
+        with torch_errors():
+            return pools.allocate(self._endpoints, size, dtype, _with_index(device))
+
+    @property
+    def mem_allocator(self) -> Any:
+        """The allocator for a `torch.cuda.MemPool` whose memory `register_mem_pool` registers."""
+        return pools.pool_allocator()
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        """Has the memory of pools of `mem_allocator` on the current device count as registered, now and later."""
+        with torch_errors():
+            pools.use_pool(self._endpoints, torch.device("cuda", torch.cuda.current_device()))
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """Nothing to do: memory is deregistered when the pool frees it."""
 
     def eager_connect_single_device(self, device: torch.device | None) -> None:
         """Makes the communicator of a device now. All ranks call this together."""

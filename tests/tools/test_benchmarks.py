@@ -84,7 +84,9 @@ def test_communicators_of_fewer_ranks_are_made_on_the_host() -> None:
     done = run_mpi(3, BENCHMARKS / "regroup.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# wrong results: 0" in done.stdout
-    assert len(re.findall(r"^(?:Communicator|split|shrink)(?: +[\d.]+){2}$", done.stdout, re.MULTILINE)) == 3, done.stdout
+    assert len(re.findall(r"^(?:Communicator|split|shrink)(?: +[\d.]+){2}$", done.stdout, re.MULTILINE)) == 3, (
+        done.stdout
+    )
 
 
 def test_put_and_signal_refuse_another_number_of_ranks() -> None:

@@ -15,7 +15,7 @@ if torch.cuda.device_count() < 2:
 PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
 
 
-@pytest.mark.parametrize("case", ["streams", "capture", "transfers", "mixed"])
+@pytest.mark.parametrize("case", ["streams", "capture", "transfers", "memory", "mixed"])
 def test_on_two_gpus(case: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(PROGRAM), case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)

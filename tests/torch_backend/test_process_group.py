@@ -407,3 +407,14 @@ def test_ranks_meet_over_every_store(kind: str, tmp_path: Any) -> None:
     with ThreadPoolExecutor(2) as pool:
         for rounds in pool.map(on_rank, range(2)):
             assert rounds == [[bytes(n), b"\1" * n] for n in (0, 1, 5, 2)]
+
+
+def test_memory_is_allocated_on_gpus_once_there_is_a_communicator() -> None:
+    def body(group: Any) -> None:
+        all_reduced(group, torch.ones(3))
+        assert not group.supports_tensor_alloc(torch.device("cpu"))
+        assert not group.supports_tensor_alloc(torch.device("cuda", 0))
+        with pytest.raises(RuntimeError, match="no communicator for cuda:0 yet; call a collective on it first"):
+            group.allocate_tensor(5, dtype=torch.float32, device=torch.device("cuda", 0))
+
+    run(body)

@@ -65,6 +65,25 @@ def transfers(device: torch.device) -> None:
         assert (y == 7).all()
 
 
+def memory(device: torch.device) -> None:
+    """What the backend allocates, and what a pool of its allocator holds, counts as registered."""
+    backend = dist.group.WORLD._get_backend(device)
+    dist.all_reduce(torch.ones(1, device=device))
+    assert backend.supports_tensor_alloc(device)
+    pool = torch.cuda.MemPool(backend.mem_allocator)
+    backend.register_mem_pool(pool)
+    with torch.cuda.use_mem_pool(pool):
+        pooled = torch.empty(COUNT, device=device)
+    symmetric = backend.endpoints.of_all(device).group.symmetric
+    for x in (backend.allocate_tensor(COUNT, dtype=torch.float32, device=device), pooled):
+        for _ in range(3):
+            x.fill_(1)
+            dist.all_reduce(x)
+            assert (x == 2).all()
+            torch.cuda.synchronize()
+        assert symmetric.find(x.data_ptr(), x.nbytes) is not None
+
+
 def mixed(device: torch.device) -> None:
     """Tensors of both devices in one group, and the barrier on the device."""
     assert dist.get_backend_config() == "cpu:gloo,cuda:proxyccl"
@@ -79,7 +98,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    {"streams": streams, "capture": capture, "transfers": transfers, "mixed": mixed}[case](device)
+    {each.__name__: each for each in (streams, capture, transfers, memory, mixed)}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
     dist.destroy_process_group()
