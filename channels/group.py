@@ -23,6 +23,7 @@ from proxyccl.channels.topology import Topology
 from proxyccl.channels.wait_release import WaitRelease
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device.errors import (
+    ArgumentError,
     ClosedError,
     CommunicatorError,
     KernelError,
@@ -129,7 +130,7 @@ class Group:
         ranks = tuple(sorted(members))
         number, check = self._splits[ranks], self.failure.require_usable
         try:
-            meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check)
+            meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check, self.mapping_of)
         except MismatchError:  # all members have met
             self._splits[ranks] += 1
             raise
@@ -232,6 +233,16 @@ class Group:
                 raise self.failure.exception() from error
             raise
         self.failure.check()
+
+    @contextlib.contextmanager
+    def mapping_of(self, peer: int) -> Iterator[None]:
+        """Around what maps a peer's memory: if that is gone because the peer has failed, it raises the failure."""
+        try:
+            yield
+        except ArgumentError:
+            self._watcher.check_for_end(peer)
+            self.failure.check()
+            raise
 
     # -- what peers reach ---
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from proxyccl.channels.bootstrap import Bootstrap
@@ -165,6 +166,7 @@ def meet_apart(
     number: int,
     timeout: float,
     give_up: Callable[[], None],
+    mapping_of: Callable[[int], AbstractContextManager[None]],
 ) -> Meeting:
     """Some ranks of a group meet to be a group of their own, in the order of `members`. They alone call this.
 
@@ -175,6 +177,7 @@ def meet_apart(
         number: how often the same ranks have met so before.
         timeout: bound of every wait of the new group, in seconds.
         give_up: called while waiting; it raises to end the wait early.
+        mapping_of: around the mapping of a rank's memory; it raises what explains a failure (`Group.mapping_of`).
 
     Raises:
         WaitTimeoutError: not all members came within the time.
@@ -200,7 +203,8 @@ def meet_apart(
         segments: dict[int, ControlSegment] = {}
         for peer, handle in handles.items():
             if peer != part.rank:
-                segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
+                with mapping_of(members[peer]):
+                    segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                 undo.callback(segments[peer].close)
         control.introduce(segments)
         if not part.spans_hosts:

@@ -279,11 +279,9 @@ class RegisteredMemory:
         """Maps a peer's range, once."""
         self._require_open()
         if peer not in self._opened:
-            try:
-                self._opened[peer] = self._group.mappings.acquire(self._handle(peer))
-            except ArgumentError:
-                self._group.failure.check()  # a rank that failed may have freed it, and that is the cause
-                raise
+            handle = self._handle(peer)
+            with self._group.mapping_of(peer):
+                self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]
 
     def _handle(self, rank: int) -> bytes:

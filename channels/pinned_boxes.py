@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from proxyccl.channels.group import Group
+from proxyccl.device.runtime import PinnedMemory
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Codec
 
@@ -31,9 +32,11 @@ class PinnedBoxes:
         self.ptr = self._memory.ptr
         self._own = proxy.add_pinned_memory(self._memory)
         handles = group.exchange.all_gather(self._memory.handle, _HANDLE, "pinned memory of plans")
-        self._theirs = {
-            peer: group.runtime.open_pinned(handle) for peer, handle in enumerate(handles) if peer != group.rank
-        }
+        self._theirs: dict[int, PinnedMemory] = {}
+        for peer, handle in enumerate(handles):
+            if peer != group.rank:
+                with group.mapping_of(peer):
+                    self._theirs[peer] = group.runtime.open_pinned(handle)
         ids = {peer: proxy.add_pinned_memory(memory) for peer, memory in self._theirs.items()}
         answers = group.exchange.all_gather(ids, _IDS, "ids of pinned memory of plans")
         self._at_peers = {peer: answers[peer][group.rank] for peer in ids}

@@ -32,11 +32,11 @@ class SmSemaphores:
         self._rank = group.rank
         own = runtime.export(self._inbound.ptr, self._inbound.nbytes)
         handles = group.exchange.all_gather(own, _HANDLE, "sm_channels")
-        self._remote: dict[int, Memory] = {
-            peer: group.mappings.acquire(handles[peer])
-            for peer in range(self._ranks)
-            if peer != self._rank and group.topology.accessible[peer]
-        }
+        self._remote: dict[int, Memory] = {}
+        for peer in range(self._ranks):
+            if peer != self._rank and group.topology.accessible[peer]:
+                with group.mapping_of(peer):
+                    self._remote[peer] = group.mappings.acquire(handles[peer])
         # A rank that drops its channels at once must not take its words away before every peer has mapped them.
         group.exchange.barrier("sm_channels")
         group.inventory.add_semaphores(self)

@@ -102,6 +102,7 @@ def outcomes(ended: list[Ended]) -> dict[int, list[str]]:
         "killed_in_a_kernel",
         "killed_in_a_dispatch",
         "killed_before_a_registration",
+        *(f"killed_before_it_is_mapped:{memory}" for memory in ("plans", "semaphores")),
     ],
 )
 def test_a_killed_rank_is_named_on_the_others(scenario: str) -> None:

@@ -153,6 +153,33 @@ def killed_before_a_registration() -> None:
     comm.close()
 
 
+def killed_before_it_is_mapped(what: str) -> None:
+    """The victim is killed when all have exchanged handles, and before another rank has mapped its memory."""
+    comm = Communicator(bootstrap, timeout=TIMEOUT)
+    pids = [int(data) for data in meet(str(os.getpid()).encode())]
+    owner, name = (comm.runtime, "open_pinned") if what == "plans" else (comm.group.mappings, "acquire")
+    map_memory = getattr(owner, name)
+
+    def mapped_late(handle: bytes) -> object:
+        if rank == VICTIM:
+            die()
+        while not has_ended(pids[VICTIM]):
+            time.sleep(0.001)
+        return map_memory(handle)
+
+    setattr(owner, name, mapped_late)
+    report(lambda: all_reduce(comm, algorithm="proxy" if what == "plans" else "ring"))
+    comm.close()
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, and its parent has yet to hear of it or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
 def killed_before_close() -> None:
     comm = opened()
     meet()
@@ -234,6 +261,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
         killed_in_a_dispatch,
         killed_before_the_communicator,
         killed_before_a_registration,
+        killed_before_it_is_mapped,
         killed_before_close,
         stopped,
         raising_handler,
