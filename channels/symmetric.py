@@ -54,7 +54,7 @@ class Announced:
     users: int = 1
     proxy_memory: int | None = None
     for_proxies: bool = False
-    heirs: list[tuple[SymmetricMemory, Announced]] = field(default_factory=list)
+    heirs: list[tuple[weakref.ref[SymmetricMemory], Announced]] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +89,16 @@ class _Handled:
     mapped: Memory | None = None
     memory: int | None = None
     told: bool = False
+
+
+def _retire(symmetric: weakref.ref[SymmetricMemory], announced: Announced) -> None:
+    """Withdraws a range, unless its group is gone.
+
+    An array does not keep its group: a failed group's exception may keep the array, by the frames of its traceback.
+    """
+    alive = symmetric()
+    if alive is not None:
+        alive.withdraw(announced)
 
 
 class SymmetricArrayMemory:
@@ -176,7 +186,7 @@ class SymmetricMemory:
         announced = self.announce(memory.ptr, nbytes, memory, reserved=reserved)
         if announced is None:
             return memory
-        return SymmetricArrayMemory(memory, lambda: self.withdraw(announced))
+        return SymmetricArrayMemory(memory, functools.partial(_retire, weakref.ref(self), announced))
 
     def announce(self, ptr: int, nbytes: int, memory: object = None, *, reserved: bool = False) -> Announced | None:
         """Announces a range, or finds it announced. None if peers can't map it, or the table is full.
@@ -229,7 +239,7 @@ class SymmetricMemory:
             if not closed:
                 self._end(announced)
         for heir, same in heirs:
-            heir.withdraw(same)
+            _retire(heir, same)
         if not closed:
             self._changed(announced)
             self._remove_from_proxy(announced)
@@ -243,7 +253,7 @@ class SymmetricMemory:
             if announced.memory is not None or other._is_unchanged(announced):
                 same = self.announce(announced.start, announced.nbytes, announced.memory)
                 if same is not None:
-                    announced.heirs.append((self, same))
+                    announced.heirs.append((weakref.ref(self), same))
         if other._pool is not None:
             self.follow(other._pool)
 

@@ -804,11 +804,30 @@ def test_a_process_that_saw_a_failure_can_start_again() -> None:
         assert run_ranks(3, work) == [3.0] * 3
 
 
-def test_communicators_give_back_descriptors_and_threads() -> None:
-    def body(comm: Communicator) -> None:
-        for algorithm in ("proxy", None):
-            comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm=algorithm)
+def _in_every_way(comm: Communicator) -> None:
+    for algorithm in ("proxy", None):
+        comm.all_reduce(on_device(comm, np.ones(1000, np.float32)), algorithm=algorithm)
 
+
+def _until_it_fails(comm: Communicator) -> None:
+    """The exception keeps the array, by the frames of its traceback; the array keeps nothing."""
+    array = comm.empty(1000, "float32").fill(1)
+    try:
+        comm.barrier()
+        comm.synchronize()
+        if comm.rank == 1:
+            comm.abort("of the test")
+        while True:
+            comm.all_reduce(array)
+            comm.synchronize()
+    except AbortedError:
+        shrunk = comm.shrink()
+    shrunk.all_reduce(array)
+    shrunk.close()
+
+
+@pytest.mark.parametrize("body", [_in_every_way, _until_it_fails])
+def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
     run_ranks(3, body)  # whatever a process keeps for good
     gc.collect()
     descriptors, threads = open_descriptors(), live_threads()
