@@ -49,12 +49,12 @@ part = comm.split([rank for rank in range(comm.world_size) if rank != 1]) if com
 place = dict(argument.split("=") for argument in sys.argv[1:]).get(str(comm.rank))
 try:
     comm.barrier()
-    if place == "before":
-        die()
-    while True:
+    while place != "before":
         comm.all_reduce(x)
 except CommunicatorError:
     pass
+if place == "before":
+    die()
 if place is not None:
     kill_at(place)
 while True:
