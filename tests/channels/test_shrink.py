@@ -21,7 +21,7 @@ from proxyccl.channels.symmetric import SymmetricMemory
 from support.device_arrays import on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
-from support.running import run_ranks
+from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.hip
 
@@ -139,7 +139,7 @@ def test_a_rank_that_closed_the_communicator_is_not_waited_for() -> None:
 
 
 def test_a_late_rank_is_told_that_the_others_went_on() -> None:
-    gone = threading.Event()
+    gone, together = threading.Event(), threading.Barrier(2)
 
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
@@ -148,7 +148,9 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
                 comm.shrink()
             assert raised.value.rank == 1
             return
-        shrunk = comm.shrink(timeout=0.5)
+        together.wait(30)
+        shrunk = comm.shrink(timeout=1.0)
+        shrunk.timeout = TIMEOUT
         assert shrunk.members == (0, 2)
         gone.set()
         assert total(shrunk, 1) == 2

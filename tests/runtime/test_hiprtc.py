@@ -117,19 +117,20 @@ def exports(code: bytes, name: str) -> bool:
     return f"\0{name}.kd\0".encode() in code and f"\0proxyccl_parameters_{name}\0".encode() in code
 
 
-def test_every_header_compiles_alone(hiprtc: Hiprtc) -> None:
-    # For one architecture: templates and inline functions leave nothing to the part of the compiler that differs.
-    for header in headers("hip"):
-        hiprtc.compile(f'#include "{header}"\n', "gfx942")
+def test_every_header_compiles(hiprtc: Hiprtc) -> None:
+    # For one architecture: templates and inline functions leave nothing to the part of the compiler that differs. That
+    # each compiles alone is NVRTC's to show, in a fifth of the time.
+    hiprtc.compile("".join(f'#include "{header}"\n' for header in headers("hip")), "gfx942")
 
 
-# Every algorithm for every architecture; every element type for gfx942, and for its neighbours one of those that have
-# instructions of their own.
+# Every algorithm for every architecture; for gfx942 a type of each kind of arithmetic, and for its neighbours one of
+# those that have instructions of their own.
+KINDS = ("float64", "float32", "float16", "bfloat16", "int8", "uint32", "int64")
 INSTANCES = [
     pytest.param(architecture, *reduction, id=f"{architecture}-{reduction[0]}")
     for architecture in ARCHITECTURES
     for reduction in REDUCTIONS
-    if architecture == "gfx942" or reduction[0] == "bfloat16"
+    if reduction[0] == "bfloat16" or (architecture == "gfx942" and reduction[0] in KINDS)
 ]
 
 

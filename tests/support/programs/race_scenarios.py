@@ -192,7 +192,6 @@ def expert_layouts() -> None:
             layer.finalize()
 
     run(3, body)
-    run(4, body, local_world_size=2)
 
 
 # -- ring, engine and channels ---
