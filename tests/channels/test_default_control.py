@@ -39,6 +39,14 @@ extern "C" __global__ void until_aborted(int* done) {
   for (uint32_t spins = 0; !aborted(); ++spins) spinHint(spins);
   done[0] = -1;
 }
+extern "C" __global__ void wait_when_aborted(int* polls) {
+  for (uint32_t spins = 0; !aborted(); ++spins) spinHint(spins);
+  waitUntil(nullptr, {PROXYCCL_WAIT_GRID, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, 0}, [&](uint64_t*) {
+    ++*polls;
+    return false;
+  });
+  if (!PROXYCCL_ON_HOST) *polls -= kFirstCheck;
+}
 extern "C" __global__ void control_block(uint64_t* out) { *out = reinterpret_cast<uint64_t>(defaultControl()); }
 """
 
@@ -95,6 +103,17 @@ def test_a_refused_flag_is_told() -> None:
         return caught(comm.synchronize)
 
     assert all(isinstance(error, TriggerError) for error in run_ranks(2, body, timeout=TIMEOUT))
+
+
+def test_a_wait_looks_early_whether_its_communicator_has_ended() -> None:
+    """On the host runtime before it yields: a kernel with many waits to come would yield a time slice for each."""
+    runtime = rank_runtime(0)
+    with alone(runtime) as comm:
+        polls, stream = comm.empty(1, "int32").fill(0), runtime.create_stream()
+        comm.compile(KERNELS, "wait_when_aborted")(1, 1, polls, stream=stream)
+        comm.abort("enough")
+        stream.synchronize()
+        assert polls.numpy()[0] == 1
 
 
 def test_communicators_of_a_runtime_end_their_own_kernels() -> None:

@@ -11,6 +11,7 @@
 //   inGlobal, spinHint, nanoseconds, shuffle, ballotWarp, syncWarp, countBits, store128, prefetch, fenceSystem,
 //   orderBeforeTrigger, storePacket128, loadPacket128, storeRelaxed128, loadRelaxed128, halfToFloat, floatToHalf,
 //   dynamicShared
+//   kSpinsPerCheck, kFirstCheck: how often, and from which on, a wait's spins check the abort word and the clock
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //

@@ -50,8 +50,8 @@ PROXYCCL_DEVICE uint64_t nanoseconds() {
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
   return now;
 }
-// Spins between two checks of the abort word and the clock: the read crosses PCIe.
-constexpr uint32_t kSpinsPerCheck = 4096;
+// A check reads across PCIe.
+constexpr uint32_t kSpinsPerCheck = 4096, kFirstCheck = kSpinsPerCheck - 1;
 
 template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {

@@ -66,7 +66,7 @@ PROXYCCL_DEVICE ProxycclControl* defaultControl() { return proxyccl_default_cont
 PROXYCCL_DEVICE void spinHint(uint32_t) { __builtin_amdgcn_s_sleep(1); }
 // The constant-rate counter runs at 100 MHz on every CDNA part.
 PROXYCCL_DEVICE uint64_t nanoseconds() { return __builtin_amdgcn_s_memrealtime() * 10; }
-constexpr uint32_t kSpinsPerCheck = 2048;
+constexpr uint32_t kSpinsPerCheck = 2048, kFirstCheck = kSpinsPerCheck - 1;
 
 template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {

@@ -123,8 +123,9 @@ PROXYCCL_DEVICE T* inGlobal(T* p) {
 PROXYCCL_DEVICE ProxycclControl* defaultControl() { return host::self()->default_control; }
 PROXYCCL_DEVICE void spinHint(uint32_t spins) { host::self()->api->spin(host::self(), spins); }
 PROXYCCL_DEVICE uint64_t nanoseconds() { return host::self()->api->nanoseconds(); }
-// Spins between two checks of the abort word and the clock: here a spin is a turn of the scheduler.
-constexpr uint32_t kSpinsPerCheck = 8;
+// Here a spin is a turn of the scheduler, and on a busy machine lasts a time slice. A kernel that has been told to stop
+// may have hundreds of waits to come, so each checks before it spins.
+constexpr uint32_t kSpinsPerCheck = 8, kFirstCheck = 0;
 
 template <class T>
 PROXYCCL_DEVICE T shuffle(T value, uint32_t lane) {

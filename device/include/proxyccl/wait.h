@@ -132,7 +132,7 @@ template <class Ready>
 PROXYCCL_DEVICE bool waitUntil(Control* given, const WaitFor& what, Ready ready) {
   uint64_t seen = 0, started = 0;
   for (uint32_t spins = 0; !ready(&seen); ++spins) {
-    if (spins % kSpinsPerCheck == kSpinsPerCheck - 1) {
+    if (spins % kSpinsPerCheck == kFirstCheck) {
       started = checkWait(given, what, seen, started);
       if (started == 0) return false;
     }
