@@ -273,11 +273,14 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
             function()
-        if stream is not None and not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+        # A graph's memory is its own, a captured call is not under way, and asking for an event's state ends a capture.
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if stream is not None and not is_captured:
             for tensor in tensors:
                 tensor.record_stream(stream)
         work = DeviceWork(tensors, device, stream, self._check, blocks=blocks, source=source)
-        self._under_way.add(flow, self._sequence, name, work.event and work.event.query)
+        if not is_captured:
+            self._under_way.add(flow, self._sequence, name, work.event and work.event.query)
         return work
 
     def _issue_on_cpu(

@@ -36,6 +36,7 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
         ResourceError: another daemon listens at the path, or the port is in use.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=_LINE)
+    ending = _Ending()
     raise_descriptor_limit()
     with Daemon(path, options) as daemon, contextlib.ExitStack() as opened:
         if metrics_port is not None:
@@ -43,7 +44,7 @@ def run(path: Path, options: DaemonOptions, metrics_port: int | None = None) -> 
 
             server = opened.enter_context(MetricsServer(metrics_port))
             logging.getLogger("proxyccl.daemon").info("metrics at http://127.0.0.1:%d/metrics", server.port)
-        _serve(daemon)
+        _serve(daemon, ending)
     return 0
 
 
@@ -59,6 +60,7 @@ def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> No
         ArgumentError: an option is wrong.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format=_LINE)
+    ending = _Ending()
     raise_descriptor_limit()
     chosen = JOB_OPTIONS.decode(options.encode(), "the rank that starts it")
     every = range(os.cpu_count() or 1)
@@ -67,17 +69,33 @@ def run_for_job(listener: int, options: str, on_ready: Callable[[], None]) -> No
     daemon_options = DaemonOptions(threads=chosen.threads, cores=chosen.cores, idle=IdlePolicy(*chosen.idle))
     with Daemon(HandedOver(listener), daemon_options, Attendance()) as daemon:
         on_ready()
-        _serve(daemon)
+        _serve(daemon, ending)
 
 
-def _serve(daemon: Daemon) -> None:
+class _Ending:
+    """Makes signals end a daemon, also one that is still starting: it would leave its socket behind."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._daemon: Daemon | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._end)
+
+    def _end(self, _number: int, _frame: FrameType | None) -> None:
+        self._asked = True
+        if self._daemon is not None:
+            self._daemon.stop()
+
+    def ends(self, daemon: Daemon) -> None:
+        """The daemon, whose `serve` returns at once if a signal has come."""
+        self._daemon = daemon
+        if self._asked:
+            daemon.stop()
+
+
+def _serve(daemon: Daemon, ending: _Ending) -> None:
     """Serves until a signal ends it."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        daemon.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+    ending.ends(daemon)
     if daemon.reporter.enabled:
         on_signal.install(daemon.reporter.write)
     daemon.serve()

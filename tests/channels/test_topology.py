@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
 from proxyccl.channels.topology import RANK_INFO, RankInfo, Topology, encode_choice
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import most_ranks, rank_runtime
+from support.devices import most_ranks, rank_runtime, require_devices
 from support.ranks import Ranks
 from support.reference import ALGORITHMS, MOVES, Call
 from support.running import run_ranks
@@ -244,6 +244,7 @@ def test_the_environment_chooses_the_transport(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_all_ranks_choose_alike() -> None:
+    require_devices(2)
     bootstraps = ThreadBootstrap.create(2)
 
     def body(rank: int) -> None:

@@ -250,7 +250,7 @@ failure_of = functools.partial(hanging.caught, within=SHORT + 5)  # with room fo
 
 
 def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
-    size = max(world_sizes(2, 3))
+    size = max(world_sizes(2, 3), default=2)
     failed = threading.Event()
 
     def body(comm: Communicator) -> BaseException | None:
@@ -536,4 +536,4 @@ def test_plans_that_nobody_can_ring_are_removed(monkeypatch: pytest.MonkeyPatch)
                 calls.run("all_gather", 1 + seed, seed)
         assert len(set(removed)) == 48  # of 60, those that are kept but for the last
 
-    run_ranks(max(world_sizes(2, 3)), body)
+    run_ranks(max(world_sizes(2, 3), default=2), body)

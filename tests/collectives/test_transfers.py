@@ -166,11 +166,11 @@ def test_gather_and_scatter_are_each_others_inverse(ranks: Ranks, rows: int, in_
     def body(comm: Communicator) -> None:
         rank, n = comm.rank, comm.world_size
         root = n - 1
-        own = on_device(comm, values(rank, root, 4 * rows).reshape(rows, 4))
-        whole = on_device(comm, np.zeros((n * rows, 4), np.uint8))
+        given, before = values(rank, root, 4 * rows).reshape(rows, 4), np.zeros((n * rows, 4), np.uint8)
         if in_place and rank == root:
-            whole[root * rows :] = own
-            own = whole[root * rows :]
+            before[root * rows :] = given
+        whole = on_device(comm, before)
+        own = whole[root * rows :] if in_place and rank == root else on_device(comm, given)
         gathered = comm.gather(own, root, out=whole if rank == root else None)
         comm.synchronize()
         if rank == root:

@@ -32,7 +32,7 @@ from proxyccl.proxy.verbs.devices import missing
 from support import hanging
 from support.daemons import RunningDaemon, running_daemon
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import most_ranks, processes
+from support.devices import most_ranks, processes, require_devices
 from support.observing import wait_for
 from support.paths import EXAMPLES, PROGRAMS
 from support.processes import run_processes
@@ -295,6 +295,7 @@ def test_a_killed_rank_is_cleaned_up_and_its_peers_are_told(daemon: RunningDaemo
 
 
 def test_a_client_that_is_killed_with_a_full_ring_is_cleaned_up(daemon: RunningDaemon, tmp_path: Path) -> None:
+    require_devices(2)
     before = daemon.resources()
     program = tmp_path / "flood.py"
     program.write_text(
@@ -392,6 +393,23 @@ def test_a_daemon_that_is_told_to_end_says_so(own_daemon: RunningDaemon) -> None
     own_daemon.wait()
     assert own_daemon.ended == 0
     assert not own_daemon.path.exists()
+
+
+def test_a_daemon_that_is_told_to_end_while_it_starts_leaves_nothing(tmp_path: Path) -> None:
+    program, socket = tmp_path / "impatient.py", tmp_path / "socket"
+    program.write_text(
+        "import os, pathlib, signal, sys\n"
+        "from proxyccl.proxy.daemon import command, server\n"
+        "class Impatient(server.Daemon):\n"
+        "    def __init__(self, *arguments):\n"
+        "        super().__init__(*arguments)\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "command.Daemon = Impatient\n"
+        "sys.exit(command.run(pathlib.Path(sys.argv[1]), server.DaemonOptions()))\n"
+    )
+    ended = run_alone(program, str(socket))
+    assert ended.returncode == 0, ended.stderr
+    assert not socket.exists()
 
 
 def test_a_daemon_ends_after_what_was_asked_for(own_daemon: RunningDaemon) -> None:

@@ -26,7 +26,7 @@ from proxyccl.proxy.observe import publications
 from proxyccl.proxy.processes import start_of
 from support.daemons import daemon_inside
 from support.device_arrays import on_device, on_host
-from support.devices import rank_runtime
+from support.devices import rank_runtime, require_devices
 from support.fake_staging import seen_as
 from support.observing import wait_for
 from support.paths import PROGRAMS
@@ -135,6 +135,7 @@ def test_it_waits_a_while_for_the_next_communicator() -> None:
 
 
 def test_ranks_that_were_asked_for_a_place_keep_it() -> None:
+    require_devices(2)
     bootstraps = ThreadBootstrap.create(2)
     found: list[Any] = [None, None]
 

@@ -1,4 +1,4 @@
-"""Programs that import deep_ep, on CPU tensors and the host runtime: ranks are threads, or processes with gloo."""
+"""Programs that import deep_ep: ranks are threads, or processes with gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator  # noqa: E402
 from support.deep_ep_clients import CLIENTS, Mixture, megatron, require_close  # noqa: E402
-from support.devices import runtime_with_blocks  # noqa: E402
+from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(1, {}), (3, {}), (4, {"local_world_size": 2})]
@@ -29,7 +29,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_gets_what_its_experts_make(ranks: Ranks, client: str) -> None:
     def body(comm: Communicator) -> None:
-        mixture = Mixture.of(comm.rank, comm.world_size)
+        mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
         require_close(CLIENTS[client](comm, mixture), mixture, float8="float8" in client or "SGLang" in client)
 
     ranks.run(body)
@@ -37,7 +37,7 @@ def test_a_client_gets_what_its_experts_make(ranks: Ranks, client: str) -> None:
 
 def test_megatrons_gradients(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        mixture = Mixture.of(comm.rank, comm.world_size)
+        mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
         _, tokens, weights = megatron(comm, mixture)
         factors = torch.where(mixture.ids >= 0, mixture.weights * (mixture.ids + 1), 0).sum(1, keepdim=True)
         torch.testing.assert_close(tokens.float(), factors.expand_as(tokens), rtol=0.02, atol=0.02)

@@ -14,10 +14,10 @@ import deep_ep  # noqa: E402
 
 from proxyccl import ArgumentError, ClosedError, Communicator  # noqa: E402
 from support.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
-from support.devices import runtime_with_blocks  # noqa: E402
+from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
-RANKS, PER_RANK, HIDDEN = 3, 4, 1024
+RANKS, PER_RANK, HIDDEN = 3 if ON_HOST else 2, 4, 1024
 SIGNATURES = {
     "__init__": "group num_nvl_bytes=0 num_rdma_bytes=0 low_latency_mode=False num_qps_per_rank=24 "
     "allow_nvlink_for_low_latency_mode=True allow_mnnvl=False use_fabric=False explicitly_destroy=False "
@@ -70,15 +70,20 @@ def dispatched(buffer: Any, mixture: Mixture, x: Any = None, **options: Any) -> 
     )
 
 
-def arriving(rank: int) -> tuple[Any, Any, Any, list[int]]:
+def mixture_of(comm: Communicator) -> Mixture:
+    """A rank's, on its device."""
+    return Mixture.of(comm.rank, comm.world_size, torch_device(comm))
+
+
+def arriving(comm: Communicator) -> tuple[Any, Any, Any, list[int]]:
     """What a rank gets of everyone's mixture: rows, local ids, the sources' token numbers, and rows of each source."""
     rows, ids, tokens, counts = [], [], [], []
     for source in range(RANKS):
-        mixture = Mixture.of(source, RANKS)
-        here = (mixture.ids >= 0) & (mixture.ids // PER_RANK == rank)
+        mixture = Mixture.of(source, RANKS, torch_device(comm))
+        here = (mixture.ids >= 0) & (mixture.ids // PER_RANK == comm.rank)
         came = here.any(1)
         rows.append(mixture.tokens[came])
-        ids.append(torch.where(here, mixture.ids - rank * PER_RANK, -1)[came])
+        ids.append(torch.where(here, mixture.ids - comm.rank * PER_RANK, -1)[came])
         tokens.append(came.nonzero().flatten().to(torch.int32))
         counts.append(int(came.sum()))
     return torch.cat(rows), torch.cat(ids), torch.cat(tokens), counts
@@ -117,7 +122,7 @@ def test_names_and_configs() -> None:
 
 def test_the_layout_of_a_dispatch(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
         per_rank, per_node, per_expert, in_rank, event = buffer.get_dispatch_layout(mixture.ids, mixture.experts)
         expected = torch.stack([(mixture.ids // PER_RANK == rank) & (mixture.ids >= 0) for rank in range(RANKS)], 1)
         same(in_rank, expected.any(2))
@@ -131,8 +136,8 @@ def test_the_layout_of_a_dispatch(ranks: Ranks) -> None:
 
 def test_what_a_dispatch_gives(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
-        rows, ids, tokens, counts = arriving(comm.rank)
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
+        rows, ids, tokens, counts = arriving(comm)
         received, row_ids, weights, per_expert, handle, _ = dispatched(buffer, mixture, expert_alignment=4)
         same(received, rows)
         same(row_ids, ids)
@@ -161,7 +166,7 @@ def test_what_a_dispatch_gives(ranks: Ranks) -> None:
 @pytest.mark.parametrize("scales", ["of 128", "of a row", "packed"])
 def test_float8_pairs(ranks: Ranks, scales: str) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
 
         def pair(tokens: Any) -> tuple[Any, Any]:
             values, of_groups = quantized(tokens)
@@ -169,7 +174,7 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
                 return values, of_groups.view(torch.int32)[:, ::4].t().contiguous().t()
             return values, of_groups if scales == "of 128" else of_groups[:, 0].contiguous()
 
-        expected = pair(arriving(comm.rank)[0])
+        expected = pair(arriving(comm)[0])
         (rows, got), _, _, _, handle, _ = dispatched(buffer, mixture, pair(mixture.tokens))
         same(rows.view(torch.uint8), expected[0].view(torch.uint8))
         same(got, expected[1])
@@ -181,13 +186,13 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
 
 def test_worst_tokens_need_no_wait(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
-        rows, ids, _, _ = arriving(comm.rank)
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
+        rows, ids, _, _ = arriving(comm)
         received, row_ids, _, per_expert, handle, _ = dispatched(buffer, mixture, num_worst_tokens=60)
         assert per_expert == []
         assert received.shape == (60, HIDDEN)
         same(received[: len(rows)], rows)
-        same(row_ids, torch.cat([ids, torch.full((60 - len(ids), ids.shape[1]), -1)]))
+        same(row_ids, torch.cat([ids, torch.full_like(ids[:1], -1).expand(60 - len(ids), -1)]))
         times = handle[4].sum(1, keepdim=True).float()
         same(buffer.combine(received, handle)[0], (mixture.tokens.float() * times).to(torch.bfloat16))
 
@@ -199,9 +204,9 @@ def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
         buffer = deep_ep.Buffer(comm)
         handles = []
         for tokens in (5, 200 if comm.rank == 1 else 5, 7):
-            x = torch.full((tokens, 16), float(tokens), dtype=torch.bfloat16)
-            ids = torch.zeros(tokens, 1, dtype=torch.int64)
-            mixture = Mixture(x, ids, torch.ones(tokens, 1), RANKS, tokens)
+            x = torch.full((tokens, 16), float(tokens), dtype=torch.bfloat16, device=torch_device(comm))
+            ids, weights = x[:, :1].long() * 0, x[:, :1].float() * 0 + 1
+            mixture = Mixture(x, ids, weights, RANKS, tokens)
             received, _, _, per_expert, handle, _ = dispatched(buffer, mixture)
             handles.append((received, handle, x))
             assert len(received) == sum(per_expert)
@@ -213,9 +218,10 @@ def test_a_later_call_may_bring_more_tokens(ranks: Ranks) -> None:
 
 def test_low_latency(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm, low_latency_mode=True), Mixture.of(comm.rank, RANKS)
-        stats, most = torch.ones(PER_RANK, dtype=torch.int32), mixture.most_tokens
-        everyone = [Mixture.of(rank, RANKS) for rank in range(RANKS)]
+        buffer, mixture = deep_ep.Buffer(comm, low_latency_mode=True), mixture_of(comm)
+        device, most = mixture.tokens.device, mixture.most_tokens
+        stats = torch.ones(PER_RANK, dtype=torch.int32, device=device)
+        everyone = [Mixture.of(rank, RANKS, device) for rank in range(RANKS)]
         arguments = mixture.tokens, mixture.ids, most, mixture.experts
         for rounded in (False, True):
             (rows, scales), counts, handle, event, hook = buffer.low_latency_dispatch(
@@ -250,7 +256,7 @@ def test_low_latency(ranks: Ranks) -> None:
         hook()
         factors = torch.where(mixture.ids >= 0, mixture.weights, 0).sum(1, keepdim=True)
         torch.testing.assert_close(combined.float(), 2 * mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
-        status = torch.ones(RANKS, dtype=torch.int32)
+        status = torch.ones(RANKS, dtype=torch.int32, device=device)
         buffer.low_latency_query_mask_buffer(status)
         assert status.tolist() == [0] * RANKS
 
@@ -259,7 +265,7 @@ def test_low_latency(ranks: Ranks) -> None:
 
 def test_two_batches_are_under_way(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
-        buffer, mixture = deep_ep.Buffer(comm), Mixture.of(comm.rank, RANKS)
+        buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
         factors = torch.where(mixture.ids >= 0, mixture.weights, 0).sum(1, keepdim=True)
         arguments = mixture.ids, mixture.most_tokens, mixture.experts
         for _ in range(2):
@@ -284,9 +290,9 @@ def test_what_is_refused() -> None:
             with pytest.raises(error, match=what):
                 call()
 
-        buffer, mixture = deep_ep.Buffer(comm, explicitly_destroy=True), Mixture.of(0, 1)
+        buffer, mixture = deep_ep.Buffer(comm, explicitly_destroy=True), mixture_of(comm)
         low_latency = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
-        stats = torch.zeros(1, 1, dtype=torch.int64)
+        stats = torch.zeros(1, 1, dtype=torch.int64, device=mixture.tokens.device)
         refused("group", lambda: deep_ep.Buffer(None))
         refused("new_num_sms", lambda: deep_ep.Buffer.set_num_sms(7))
         refused("explicitly_destroy", deep_ep.Buffer(comm).destroy)

@@ -148,7 +148,12 @@ def runtime(request: pytest.FixtureRequest) -> Runtime:
     return rank_runtime(0) if request.param == "inline copies" else HostRuntime(async_copies=True)
 
 
-@pytest.mark.parametrize(("seed", "wire"), [pytest.param(seed, *WIRES[seed % len(WIRES)].values) for seed in range(8)])
+RANDOM_WIRES = [(seed, WIRES[seed % len(WIRES)]) for seed in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("seed", "wire"), [pytest.param(seed, *wire.values, marks=wire.marks) for seed, wire in RANDOM_WIRES]
+)
 def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, runtime: Runtime) -> None:
     """Random triggers on three channels both ways at once, puts over one another, and devices that dawdle."""
     rng = random.Random(seed)

@@ -39,15 +39,16 @@ class Mixture:
     most_tokens: int
 
     @staticmethod
-    def of(rank: int, ranks: int, hidden: int = 1024, topk: int = 4, experts_per_rank: int = 4) -> Mixture:
-        """A rank's share. Ranks have different numbers of tokens; the second has none."""
+    def of(rank: int, ranks: int, device: Any = None) -> Mixture:
+        """A rank's share, on the CPU if no device is named. Ranks differ in their tokens; the second has none."""
+        hidden, topk, experts_per_rank = 1024, 4, 4
         generator = torch.Generator().manual_seed(rank)
         counts, experts = (9, 0, 17, 4), ranks * experts_per_rank
         tokens = torch.randn(counts[rank], hidden, generator=generator).to(torch.bfloat16)
         order = torch.rand(counts[rank], experts, generator=generator).argsort(1)[:, :topk]
         ids = torch.where(torch.rand(order.shape, generator=generator) < 0.2, -1, order)
         weights = torch.rand(ids.shape, generator=generator)
-        return Mixture(tokens, ids, weights, experts, max(counts))
+        return Mixture(tokens.to(device), ids.to(device), weights.to(device), experts, max(counts))
 
     @property
     def expected(self) -> Tensor:
@@ -77,7 +78,13 @@ def sums_of_experts(rows: Tensor, ids: Tensor, weights: Tensor, first_expert: in
 
 def experts_of(rank: int, results: Tensor) -> Tensor:
     """The numbers of a rank's experts plus 1, to multiply padded rows with."""
-    return (torch.arange(len(results)) + rank * len(results) + 1).view(-1, 1, 1)
+    return (torch.arange(len(results), device=results.device) + rank * len(results) + 1).view(-1, 1, 1)
+
+
+def only_received(rows: Tensor, counts: Tensor) -> Tensor:
+    """Padded rows, with zeros where none arrived."""
+    places = torch.arange(rows.shape[1], device=rows.device)
+    return torch.where(places[None, :, None] < counts[:, None, None], rows, 0)
 
 
 def vllm_high_throughput(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
@@ -163,7 +170,7 @@ def vllm_low_latency(group: Any, mixture: Mixture, *, float8: bool) -> Tensor:
     assert hook is None
     rows = dequantized(received[0], received[1].contiguous()) if float8 else received.float()
     assert rows.shape == (mixture.experts // ranks, ranks * mixture.most_tokens, mixture.tokens.shape[1])
-    rows = torch.where(torch.arange(rows.shape[1])[None, :, None] < counts[:, None, None], rows, 0)
+    rows = only_received(rows, counts)
     output = torch.empty_like(mixture.tokens)
     buffer.low_latency_combine(
         (rows * experts_of(buffer.rank, rows)).to(torch.bfloat16),
@@ -256,7 +263,7 @@ class SGLang:
         assert scales.stride()[-2] == 1
         exponents = scales.contiguous().view(torch.uint8).view(*rows.shape[:2], -1)
         values = dequantized(rows, (exponents.to(torch.int32) << 23).view(torch.float32))
-        values = torch.where(torch.arange(rows.shape[1])[None, :, None] < counts[:, None, None], values, 0)
+        values = only_received(values, counts)
         combined, event, hook = buffer.low_latency_combine(
             x=(values * experts_of(buffer.rank, values)).to(torch.bfloat16),
             topk_idx=mixture.ids,

@@ -7,10 +7,11 @@ processes may share one, but take turns, which makes every exchange between them
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
-from proxyccl import Runtime, open_runtime
+from proxyccl import Communicator, Runtime, open_runtime
 from proxyccl.device import open_driver
 from proxyccl.device.host import HostRuntime
 
@@ -31,6 +32,17 @@ def rank_runtime(rank: int) -> Runtime:
 def runtime_with_blocks(rank: int) -> Runtime:
     """The same, with collectives of several blocks: on the host they have one unless asked for more."""
     return HostRuntime(blocks=2) if ON_HOST else rank_runtime(rank)
+
+
+def torch_device(comm: Communicator) -> Any:
+    """torch's name of a rank's device, which becomes the thread's current one."""
+    import torch
+
+    if ON_HOST:
+        return torch.device("cpu")
+    device = torch.device("cuda", comm.runtime.device)
+    torch.cuda.set_device(device)
+    return device
 
 
 def most_ranks(*, processes: bool = False) -> int:

@@ -1,4 +1,7 @@
-"""Spawns two ranks with a process group of gloo; each runs the clients that vLLM has, with `import deep_ep` alone."""
+"""Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
+
+On the host runtime they are two of vLLM's, on a GPU, which the ranks may share, all.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,17 @@ def run(rank: int, store: str) -> None:
     import deep_ep
 
     from support.deep_ep_clients import CLIENTS, Mixture, require_close
+    from support.devices import ON_HOST
 
+    device = torch.device("cpu") if ON_HOST else torch.device("cuda", rank % torch.cuda.device_count())
+    if not ON_HOST:
+        torch.cuda.set_device(device)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    mixture = Mixture.of(rank, RANKS)
+    mixture = Mixture.of(rank, RANKS, device)
     assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile between their calls
-    for name in ("vLLM high throughput", "vLLM low latency, float8"):
-        require_close(CLIENTS[name](dist.group.WORLD, mixture), mixture, float8="float8" in name)
+    for name in ("vLLM high throughput", "vLLM low latency, float8") if ON_HOST else CLIENTS:
+        require_close(CLIENTS[name](dist.group.WORLD, mixture), mixture, float8="float8" in name or "SGLang" in name)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,7 @@
-"""One case on 2 GPUs, started by torchrun: ``on_gpus.py CASE``. Rank 0 prints OK."""
+"""One case of 2 ranks, on a GPU each or on one that they share, started by torchrun: ``on_gpus.py CASE``.
+
+Rank 0 prints OK.
+"""
 
 from __future__ import annotations
 
@@ -95,14 +98,15 @@ def mixed(device: torch.device) -> None:
 
 def main() -> None:
     case = sys.argv[1]
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
     {each.__name__: each for each in (streams, capture, transfers, memory, mixed)}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
+    is_first = dist.get_rank() == 0
     dist.destroy_process_group()
-    if device.index == 0:
+    if is_first:
         print("OK", flush=True)
 
 
