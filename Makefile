@@ -26,6 +26,9 @@ SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1
 RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CPU need not load
 
+# Tests start a thousand processes: they shall not compile every module again, where that is turned off.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built

@@ -58,12 +58,12 @@ def flood(comm: Communicator) -> None:
 
 def loss(comm: Communicator) -> None:
     """The last rank is killed in the middle; the others say so."""
-    x = comm.empty(1000, "float32").fill(1)
-    comm.all_reduce(x)
-    comm.synchronize()
-    if comm.rank == comm.world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    _until_it_fails(comm)
+
+    def die() -> None:
+        if comm.rank == comm.world_size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _until_it_fails(comm, die)
 
 
 def go_on(comm: Communicator) -> None:
@@ -76,17 +76,16 @@ def go_on(comm: Communicator) -> None:
 
 def cut(comm: Communicator) -> None:
     """Says when it goes on, and goes on until the network ends it."""
-    x = comm.empty(1000, "float32").fill(1)
-    comm.all_reduce(x)
-    comm.synchronize()
-    print("ready", flush=True)
-    _until_it_fails(comm)
+    _until_it_fails(comm, lambda: print("ready", flush=True))
 
 
-def _until_it_fails(comm: Communicator) -> None:
-    x = comm.empty(100_000, "float32")
+def _until_it_fails(comm: Communicator, after_first: Callable[[], None]) -> None:
+    first, x = comm.empty(1000, "float32").fill(1), comm.empty(100_000, "float32")
     began = time.monotonic()
     try:
+        comm.all_reduce(first)
+        comm.synchronize()
+        after_first()
         while True:
             comm.all_reduce(x.fill(1))
             comm.synchronize()
