@@ -554,6 +554,7 @@ class Lib:
     PROXYCCL_PIPELINE_BUFFERS: Final[int]
     PROXYCCL_MAX_MAPPED_RANKS: Final[int]
     PROXYCCL_MAX_BLOCK_THREADS: Final[int]
+    PROXYCCL_ONE_ROUND_BYTES: Final[int]
     PROXYCCL_FLOW_SLOTS: Final[int]
     PROXYCCL_FLOW_HEADER_BYTES: Final[int]
     PROXYCCL_MAX_TRANSFERS: Final[int]
@@ -693,6 +694,8 @@ class Lib:
         self, guard: Passed[ProxycclAllocationGuardPointer], pointer_attribute: int, /
     ) -> None: ...
     def proxyccl_allocations_hold(self, guard: Passed[ProxycclAllocationGuardPointer], /) -> int: ...
+    def proxyccl_host_add_helper(self, help: CData, argument: Pointer, /) -> None: ...
+    def proxyccl_host_remove_helper(self, argument: Pointer, /) -> None: ...
     def proxyccl_host_stream_operations(
         self, stream: Pointer, count: int, operations: Passed[ProxycclStreamOperationPointer], flags: int, /
     ) -> int: ...

@@ -118,6 +118,7 @@ class EngineFunctions:
     """Addresses of the driver calls that the engine makes (proxy/engine/runtime_table.h).
 
     `make_current` takes a `LaunchTarget.context`; 0 where there is none. Threads that serve several devices call it.
+    `add_helper` and `remove_helper` are there where kernels wait on the CPU (host/runtime.h), otherwise 0.
     """
 
     copy: int
@@ -125,6 +126,8 @@ class EngineFunctions:
     event_record: int
     event_query: int
     make_current: int = 0
+    add_helper: int = 0
+    remove_helper: int = 0
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ typedef struct {
   uint64_t slot_bytes; uint32_t meet;
   char *remote[...]; char *reached_at[...]; ...;
 } ProxycclTeam;
-enum { PROXYCCL_ROUND_BUFFERS, PROXYCCL_PIPELINE_BUFFERS, PROXYCCL_MAX_MAPPED_RANKS, PROXYCCL_MAX_BLOCK_THREADS, ... };
+enum { PROXYCCL_ROUND_BUFFERS, PROXYCCL_PIPELINE_BUFFERS, PROXYCCL_MAX_MAPPED_RANKS, PROXYCCL_MAX_BLOCK_THREADS,
+       PROXYCCL_ONE_ROUND_BYTES, ... };
 enum { PROXYCCL_FLOW_SLOTS, PROXYCCL_FLOW_HEADER_BYTES, PROXYCCL_MAX_TRANSFERS, ... };
 typedef struct {
   const char *src; char *dst; uint64_t bytes; uint64_t lane_bytes; uint32_t peer; uint32_t lanes; ...;
@@ -225,6 +226,8 @@ typedef struct {
   uint64_t context; ProxycclStreamOperation *words; const ProxycclStreamStep *steps; uint32_t count; uint32_t captured;
   ...;
 } ProxycclStreamOperations;
+void proxyccl_host_add_helper(int (*help)(void *), void *argument);
+void proxyccl_host_remove_helper(void *argument);
 int proxyccl_host_stream_operations(void *stream, unsigned count, ProxycclStreamOperation *operations, unsigned flags);
 void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
                                      uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing, uintptr_t current);
@@ -351,6 +354,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
     sources=[
         "device/host/fibers.cpp",
         "device/host/streams.cpp",
+        "device/host/waiting.cpp",
         "device/host/memory.cpp",
         "device/memory_pool.cpp",
     ],

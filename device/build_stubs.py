@@ -34,6 +34,8 @@ def _read(tp: Any) -> str:
             return f"Array[{_read(tp.item)}, {_pointer(tp.item)}]"
         case model.EnumType():
             return "int"
+        case model.FunctionPtrType():
+            return "CData"
     if tp.name == "char":
         return "bytes"
     if tp.name == "_Bool":

@@ -497,6 +497,10 @@ class Lib:
     def proxyccl_thread_run(
         self, thread: Passed[ProxycclThreadPointer], info: Passed[ProxycclExitInfoPointer], /
     ) -> int: ...
+    def proxyccl_thread_helped_by(
+        self, thread: Passed[ProxycclThreadPointer], add_helper: int, remove_helper: int, /
+    ) -> None: ...
+    def proxyccl_thread_help(self, thread: Passed[ProxycclThreadPointer], /) -> int: ...
     def proxyccl_runtime_table_fill(
         self,
         table: Passed[ProxycclRuntimeTablePointer],

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import EngineFunctions
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -66,6 +67,7 @@ class ProxyThread:
         idle: what it does when there is nothing to do.
         cores: numbers of the cores that it may run on; None for all of its process.
         begin: called in the thread before anything else.
+        functions: those of a runtime whose waiting kernels may help it; None to run the workers alone.
 
     Raises:
         ArgumentError: there are no such cores.
@@ -77,11 +79,14 @@ class ProxyThread:
         idle: IdlePolicy,
         cores: Collection[int] | None = None,
         begin: Callable[[], None] = lambda: None,
+        functions: EngineFunctions | None = None,
     ) -> None:
         policy = ffi.new("ProxycclIdlePolicy *")
         policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
         policy.max_sleep_ns = max(1000, int(idle.max_sleep_us * 1000))
         self._pointer = lib.proxyccl_thread_create(policy)
+        if functions is not None and functions.add_helper:
+            lib.proxyccl_thread_helped_by(self._pointer, functions.add_helper, functions.remove_helper)
         self._begin = begin
         self._cores = cores
         self._changed = threading.Condition()

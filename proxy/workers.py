@@ -111,7 +111,7 @@ class Workers:
         with contextlib.ExitStack() as undo:
             undo.callback(self.discard)
             if isinstance(threads, OwnThreads):
-                self._make_threads(engine.runtime, threads)
+                self._make_threads(engine, threads)
                 self._make_workers(service, observed, self._own_threads)
             else:
                 self._make_workers(service, observed, threads)
@@ -120,10 +120,11 @@ class Workers:
                     lib.proxyccl_worker_enter_context(worker.pointer, engine.functions.make_current, context)
             undo.pop_all()
 
-    def _make_threads(self, runtime: Runtime, threads: OwnThreads) -> None:
-        begin = functools.partial(_begin, runtime, threads.count if threads.cores is None else 0)
+    def _make_threads(self, engine: EngineRuntime, threads: OwnThreads) -> None:
+        begin = functools.partial(_begin, engine.runtime, threads.count if threads.cores is None else 0)
         for i in range(threads.count):
-            self._own_threads.append(ProxyThread(f"{threads.name}-proxy-{i}", threads.idle, threads.cores, begin))
+            name = f"{threads.name}-proxy-{i}"
+            self._own_threads.append(ProxyThread(name, threads.idle, threads.cores, begin, engine.functions))
 
     def _make_workers(self, service: Any, observed: ObservedSegment, threads: Sequence[ProxyThread]) -> None:
         for i, thread in enumerate(threads):

@@ -21,6 +21,7 @@ from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import StreamOperations
 
 
 def all_reduce(
@@ -98,34 +99,41 @@ def _plan_by_levels(collectives: Collectives, source: ArrayView, target: ArrayVi
     """Each share is reduced inside the node, then between the ranks of one number on all nodes, then gathered inside
     the node, so a node's data crosses to the others once. Elements left over by even shares go through all ranks
     together.
+
+    What fits one round is reduced whole by every rank, inside the node and then between nodes: a crossing less, and no
+    share is worth one.
     """
     group, dtype = collectives.group, source.dtype
     topology = group.topology
     inside, across = collectives.levels()
+    partial = "sum" if op == "avg" else op  # the rank that has all parts divides
+    if inside.fits_one_round(source.nbytes) and across.fits_one_round(source.nbytes):
+        kernel = ALL_REDUCE_KERNELS["proxy"]
+
+        def one_round(team: Team, operator: str, ptr: int) -> Launch:
+            shipped = group.runtime.shipped(kernel.file, kernel.name, dtype.name, operator)
+            return shipped.prepare(1, team.threads, team.parameter(), ptr, target.ptr, source.size)
+
+        return StreamOperations(
+            group.runtime, [one_round(inside, partial, source.ptr), one_round(across, op, target.ptr)]
+        )
+
     share = source.size // topology.local_world_size
     even, nbytes = share * topology.local_world_size, share * dtype.itemsize
     own = target.ptr + topology.local_rank * nbytes
 
     shipped = group.runtime.shipped
-    launches: list[Launch] = []
-    if share:
-        partial = "sum" if op == "avg" else op  # the rank that has all parts divides
-        scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
-        scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
-        gather = shipped(gather_kernel.file, gather_kernel.name)
-        team = inside.parameter()
-        launches += [
-            scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
-            _plan_two_shot(group, across, dtype, op, own, own, share),
-            gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
-        ]
+    scatter_kernel, gather_kernel = COLLECTIVES["reduce_scatter"][0], COLLECTIVES["all_gather"][0]
+    scatter = shipped(scatter_kernel.file, scatter_kernel.name, dtype.name, partial)
+    gather = shipped(gather_kernel.file, gather_kernel.name)
+    team = inside.parameter()
+    launches = [
+        scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
+        _plan_two_shot(group, across, dtype, op, own, own, share),
+        gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
+    ]
     if even < source.size:
         offset = even * dtype.itemsize
         pointers = (source.ptr + offset, target.ptr + offset)
         launches.append(_plan_two_shot(group, collectives.team(), dtype, op, *pointers, source.size - even))
-
-    def plan(stream: StreamLike) -> None:
-        for launch in launches:
-            launch(stream)
-
-    return plan
+    return StreamOperations(group.runtime, launches)

@@ -121,6 +121,11 @@ class Team:
         team.pieces = -(-team.share // team.piece)
         return self.grid(count * itemsize), bytes(ffi.buffer(team))
 
+    def fits_one_round(self, nbytes: int) -> bool:
+        """Whether `all_reduce_by_proxy` reduces so many bytes in one crossing."""
+        slot = self._team.exchange_bytes // self._team.world_size // 128 * 128
+        return nbytes <= min(lib.PROXYCCL_ONE_ROUND_BYTES, slot)
+
     def _call(self, nbytes: int, reached_at: Sequence[int] | None) -> ProxycclTeamPointer:
         team = ffi.new("ProxycclTeam *", self._team[0])
         if self._writes_outputs:

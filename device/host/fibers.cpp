@@ -8,7 +8,6 @@
 
 #include "fibers.h"
 
-#include <sched.h>
 #include <sys/mman.h>
 #include <time.h>
 
@@ -387,19 +386,6 @@ void prepare(FiberState* fiber) {
 }
 
 }  // namespace
-
-void backOff(uint32_t rounds) {
-  constexpr uint32_t kYields = 200;
-  constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
-  if (rounds < kYields) {
-    sched_yield();
-    return;
-  }
-  const uint32_t doublings = (rounds - kYields) / 32;
-  const long sleep = doublings < 6 ? kFirstSleepNs << doublings : kLongestSleepNs;
-  const timespec pause = {0, sleep};
-  nanosleep(&pause, nullptr);
-}
 
 BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   thread_local StackPool stacks;

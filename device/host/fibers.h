@@ -19,8 +19,9 @@ struct Launch {
 
 enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 
-// Gives the core away between two polls of a wait: at first by yielding, which costs the waiter least, then by
-// sleeping, so that many waiting ranks on few cores do not starve the one that works.
+// Between two polls of a wait, `rounds` of which have passed without effect: lets a helper work, if there is one with
+// work to do. Otherwise gives the core away: at first by yielding, which costs the waiter least, then by sleeping, so
+// that many waiting ranks on few cores do not starve the one that works.
 void backOff(uint32_t rounds);
 
 BlockResult runBlock(const Launch& launch, uint32_t block);

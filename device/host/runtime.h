@@ -6,6 +6,7 @@
  * table serves all three runtimes.
  *
  *   fibers.cpp   threads of a block as fibers of one OS thread
+ *   waiting.cpp  what a thread does while it waits
  *   streams.cpp  streams, events and launches
  *   memory.cpp   memory that other processes can map
  */
@@ -63,6 +64,11 @@ int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsig
 /* Queues them as one operation. A wait polls its word in the thread that runs it, with ever longer pauses; an inline
  * stream takes none. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
+
+/* What threads of this process do, before they yield, while a kernel or a stream waits: help(argument) returns whether
+ * it got anything done. One thread at a time is in it, on a kernel's stack. */
+void proxyccl_host_add_helper(int (*help)(void*), void* argument);
+void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
 
 /* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */
 int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */

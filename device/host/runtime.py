@@ -332,6 +332,8 @@ class HostRuntime:
             write64=_address("proxyccl_host_write64"),
             event_record=_address("proxyccl_host_event_record"),
             event_query=_address("proxyccl_host_event_query"),
+            add_helper=_address("proxyccl_host_add_helper"),
+            remove_helper=_address("proxyccl_host_remove_helper"),
         )
 
     def pointer_device(self, ptr: int) -> int:

@@ -1,4 +1,5 @@
-// All-reduce over a single lane: by the proxy, or where some peers are reached through it.
+// All-reduce over a single lane: by the proxy, or where some peers are reached through it. What is short may go that
+// way between mapped ranks too, as a part of a hierarchy.
 //
 // Each rank reduces one share of the data for all, in rank order, and hands the result round: 2 (n-1)/n times the bytes
 // in two crossings. A pipeline over pieces lets the transfers overlap. In step k the grid
@@ -24,7 +25,8 @@
 
 namespace proxyccl {
 
-// In one crossing, (n-1) times the bytes: for what is so short that crossings count, over links with no packets.
+// In one crossing, (n-1) times the bytes: for what is so short that crossings count, over links with no packets. Where
+// all peers are mapped, by one block.
 template <class T, class Op>
 PROXYCCL_DEVICE void allReduceInOneRound(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
   Exchange exchange(team);
@@ -117,8 +119,8 @@ PROXYCCL_DEVICE void allReduceInPieces(const ProxycclTeam& team, const T* in, T*
 
 template <class T, class Op>
 PROXYCCL_DEVICE void all_reduce_by_proxy(const ProxycclTeam& team, const T* in, T* out, uint64_t count) {
-  constexpr uint64_t kOneRoundBytes = 32 * 1024;
-  if (count * sizeof(T) <= minimum(kOneRoundBytes, team.exchange_bytes / team.world_size & ~127ull)) {
+  const uint64_t one_round = minimum(PROXYCCL_ONE_ROUND_BYTES, team.exchange_bytes / team.world_size & ~127ull);
+  if (count * sizeof(T) <= one_round) {
     allReduceInOneRound<T, Op>(team, in, out, count);
   } else {
     allReduceInPieces<T, Op>(team, in, out, count);

@@ -32,7 +32,8 @@ enum {
   PROXYCCL_ROUND_BUFFERS = 2, /* by the parity of `round` */
   PROXYCCL_PIPELINE_DEPTH = 3,
   PROXYCCL_PIPELINE_BUFFERS = 2 * PROXYCCL_PIPELINE_DEPTH, /* the pipeline has two phases */
-  PROXYCCL_MAX_MAPPED_RANKS = 72                           /* most members of a team whose members are all mapped */
+  PROXYCCL_MAX_MAPPED_RANKS = 72,                          /* most members of a team whose members are all mapped */
+  PROXYCCL_ONE_ROUND_BYTES = 32 * 1024                     /* up to here an all_reduce by proxy takes one crossing */
 };
 
 /* In device memory. Advanced by the last block of each kernel, never by the host: a captured graph replays. */

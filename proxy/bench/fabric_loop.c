@@ -37,7 +37,7 @@ static ssize_t make(const ProxycclFabricBareWrites *options, Place *places, uint
   const struct fi_msg_rma message = {&part, &descriptor, 1, options->peer, &target, 1, place, 0};
   place->number = number;
   return fi_writemsg((struct fid_ep *)options->endpoint, &message,
-                     awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+                     awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_INJECT_COMPLETE);
 }
 
 int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites *options) {

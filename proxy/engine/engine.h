@@ -115,5 +115,12 @@ void proxyccl_thread_destroy(ProxycclThread *thread);
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
+/* Before it runs: others may help it. `add` and `remove` tell them that they may, and that they may not any more;
+ * `remove` returns when nobody does. */
+void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread), void *thread),
+                               void (*remove)(void *thread));
+/* For any other thread, while it waits for what the thread's workers may bring: gives each worker a turn, unless
+ * somebody else does. Returns 1 if anything happened. What makes the thread return is left to it. */
+int proxyccl_thread_help(ProxycclThread *thread);
 
 #endif

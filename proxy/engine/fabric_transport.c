@@ -115,7 +115,7 @@ static int post(FabricConnection *self, int awaited) {
   request->awaited = (uint32_t)awaited;
   request->state = 0;
   const ssize_t status =
-      fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_TRANSMIT_COMPLETE);
+      fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_INJECT_COMPLETE);
   if (status == -FI_EAGAIN) return WAITS;
   if (status != 0) return failed((int)-status);
   self->posted = self->made;

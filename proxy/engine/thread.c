@@ -1,4 +1,7 @@
-/* A thread that runs workers in turn, and its idling. See engine.h. */
+/* A thread that runs workers in turn, its idling, and those who help it. See engine.h.
+ *
+ * One at a time runs the workers: whoever has the turn. The thread has it but for a moment behind each round, and takes
+ * it along when it returns. So nobody helps while a handler or an exit is dealt with. */
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,10 +11,13 @@
 #include "worker.h"
 
 enum {
-  POLLS_PER_CLOCK = 16,        /* rounds without work between two readings of the clock: one costs as much as several */
-  SLEEP_PART = 32,             /* an idle thread sleeps for a 32nd of the time that it has been idle */
-  OUTSTANDING_SLEEP_NS = 50000 /* longest sleep while work is outstanding: somebody may wait for its completion */
+  POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
+  SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
+  OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion */
+  HELPED_SLEEP_NS = 50000       /* sleep behind a helper's round: its next one will come sooner */
 };
+
+enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: to no effect, to some */
 
 #define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
 
@@ -20,7 +26,18 @@ struct ProxycclThread {
   ProxycclWorker *added;       /* a stack: any thread pushes, this one takes it whole */
   ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
   uintptr_t context;           /* the context that a worker made current last */
+  void (*end_help)(void *);    /* NULL: nobody else may have the turn */
+  int turn;                    /* pairing 46: 1 while somebody has it */
+  int helped;                  /* HELPED_… since the thread ran the workers itself */
+  ProxycclExit found;          /* what a helper's round came to, for the thread to return, and … */
+  ProxycclExitInfo found_info; /* … what it says of it */
 };
+
+/* Pairing 46, acquire: what the last to have the turn did. */
+static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
+
+/* Pairing 46, release. */
+static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
 
 /* Pairing 23, release: the thread sees the worker as it was handed over. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
@@ -40,12 +57,22 @@ ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle) {
   thread->idle = *idle;
   thread->at = &thread->first;
   thread->context = NO_CONTEXT;
+  thread->turn = 1;
+  thread->found = CONTINUE;
   return thread;
 }
 
-void proxyccl_thread_destroy(ProxycclThread *thread) { free(thread); }
+void proxyccl_thread_destroy(ProxycclThread *thread) {
+  if (thread->end_help != NULL) thread->end_help(thread);
+  free(thread);
+}
 
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker) { push_added(thread, worker); }
+
+static void sleep_for(uint64_t ns) {
+  const struct timespec pause = {(time_t)(ns / 1000000000u), (long)(ns % 1000000000u)};
+  nanosleep(&pause, NULL);
+}
 
 /* Spins, then yields, then sleeps for a part of the time that it has been idle: waking late adds little to that time,
  * and a thread that is idle for long takes hardly any CPU time. Returns the time slept. */
@@ -60,8 +87,7 @@ static uint64_t back_off(const ProxycclIdlePolicy *policy, uint64_t idle_ns, int
     uint64_t sleep_ns = idle_ns / SLEEP_PART;
     if (sleep_ns > policy->max_sleep_ns) sleep_ns = policy->max_sleep_ns;
     if (outstanding && sleep_ns > OUTSTANDING_SLEEP_NS) sleep_ns = OUTSTANDING_SLEEP_NS;
-    const struct timespec pause = {(time_t)(sleep_ns / 1000000000u), (long)(sleep_ns % 1000000000u)};
-    nanosleep(&pause, NULL);
+    sleep_for(sleep_ns);
     return now_ns() - begin_ns;
   }
 }
@@ -140,33 +166,103 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   return CONTINUE;
 }
 
+/* What the workers of one round did; see take_turn. */
+typedef struct {
+  int progress, busy, outstanding;
+} Round;
+
+/* A turn of each worker, by whoever has the thread's turn. CONTINUE, or why the thread returns. */
+static ProxycclExit run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
+  do {
+    ProxycclWorker *worker = *thread->at;
+    const ProxycclExit result = take_turn(thread, worker, info, &round->progress, &round->busy, &round->outstanding);
+    if (result != CONTINUE) {
+      info->worker = worker;
+      if (result != PROXYCCL_EXIT_HANDLER) *thread->at = worker->next;
+      if (*thread->at == NULL) thread->at = &thread->first;
+      return result;
+    }
+    thread->at = worker->next != NULL ? &worker->next : &thread->first;
+  } while (thread->at != &thread->first);
+  return CONTINUE;
+}
+
+static void clear_info(ProxycclExitInfo *info) {
+  memset(info, 0, sizeof *info);
+  info->channel = PROXYCCL_MAX_CHANNELS;
+}
+
+static int help(void *thread) { return proxyccl_thread_help(thread); }
+
+void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread), void *thread),
+                               void (*remove)(void *thread)) {
+  thread->end_help = remove;
+  add(help, thread);
+}
+
+int proxyccl_thread_help(ProxycclThread *thread) {
+  Round round = {0};
+  if (!turn_taken(thread)) return 0;
+  if (thread->found == CONTINUE && thread->first != NULL) {
+    clear_info(&thread->found_info);
+    thread->found = run_round(thread, &round, &thread->found_info);
+    thread->helped |= round.progress ? HELPED_ON : HELPED_IDLY;
+  }
+  turn_give(thread);
+  return round.progress;
+}
+
+/* Takes the turn back; a helper has it for one round at most. */
+static void take_back(ProxycclThread *thread) {
+  while (!turn_taken(thread)) sleep_for(HELPED_SLEEP_NS);
+}
+
+/* After a round without work: backs off, without the turn. Returns the time slept. */
+static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, int outstanding) {
+  if (thread->end_help == NULL) return back_off(&thread->idle, idle_ns, outstanding);
+  turn_give(thread);
+  const uint64_t slept = back_off(&thread->idle, idle_ns, outstanding);
+  take_back(thread);
+  return slept;
+}
+
+/* Leaves the workers to helpers for a while, if one has run them since the thread did. Returns what they did. */
+static int leave_to_helpers(ProxycclThread *thread) {
+  if (!thread->helped) return 0;
+  turn_give(thread);
+  sleep_for(HELPED_SLEEP_NS);
+  take_back(thread);
+  const int helped = thread->helped;
+  thread->helped = 0;
+  return helped;
+}
+
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
   uint32_t polls = 0;
-  memset(info, 0, sizeof *info);
-  info->channel = PROXYCCL_MAX_CHANNELS;
+  clear_info(info);
   for (;;) {
-    int progress = 0, busy = 0, outstanding = 0;
+    Round round = {0};
+    const int helped = leave_to_helpers(thread);
+    if (thread->found != CONTINUE) {
+      const ProxycclExit found = thread->found;
+      *info = thread->found_info;
+      thread->found = CONTINUE;
+      return found;
+    }
     take_added(thread);
     if (thread->first == NULL) return PROXYCCL_EXIT_NO_WORKERS;
-    do {
-      ProxycclWorker *worker = *thread->at;
-      const ProxycclExit result = take_turn(thread, worker, info, &progress, &busy, &outstanding);
-      if (result != CONTINUE) {
-        info->worker = worker;
-        if (result != PROXYCCL_EXIT_HANDLER) *thread->at = worker->next;
-        if (*thread->at == NULL) thread->at = &thread->first;
-        return result;
-      }
-      thread->at = worker->next != NULL ? &worker->next : &thread->first;
-    } while (thread->at != &thread->first);
-    if (progress) {
+    const ProxycclExit result = run_round(thread, &round, info);
+    if (result != CONTINUE) return result;
+    if (round.progress || helped & HELPED_ON) {
       idle_since = 0;
-      if (busy) continue;
+      if (round.busy) continue;
     }
     if (idle_since == 0) idle_since = counted = now_ns();
-    if (++polls % POLLS_PER_CLOCK == 0) {
-      const uint64_t now = now_ns(), slept = back_off(&thread->idle, now - idle_since, outstanding);
+    if (helped || ++polls % POLLS_PER_CLOCK == 0) {
+      const uint64_t now = now_ns(), idle_ns = now - idle_since;
+      /* A helper gets the core at once. */
+      const uint64_t slept = rest(thread, helped ? thread->idle.spin_ns + idle_ns : idle_ns, round.outstanding);
       count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
     }

@@ -224,6 +224,37 @@ def test_each_workers_context_is_current_for_its_turn() -> None:
     assert thread.close(TIMEOUT)
 
 
+def test_who_waits_gives_the_workers_their_turns_and_handlers_stay_with_the_thread() -> None:
+    helpers: dict[int, Callable[[int], int]] = {}
+    takes_helper = ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p)
+    add = takes_helper(lambda help_, argument: helpers.update({argument: help_}))
+    remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
+    functions = EngineFunctions(
+        0, 0, 0, 0, 0, *(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
+    )
+    thread = ProxyThread("helped", IdlePolicy(), functions=functions)
+    ((argument, help_),) = helpers.items()
+    with Client(thread) as client:
+
+        def helped() -> bool:
+            client.push(PUT | SIGNAL, 1)
+            return help_(argument) == 1
+
+        until(helped)
+        assert client.service.drain(TIMEOUT)
+        assert (client.taken, client.signalled) == (client.pushed, client.pushed)
+
+        ran_in: list[str] = []
+        channel = client.service.add_handler(lambda _: ran_in.append(threading.current_thread().name))
+        for count in range(1, 51):
+            client.push(SIGNAL, 1, channel)
+            until(lambda count=count: help_(argument) or len(ran_in) == count)
+        assert client.service.drain(TIMEOUT)
+        assert ran_in == ["helped"] * 50
+    assert thread.close(TIMEOUT)
+    assert not helpers
+
+
 def test_a_thread_runs_on_the_cores_that_are_named() -> None:
     core = max(os.sched_getaffinity(0))
     thread = ProxyThread("pinned", IdlePolicy(), cores=[core])

@@ -21,12 +21,14 @@ def main() -> int:
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
     # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin behind each
-    # piece of work: with more than one a rank, as torch has by default, they take the cores from everybody.
+    # piece of work: with more than one a rank, as torch has by default, they take the cores from everybody. MPICH's UCX
+    # would find these hosts to be one machine, and use its memory.
     env = {
         "MASTER_ADDR": Hosts.address(0),
         "MASTER_PORT": _PORT,
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "OMP_NUM_THREADS": "1",
+        "UCX_TLS": "tcp,self",
     }
     with tempfile.TemporaryDirectory() as directory, Hosts(len(ranks)) as hosts:
         job = hosts.mpiexec(ranks, command, Path(directory), env=env)

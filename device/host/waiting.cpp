@@ -1,0 +1,90 @@
+// What a thread does while a kernel or a stream waits: helps, or gives the core away.
+//
+// A proxy of this process is such a helper. Where ranks outnumber cores, a thread that waits for its proxy would only
+// have to give its core to the proxy's thread, and to get it back. It does the proxy's work itself instead.
+#include "link_old_symbols.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "fibers.h"
+#include "runtime.h"
+
+extern "C" void* __tsan_get_current_fiber() __attribute__((weak));  // null unless under ThreadSanitizer
+
+namespace proxyccl {
+namespace host {
+namespace {
+
+class Helpers {
+ public:
+  // Never destroyed: at exit, threads may still wait.
+  static Helpers& instance() {
+    static Helpers* helpers = new Helpers();
+    return *helpers;
+  }
+
+  void add(int (*help)(void*), void* argument) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    helpers_.push_back({help, argument});
+    count_.store(helpers_.size(), std::memory_order_relaxed);
+  }
+
+  void remove(void* argument) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    helpers_.erase(std::remove_if(helpers_.begin(), helpers_.end(),
+                                  [&](const Helper& helper) { return helper.argument == argument; }),
+                   helpers_.end());
+    count_.store(helpers_.size(), std::memory_order_relaxed);
+  }
+
+  bool help() {
+    // One thread in two roles would order what the kernel and the proxy do, and hide their races from the sanitizer.
+    if (__tsan_get_current_fiber) return false;
+    if (count_.load(std::memory_order_relaxed) == 0) return false;  // orders nothing: the list has a lock
+    std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return false;
+    bool helped = false;
+    for (const Helper& helper : helpers_) helped |= helper.help(helper.argument) != 0;
+    return helped;
+  }
+
+ private:
+  struct Helper {
+    int (*help)(void*);
+    void* argument;
+  };
+
+  std::mutex mutex_;  // of the list; held while helpers work, so that none is removed meanwhile
+  std::vector<Helper> helpers_;
+  std::atomic<size_t> count_{0};
+};
+
+}  // namespace
+
+void backOff(uint32_t rounds) {
+  constexpr uint32_t kYields = 200;
+  constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
+  if (Helpers::instance().help()) return;
+  if (rounds < kYields) {
+    sched_yield();
+    return;
+  }
+  const uint32_t doublings = (rounds - kYields) / 32;
+  const long sleep = doublings < 6 ? kFirstSleepNs << doublings : kLongestSleepNs;
+  const timespec pause = {0, sleep};
+  nanosleep(&pause, nullptr);
+}
+
+}  // namespace host
+}  // namespace proxyccl
+
+using namespace proxyccl::host;
+
+void proxyccl_host_add_helper(int (*help)(void*), void* argument) { Helpers::instance().add(help, argument); }
+void proxyccl_host_remove_helper(void* argument) { Helpers::instance().remove(argument); }
