@@ -166,8 +166,9 @@ bench-rdma: $(VENV)/.installed
 # ranks, which are network namespaces of this machine, beside MPI and gloo.
 bench-fabric: $(VENV)/.installed .venv-torch/.installed
 	$(BIN)/python benchmarks/fabric_writes.py --provider tcp --interface lo --json $(RESULTS)/fabric_writes.json
-	$(BIN)/python tests/support/mpiexec_on_hosts.py 2 2 -- .venv-torch/bin/python -m mpi4py \
-	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 15 \
+	$(BIN)/python tests/support/mpiexec_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
+	  .venv-torch/bin/python -m mpi4py \
+	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 40 \
 	  --json $(RESULTS)/between_hosts_4.json
 
 bench-page: $(VENV)/.installed

@@ -38,7 +38,7 @@ _OF_MPI = {
     "reduce_scatter": "Reduce_scatter_block",
 }
 _TIMEOUT = 20.0  # seconds, of each wait
-_BURST_US = 2000.0  # what a burst should take
+_BURST_US = 4000.0  # what a burst should take
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -136,9 +136,13 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     world = MPI.COMM_WORLD
     made, expected = contenders(comm, collective, nbytes // 4, gloo=gloo)
     found = sum(wrong(contender, expected) for contender in made)
-    slowest = world.allreduce(max(burst(contender, 2) for contender in made), MPI.MAX)
-    calls = max(1, min(_MOST_CALLS, int(_BURST_US / slowest)))
-    times = np.array([[burst(contender, calls) for contender in made] for _ in range(bursts)])
+    warm = [min(world.allreduce(burst(contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
+    calls = [max(1, min(_MOST_CALLS, int(_BURST_US / call_us))) for call_us in warm]
+    times = np.zeros((bursts, len(made)))
+    order = np.random.default_rng(nbytes)  # what a contender follows has left threads awake: none always follows one
+    for turn in range(bursts):
+        for which in order.permutation(len(made)):
+            times[turn, which] = burst(made[which], calls[which])
     world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
     found += sum(wrong(contender, expected) for contender in made)
     median = {c.name: statistics.median(times[:, i].tolist()) for i, c in enumerate(made)}
