@@ -9,6 +9,7 @@ from proxyccl.device._native import lib
 from proxyccl.device.errors import (
     AbortedError,
     CommunicatorError,
+    ContextLostError,
     HandlerError,
     MismatchError,
     PeerLostError,
@@ -17,6 +18,7 @@ from proxyccl.device.errors import (
     TriggerError,
     WaitTimeoutError,
 )
+from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.transports.table import text_of_status
 from proxyccl.proxy.trigger import Operation
@@ -145,6 +147,10 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
     if code == lib.PROXYCCL_ERROR_PARENT:
         message = f"the communicator that this one was split from has ended (seen by {who})"
         return AbortedError(message, operation="abort", **details)
+    if code == lib.PROXYCCL_ERROR_CONTEXT_LOST:
+        what = LOST_CONTEXT.get(record.status, "the driver failed")
+        message = f"{who} lost its context on the GPU: {what} (status {record.status})"
+        return ContextLostError(_join(message, cause), operation="context", **details)
     return AbortedError(_join(f"{who} ended the communicator", cause), operation="abort", **details)
 
 

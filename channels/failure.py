@@ -143,6 +143,11 @@ class FailureState:
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))
             self._pass_on()
 
+    def file_lost_context(self, status: int) -> None:
+        """Ends the group because an error has ended this rank's context on its GPU. `status` is the driver's."""
+        if self._state == "open":
+            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
+
     def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:
         """Ends the group because a peer did something else than this rank. Returns the exception to raise.
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from proxyccl.channels.bootstrap import Bootstrap
 from proxyccl.channels.call_log import CallLog
+from proxyccl.channels.context_watch import ContextWatch
 from proxyccl.channels.control import Presence
 from proxyccl.channels.failure import FailureState, Observer
 from proxyccl.channels.host_links import OFFER, HostLink, Listener
@@ -26,12 +27,14 @@ from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
     CommunicatorError,
+    DriverError,
     KernelError,
     MismatchError,
     ProxyCCLError,
     WaitTimeoutError,
 )
 from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import StreamLike
 from proxyccl.proxy.observe.publications import Description
 
@@ -183,6 +186,13 @@ class Group:
             self._wait_release.begin()
             observer.failed()
 
+        context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
+
+        def each_turn() -> None:
+            self.symmetric.update()
+            if self._parent is None:
+                context.look()
+
         self._watcher = Watcher(
             self.rank,
             self.control,
@@ -190,7 +200,7 @@ class Group:
             self._meeting.pids,
             self._host_links,
             on_abort=failed,
-            each_turn=self.symmetric.update,
+            each_turn=each_turn,
             parent=None if self._parent is None else self._parent._watcher,
             members=self._meeting.members,
         )
@@ -229,6 +239,8 @@ class Group:
             else:
                 self.runtime.synchronize()
         except KernelError as error:
+            if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
+                self.failure.file_lost_context(error.status)
             if self.failure.aborted:
                 raise self.failure.exception() from error
             raise

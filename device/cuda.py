@@ -7,7 +7,7 @@ import functools
 from typing import Any
 
 from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
-from proxyccl.device.cuda_bindings import cu, error_text, ok
+from proxyccl.device.cuda_bindings import cu, error_text, freed, ok
 from proxyccl.device.cuda_compiler import CudaCompiler, compiler_version
 from proxyccl.device.cuda_virtual_memory import VirtualMemory
 from proxyccl.device.driver import DeviceInfo
@@ -142,7 +142,7 @@ class CudaDriver:
 
     def free(self, ptr: int) -> None:
         """Frees device memory."""
-        ok("cuMemFree", cu.cuMemFree(ptr))
+        freed("cuMemFree", cu.cuMemFree(ptr))
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of an allocation, or of mapped blocks side by side."""
@@ -190,7 +190,7 @@ class CudaDriver:
     def release_memory(self, base: int) -> None:
         """Closes what `import_memory` opened."""
         if not self._virtual_memory.release(base):
-            ok("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
+            freed("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(base))
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
         """Opens mapped blocks to a device, which peer access between contexts does not."""
@@ -209,7 +209,7 @@ class CudaDriver:
 
     def unregister_host(self, ptr: int) -> None:
         """Unpins host memory."""
-        ok("cuMemHostUnregister", cu.cuMemHostUnregister(ptr))
+        freed("cuMemHostUnregister", cu.cuMemHostUnregister(ptr))
 
     def host_device_pointer(self, ptr: int) -> int:
         """The device's address of pinned memory."""
@@ -231,7 +231,7 @@ class CudaDriver:
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""
-        ok("cuStreamDestroy", cu.cuStreamDestroy(stream))
+        freed("cuStreamDestroy", cu.cuStreamDestroy(stream))
 
     def stream_query(self, stream: int) -> bool:
         """Whether a stream is done."""
@@ -262,7 +262,7 @@ class CudaDriver:
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
-        ok("cuEventDestroy", cu.cuEventDestroy(event))
+        freed("cuEventDestroy", cu.cuEventDestroy(event))
 
     def record_event(self, event: int, stream: int) -> None:
         """Records an event."""
@@ -288,7 +288,7 @@ class CudaDriver:
 
     def unload_module(self, module: int) -> None:
         """Unloads a cubin."""
-        ok("cuModuleUnload", cu.cuModuleUnload(module))
+        freed("cuModuleUnload", cu.cuModuleUnload(module))
 
     def module_function(self, module: int, name: str) -> int:
         """A kernel."""

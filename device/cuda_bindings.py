@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
+from proxyccl.device.lost_context import LOST_CONTEXT
 
 try:
     from cuda.bindings import driver as cu
@@ -14,7 +15,7 @@ except ImportError as error:
         f"cuda: its Python packages are missing ({error}); install them with: pip install 'proxyccl[cuda]'"
     ) from None
 
-__all__ = ["cu", "error_text", "nvrtc", "ok"]
+__all__ = ["cu", "error_text", "freed", "nvrtc", "ok"]
 
 
 def error_text(status: int) -> str:
@@ -30,3 +31,9 @@ def ok(call: str, result: tuple[Any, ...]) -> Any:
     if status:
         raise DriverError(call, int(status), error_text(int(status)))
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def freed(call: str, result: tuple[Any, ...]) -> None:
+    """`ok` for a call that frees something, which is gone if its context is lost."""
+    if int(result[0]) not in LOST_CONTEXT:
+        ok(call, result)

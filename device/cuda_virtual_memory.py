@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 
-from proxyccl.device.cuda_bindings import cu, ok
+from proxyccl.device.cuda_bindings import cu, freed, ok
 from proxyccl.device.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
 from proxyccl.device.errors import DriverError
 
@@ -39,7 +39,7 @@ class VirtualMemory:
         status, handle = cu.cuMemRetainAllocationHandle(ptr)
         if status:
             return False
-        ok("cuMemRelease", cu.cuMemRelease(handle))
+        freed("cuMemRelease", cu.cuMemRelease(handle))
         return True
 
     def _blocks(self, base: int, size: int) -> Iterator[tuple[int, int]]:
@@ -53,7 +53,7 @@ class VirtualMemory:
                     "cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, _FILE_DESCRIPTOR, 0)
                 )
             finally:
-                ok("cuMemRelease", cu.cuMemRelease(handle))
+                freed("cuMemRelease", cu.cuMemRelease(handle))
             yield int(nbytes), int(descriptor)
             ptr += int(nbytes)
 
@@ -111,7 +111,7 @@ class VirtualMemory:
                 try:
                     ok("cuMemMap", cu.cuMemMap(base + mapped, nbytes, 0, block, 0))
                 finally:
-                    ok("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
+                    freed("cuMemRelease", cu.cuMemRelease(block))  # the mapping holds it
                 mapped += nbytes
             device = ok("cuCtxGetDevice", cu.cuCtxGetDevice())
             self.grant(base, size, int(device))
@@ -131,8 +131,8 @@ class VirtualMemory:
 
     def _unmap(self, base: int, mapped: int, size: int) -> None:
         if mapped:
-            ok("cuMemUnmap", cu.cuMemUnmap(base, mapped))
-        ok("cuMemAddressFree", cu.cuMemAddressFree(base, size))
+            freed("cuMemUnmap", cu.cuMemUnmap(base, mapped))
+        freed("cuMemAddressFree", cu.cuMemAddressFree(base, size))
 
     def release(self, base: int) -> bool:
         """Unmaps what `open` mapped. False if it mapped nothing there."""

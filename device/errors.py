@@ -114,6 +114,10 @@ class ProxyLostError(CommunicatorError):
     """The node daemon that ran a rank's proxy ended, or does not answer."""
 
 
+class ContextLostError(CommunicatorError):
+    """An error, most often a kernel's, ended a rank's context on its GPU. That process can't use the GPU any more."""
+
+
 class TransportError(CommunicatorError):
     """A copy or a work request failed."""
 

@@ -13,7 +13,7 @@ import functools
 from proxyccl.device.base_runtime import AllocationCalls, EngineFunctions, StreamOperationCalls
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
-from proxyccl.device.hip_bindings import address_of, call, done, error_text, hip, library, status_of
+from proxyccl.device.hip_bindings import address_of, call, done, error_text, freed, hip, library, status_of
 from proxyccl.device.hip_compiler import HipCompiler, compiler_version
 
 _PER_THREAD_STREAM = 2  # hipStreamPerThread
@@ -134,7 +134,7 @@ class HipDriver:
 
     def free(self, ptr: int) -> None:
         """Frees device memory."""
-        call("hipFree", ptr)
+        freed("hipFree", ptr)
 
     def address_range(self, ptr: int, nbytes: int = 1) -> tuple[int, int]:
         """Base and size of an allocation."""
@@ -166,7 +166,7 @@ class HipDriver:
 
     def release_memory(self, base: int) -> None:
         """Closes what `import_memory` opened."""
-        call("hipIpcCloseMemHandle", base)
+        freed("hipIpcCloseMemHandle", base)
 
     def grant_access(self, base: int, size: int, ordinal: int) -> None:
         """Nothing: peer access between devices covers all memory that is supported here."""
@@ -184,7 +184,7 @@ class HipDriver:
 
     def unregister_host(self, ptr: int) -> None:
         """Unpins host memory."""
-        call("hipHostUnregister", ptr)
+        freed("hipHostUnregister", ptr)
 
     def host_device_pointer(self, ptr: int) -> int:
         """The device's address of pinned memory."""
@@ -206,7 +206,7 @@ class HipDriver:
 
     def destroy_stream(self, stream: int) -> None:
         """Destroys a stream."""
-        call("hipStreamDestroy", stream)
+        freed("hipStreamDestroy", stream)
 
     def stream_query(self, stream: int) -> bool:
         """Whether a stream is done."""
@@ -240,7 +240,7 @@ class HipDriver:
 
     def destroy_event(self, event: int) -> None:
         """Destroys an event."""
-        call("hipEventDestroy", event)
+        freed("hipEventDestroy", event)
 
     def record_event(self, event: int, stream: int) -> None:
         """Records an event."""
@@ -267,7 +267,7 @@ class HipDriver:
 
     def unload_module(self, module: int) -> None:
         """Unloads a code object."""
-        call("hipModuleUnload", module)
+        freed("hipModuleUnload", module)
 
     def module_function(self, module: int, name: str) -> int:
         """A kernel."""

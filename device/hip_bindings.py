@@ -12,6 +12,7 @@ import os
 from typing import Any
 
 from proxyccl.device.errors import DriverError, RuntimeUnavailableError
+from proxyccl.device.lost_context import LOST_CONTEXT
 
 try:
     from hip import hip, hiprtc
@@ -21,7 +22,7 @@ except ImportError as error:
         f"hip: its Python package is missing ({error}); install it with: pip install 'proxyccl[hip]'"
     ) from None
 
-__all__ = ["address_of", "call", "done", "error_text", "hip", "hiprtc", "library", "status_of"]
+__all__ = ["address_of", "call", "done", "error_text", "freed", "hip", "hiprtc", "library", "status_of"]
 
 
 def error_text(status: Any) -> str:
@@ -48,6 +49,13 @@ def call(name: str, *args: Any) -> Any:
     if status:
         raise DriverError(name, status, error_text(status))
     return values[0] if len(values) == 1 else values
+
+
+def freed(name: str, *args: Any) -> None:
+    """`call` for what frees something, which is gone if its context is lost."""
+    status, _ = status_of(name, *args)
+    if status and status not in LOST_CONTEXT:
+        raise DriverError(name, status, error_text(status))
 
 
 def done(name: str, *args: Any) -> bool:

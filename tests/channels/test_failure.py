@@ -20,6 +20,7 @@ from proxyccl import (
     AbortedError,
     ClosedError,
     Communicator,
+    ContextLostError,
     HandlerError,
     KernelError,
     MismatchError,
@@ -36,6 +37,7 @@ from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device import open_runtime
 from proxyccl.device._native import lib as native
+from proxyccl.device.errors import DriverError
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import processes, rank_runtime
@@ -754,6 +756,24 @@ def test_use_after_a_failure_raises_the_failure_again(use: str) -> None:
             USES[use](comm)
 
     run_ranks(2, body)
+
+
+def test_a_lost_context_ends_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No runtime but a GPU's loses one, so the driver's answer is made up."""
+
+    def lost() -> bool:
+        raise DriverError("cuStreamQuery", 716, "misaligned")
+
+    def body(comm: Communicator) -> BaseException | None:
+        if comm.rank == 1:
+            monkeypatch.setattr(comm.group.launches.default_stream, "query", lost)
+            while caught(comm.check) is None:
+                time.sleep(0.001)
+        return caught(lambda: (comm.all_reduce(ones(comm)), comm.synchronize()))
+
+    errors = run_ranks(3, body)
+    assert all(isinstance(error, ContextLostError) and error.rank == 1 for error in errors), errors
+    assert str(errors[0]).startswith("rank 1 lost its context on the GPU: a kernel accessed a misaligned address")
 
 
 def test_abort_ends_the_waits_of_the_others() -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -39,12 +40,14 @@ from proxyccl.device.gpu_memory import MemoryHandle
 from proxyccl.device.memory_pool import MemoryPool
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.trigger import MAX_CHANNELS
+from support.daemons import running_daemon
 from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME, device_count, rank_runtime
 from support.expert_oracle import Routing
 from support.graphs import Graph, Replayed
 from support.memory import registered, wait_until
 from support.paths import PROGRAMS
+from support.processes import run_processes
 from support.ranks import Ranks
 from support.reference import ALGORITHMS, DTYPES, Call
 from support.running import run_alone, run_mpi, run_ranks
@@ -780,6 +783,42 @@ def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
     errors = run_ranks(2, body, timeout=20)
     assert all(isinstance(error, AbortedError) and error.rank == 0 for error in errors), errors
     assert_healthy()
+
+
+def check_lost_context(noticed_by: str, **env: str) -> None:
+    """In a job of two processes, one loses its context."""
+    if RUNTIME != "cuda":
+        pytest.skip("what stands in for a GPU has no context to lose, and AMD's driver ends the process")
+    ended = run_processes(2, PROGRAMS / "failure.py", f"lost_context:{noticed_by}", env={"TEST_TIMEOUT": "20", **env})
+    for rank, process in enumerate(ended):
+        assert process.returncode == 0, process.stderr
+        *failures, closed = process.stdout.splitlines()
+        who = "this rank" if rank == 1 else "rank 1"
+        assert failures
+        for line in failures:
+            assert line.startswith(f"rank {rank}: ContextLostError peer=None late=False"), line
+            assert f"{who} lost its context on the GPU: a kernel accessed an illegal address (status 700)" in line
+        assert closed.endswith("closed>")
+
+
+@pytest.mark.parametrize("noticed_by", ["synchronize", "watcher"])
+def test_a_lost_context_ends_its_communicator_alone(noticed_by: str) -> None:
+    def body(comm: Communicator) -> None:
+        check_lost_context(noticed_by)
+        Call("all_reduce", "float32", "sum", None, 1000).run(comm)  # on the device that the other job used too
+
+    run_ranks(1, body)
+
+
+def test_a_lost_context_leaves_the_daemon_to_others(tmp_path: Path) -> None:
+    with running_daemon(tmp_path / "d") as daemon:
+        use_it = {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
+        for _ in range(2):
+            check_lost_context("watcher", **use_it)
+            healthy = run_processes(
+                2, PROGRAMS / "failure.py", "exit_without_close", env={"TEST_TIMEOUT": "20", **use_it}
+            )
+            assert [process.returncode for process in healthy] == [0, 0], healthy
 
 
 def test_device_memory_that_runs_out_is_a_resource_error() -> None:

@@ -165,6 +165,7 @@ def test_a_kernel_waits_for_a_signal_that_nobody_sends(reports: Path) -> None:
             wait_out(comm.synchronize)
         else:
             wait_out(lambda: comm.barrier() or comm.synchronize())
+        await_reports(reports, 3)
 
     run_ranks(3, body, timeout=TIMEOUT)
     diagnosis = told(reports)

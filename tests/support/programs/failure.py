@@ -38,6 +38,9 @@ extern "C" __global__ void call_handler(ProxyChannelDeviceHandle channel) {
   if (threadIdx.x == 0) channel.flush();
 }
 """
+ILLEGAL_ACCESS = """
+extern "C" __global__ void illegal_access(char* p) { p[1ull << 45] = 1; }
+"""
 bootstrap: Bootstrap = FileBootstrap.from_environment() if "RENDEZVOUS" in os.environ else MpiBootstrap()
 rank = bootstrap.rank
 kept: list[Communicator] = []
@@ -219,6 +222,25 @@ def raising_handler() -> None:
     comm.close()
 
 
+def lost_context(noticed_by: str) -> None:
+    comm = opened()
+    kernel = comm.compile(ILLEGAL_ACCESS, "illegal_access")
+
+    def notice() -> None:
+        while noticed_by == "watcher":
+            comm.check()
+            time.sleep(0.01)
+        comm.synchronize()
+
+    meet()
+    if rank == VICTIM:
+        kernel(1, 1, comm.empty(1))
+        report(notice)
+    report(lambda: all_reduce(comm))
+    comm.close()
+    say(f"{comm}")
+
+
 def exception_inside_with() -> None:
     try:
         with Communicator(bootstrap, timeout=TIMEOUT) as comm:
@@ -265,6 +287,7 @@ SCENARIOS: dict[str, Callable[..., None]] = {
         killed_before_close,
         stopped,
         raising_handler,
+        lost_context,
         exception_inside_with,
         exit_without_close,
         exit_with_six,
