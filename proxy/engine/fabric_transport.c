@@ -1,9 +1,11 @@
 /* Operations wait in a queue of the connection until a request is free. Requests are numbered from 1; all up to number
  * `retired` are complete.
  *
- * Where the peer's memory changes in the order of the writes, a request is kept back until the next one or the end of a
- * run of triggers: so only the last of a run asks for a completion, which retires all before it. Elsewhere each request
- * has a completion of its own.
+ * Where the peer's memory changes in the order of the writes, one completion retires all requests before it. So a
+ * request is kept back until the next one or the end of a run of triggers, and only the last of a run asks for one. Nor
+ * does that, if no flush waits behind it: over sockets a completion is a message from the peer, which costs both sides
+ * as much as a signal does. Where nothing has followed such a request for a while, or a flush comes to wait behind it,
+ * a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
  *
  * A completion tells that the data was delivered, as a reliable connection of verbs does: a peer whose workers have
  * ended carries out no more writes. */
@@ -13,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "clock.h"
 #include "operations.h"
 #include "transports.h"
 
@@ -39,9 +42,10 @@ static const char *fabric_refused(const void *given) {
 #include <rdma/fi_rma.h>
 
 enum {
-  COMPLETIONS = 16, /* taken with one call */
-  RUNS = 4,         /* a window is asked for so many completions, so that it never empties to refill */
-  WAITS = -1        /* no status: there is no room now */
+  COMPLETIONS = 16,   /* taken with one call */
+  RUNS = 4,           /* a window is asked for so many completions, so that it never empties to refill */
+  QUIET_NS = 1000000, /* a request that nothing follows has no completion for so long */
+  WAITS = -1          /* no status: there is no room now */
 };
 
 typedef struct FabricConnection FabricConnection;
@@ -68,6 +72,8 @@ struct FabricConnection {
   uint32_t run;   /* most requests without a completion */
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
+  uint64_t quiet_since;     /* when the last request without a completion was posted */
+  int hurried;              /* a flush that somebody waits for is behind what has no completion yet */
   uint64_t looks;           /* as it was at the last poll */
   struct iovec part;        /* the request that is made and not posted, if there is one */
   struct fi_rma_iov target; /* likewise */
@@ -120,6 +126,7 @@ static int post(FabricConnection *self, int awaited) {
   if (status != 0) return failed((int)-status);
   self->posted = self->made;
   self->quiet = awaited ? 0 : self->quiet + 1;
+  if (!awaited) self->quiet_since = now_ns();
   return 0;
 }
 
@@ -233,8 +240,23 @@ static int fabric_signal(ProxycclConnection *base, uint64_t *remote, uint64_t va
 
 static int fabric_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t value) {
   FabricConnection *self = self_of(base);
+  if (flushed != &base->progress.completed) self->hurried = 1; /* nobody waits for that one */
   operations_push_flush(&self->operations, flushed, value);
   return issue(self);
+}
+
+/* Posts the last request of a run. */
+static int end_run(FabricConnection *self) {
+  return post(self, !self->options.ordered || self->hurried || self->quiet + 1 >= self->run);
+}
+
+/* Writes no bytes behind the last request, if what has no completion is to have one. */
+static int ask(FabricConnection *self) {
+  if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
+  if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
+  request_of(self, ++self->made)->connection = self;
+  self->part.iov_len = self->target.len = 0;
+  return post(self, 1);
 }
 
 static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
@@ -242,7 +264,9 @@ static int fabric_poll(ProxycclConnection *base, uint32_t *progress) {
   int status = is_to_look(self) ? take_completions(self, progress) : 0;
   if (status == 0) status = retire(self);
   if (status == 0) status = issue(self);
-  if (status == 0) status = post(self, 1);
+  if (status == 0) status = end_run(self);
+  if (status == 0) status = ask(self);
+  if (self->quiet == 0 && self->posted == self->made && operations_next(&self->operations) == NULL) self->hurried = 0;
   if (status == WAITS) status = 0;
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }

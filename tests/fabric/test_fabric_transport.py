@@ -16,6 +16,7 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.table import find_transport
 from support.fake_fabric import FakeFabricPeer
 from support.fake_verbs import Loop
+from support.running import TIMEOUT
 
 lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
@@ -99,6 +100,16 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
         for channel in range(3):
             loop.flush(channel=channel)
         assert (destination == expected).all()
+
+
+def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
+        for _ in range(7):  # fewer writes than a quarter of the window
+            loop.push(0, PUT | SIGNAL, 8)
+        assert loop.service.drain(TIMEOUT)
+        counts = loop.peers[0].device.counts
+        assert counts.requests == 14
+        assert counts.awaited == counts.empty > 0
 
 
 def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:

@@ -115,10 +115,11 @@ static ssize_t writemsg(struct fid_ep* fid, const struct fi_msg_rma* message, ui
     ++self->counts.refused;
     status = -FI_EAGAIN;
   } else {
-    const int awaited = (flags & FI_COMPLETION) != 0;
+    const int awaited = (flags & FI_COMPLETION) != 0, empty = message->rma_iov->len == 0;
+    ++*(empty ? &self->counts.empty : &self->counts.requests);
     if (awaited && !(flags & FI_DELIVERY_COMPLETE)) note(self, "a completion before the delivery");
     self->taken[self->held++] = (Write){message->context,
-                                        ++self->counts.requests,
+                                        empty ? 0 : self->counts.requests,
                                         (uint64_t)message->msg_iov->iov_base,
                                         (uint64_t)*message->desc,
                                         message->rma_iov->addr,

@@ -8,7 +8,7 @@
 typedef struct FakeEndpoint FakeEndpoint;
 
 typedef struct {
-  uint64_t requests, executed, awaited, refused, polls, signals, bytes;
+  uint64_t requests, empty, executed, awaited, refused, polls, signals, bytes;
 } FakeFabricCounts;
 
 typedef struct {
