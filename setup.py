@@ -15,9 +15,8 @@ GENERATED = Path("build/host_kernels")
 def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
     types = runpy.run_path("device/element_types.py")["ELEMENT_TYPES"]
-    experts = [
-        f'#include "{name}.h"\n' for name in ("expert_choices", "expert_combine", "expert_dispatch", "expert_quantize")
-    ]
+    files = ("expert_choices", "expert_combine", "expert_dispatch", "expert_quantize", "expert_survivors")
+    experts = [f'#include "{name}.h"\n' for name in files]
     for each in types:
         if each.tokens:
             experts += [each.c_check()] + [

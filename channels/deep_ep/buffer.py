@@ -13,6 +13,7 @@ from proxyccl.deep_ep.config import Config, low_latency_size_hint
 from proxyccl.deep_ep.handles import Handle, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.layout import dispatch_layout
+from proxyccl.deep_ep.masks import Masks
 from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
@@ -31,13 +32,15 @@ class Buffer:
         low_latency_mode: kept for callers that ask; both modes always work.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
         explicitly_destroy: whether the caller calls `destroy`. Else the memory lives until the process ends.
-        enable_shrink: whether the caller asks for masked ranks; see `low_latency_query_mask_buffer`.
+        enable_shrink: go on after ranks are lost. The call in which a rank is lost raises an error that names it, on
+            all ranks; the next dispatch is one of the ranks that are left. Slots of the lost ranks' experts are dropped
+            there, and all shapes stay. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
         num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
-        rank, group_size, group: of the ranks.
-        communicator: the same ranks, for what DeepEP has no call for.
+        rank, group_size, group: of the ranks, also of those that are lost since.
+        communicator: the ranks that are left, for what DeepEP has no call for.
 
     Raises:
         ArgumentError: neither group nor comm was given.
@@ -74,6 +77,8 @@ class Buffer:
         self.rank, self.group_size = self.communicator.rank, self.communicator.world_size
         on_gpu = self.communicator.runtime.name != "host"
         self._stream: Any = torch.cuda.Stream() if on_gpu else None
+        self._nodes = self.group_size // self.communicator.local_world_size
+        self._masks = Masks(self.group_size)
         self._layers: Layers | None = Layers(self.communicator)
         self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -158,8 +163,7 @@ class Buffer:
             num_tokens_per_rank, int32 [ranks]; num_tokens_per_rdma_rank, int32 [nodes], or None on one node;
             num_tokens_per_expert, int32 [num_experts]; is_token_in_rank, bool [T, ranks]; and the event.
         """
-        nodes = self.group_size // self.communicator.local_world_size
-        call = lambda: dispatch_layout(topk_idx, num_experts, self.group_size, nodes)  # noqa: E731
+        call = lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._nodes)  # noqa: E731
         layout, event = self._run(call, previous_event, async_finish, topk_idx)
         return *layout, event
 
@@ -211,10 +215,11 @@ class Buffer:
             CommunicatorError: a peer failed; see its subclasses.
         """
         refuse_unknown("dispatch", others)
-        layers = self._usable()
+        layers = self._layers_of_the_left()
         if handle is not None:
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
+            self._require_current(handle)
             rows, event = self._run(lambda: normal.repeat(x, handle), previous_event, async_finish, x)
             return rows, None, None, None, None, event
         if topk_idx is None:
@@ -268,7 +273,7 @@ class Buffer:
             [T, hidden]; the sums of topk_weights, float32 [T, topk], or None; and the event. Raises as `dispatch`.
         """
         refuse_unknown("combine", others)
-        self._usable()
+        self._require_current(handle)
         call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
         (output, weights), event = self._run(call, previous_event, async_finish, (x, topk_weights, bias))
         return output, weights, event
@@ -328,9 +333,8 @@ class Buffer:
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        layers = self._usable()
-
         _refuse_both(async_finish, return_recv_hook)
+        layers = self._layers_of_the_left()
 
         def call() -> tuple[Rows, torch.Tensor, Handle, Callable[[], None] | None]:
             return low_latency.dispatch(
@@ -385,9 +389,8 @@ class Buffer:
         refuse_unknown("low_latency_combine", others)
         if combine_wait_recv_cost_stats is not None:
             raise refuse("combine_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
-        self._usable()
         _refuse_both(async_finish, return_recv_hook)
-
+        self._require_current(handle)
         call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
         (output, hook), event = self._run(call, None, async_finish, (x, topk_weights, out))
         return output, event, hook
@@ -401,22 +404,66 @@ class Buffer:
         return self._combine_buffers[shape]
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Unmasking does nothing, as no rank is ever masked. Masking can't be had."""
-        if mask:
-            raise refuse("masked ranks", "when a rank fails, the calls of all ranks raise an error that names it")
+        """Masks a rank from the next dispatch on, or takes that back before it. All ranks that are left do the same.
 
-    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fills int32 [ranks] with zeros: no rank is masked.
+        A masked rank takes no part any more: its own calls raise an error.
 
         Raises:
-            CommunicatorError: a rank has failed.
+            ArgumentError: no such rank, or this one; or the buffer was made without enable_shrink.
+            NotImplementedError: the rank is lost, and can't come back.
         """
         self._usable()
-        self.communicator.group.failure.require_usable()
-        mask_status.zero_()
+        if not self.enable_shrink:
+            raise ArgumentError("enable_shrink", "must be True to mask ranks")
+        if rank_to_mask == self.rank:
+            raise ArgumentError("rank_to_mask", f"{rank_to_mask} is this rank; expected another")
+        self._masks.update(rank_to_mask, masked=mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fills int32 [ranks]: 1 for ranks that are masked or known to be lost, 0 for the others. Waits for nobody.
+
+        Raises:
+            CommunicatorError: a rank has failed, and the buffer was made without enable_shrink.
+        """
+        self._usable()
+        if not self.enable_shrink:
+            self.communicator.group.failure.require_usable()
+        masked = self._masks.of(self.communicator)
+        mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)]))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Does nothing, as no rank is ever masked."""
+        """Takes back the masks of which no dispatch knows yet.
+
+        Raises:
+            NotImplementedError: ranks are lost, and can't come back.
+        """
+        self._usable()
+        self._masks.clean()
+
+    def _layers_of_the_left(self) -> Layers:
+        """The layers for a dispatch. After a loss all ranks that are left make them together."""
+        layers = self._usable()
+        if self.communicator.closed:
+            raise ClosedError("the communicator of the buffer was closed")
+        if not self.enable_shrink or not (self._masks.pending or self.communicator.group.failure.aborted):
+            return layers
+        before = self.communicator
+        self.communicator = before.shrink(exclude=self._masks.numbers_in(before))
+        self._masks.lose_all_but(self.communicator)
+        if self._owned and not before.closed:
+            before.group.close(collective=False)  # the masked ranks don't close it with the others
+        self._owned = True
+        self._layers = Layers(self.communicator, self._masks.lost)
+        self._combine_buffers.clear()
+        return self._layers
+
+    def _require_current(self, handle: Any) -> None:
+        layers = self._usable()
+        routing = routing_of(handle)
+        if not layers.made(routing.layer):
+            raise ArgumentError(
+                "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
+            )
 
     # -- streams ---
 

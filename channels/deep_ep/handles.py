@@ -65,12 +65,12 @@ def normal_handle(routing: Routing, is_token_in_rank: torch.Tensor) -> Handle:
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
     recv_src_idx: int32 [rows]: a row's token on its rank. Where None stands, DeepEP keeps the state of its queues.
     """
-    desc = routing.desc
+    desc, layer = routing.desc, routing.layer
     nothing = lambda: None  # noqa: E731
     return Handle(
         routing,
         (
-            lambda: desc.counts.cumsum(0, dtype=torch.int32),
+            lambda: _of_all_ranks(layer, _of_all_ranks(layer, desc.counts).t()).t().cumsum(0, dtype=torch.int32),
             nothing,
             nothing,
             lambda: desc.source_tokens,
@@ -92,7 +92,8 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
     own = config.rank * config.num_experts_per_rank
 
     def layout_range() -> torch.Tensor:
-        counts = desc.counts[:, own : own + config.num_experts_per_rank].t().to(torch.int64)
+        of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
+        counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
         return (counts.cumsum(1) - counts) << 32 | counts
 
     return Handle(
@@ -105,3 +106,14 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
             lambda: num_experts,
         ),
     )
+
+
+def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
+    """Rows of the ranks that are left, with rows of zeros for the lost ones."""
+    if not layer.lost_ranks:
+        return values
+    ranks = len(values) + len(layer.lost_ranks)
+    left = [rank for rank in range(ranks) if rank not in layer.lost_ranks]
+    spread = values.new_zeros(ranks, *values.shape[1:])
+    spread[left] = values
+    return spread

@@ -7,6 +7,7 @@ Layers live as long as their buffer, as handles of earlier dispatches belong to 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,10 +42,15 @@ class Shape:
 
 
 class Layers:
-    """Makes layers of a communicator and keeps them."""
+    """Makes layers of a communicator and keeps them.
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    Args:
+        communicator: the ranks.
+        lost_ranks: as for `EPAll2AllLayer`.
+    """
+
+    def __init__(self, communicator: Communicator, lost_ranks: Sequence[int] = ()) -> None:
+        self._communicator, self._lost_ranks = communicator, lost_ranks
         self._growing: dict[Shape, EPAll2AllLayer] = {}
         self._of_size: dict[tuple[Shape, int, bool], EPAll2AllLayer] = {}
         self._second: dict[tuple[Shape, int], bool] = {}
@@ -81,6 +87,10 @@ class Layers:
                     raise
                 self._growing[shape] = self._make(shape, _rounded(error.needed))
 
+    def made(self, layer: EPAll2AllLayer) -> bool:
+        """Whether the layer is one of these."""
+        return any(layer is each for each in self._all)
+
     def close(self) -> None:
         """Releases the layers. All ranks call it together."""
         layers, self._all, self._growing, self._of_size = self._all, [], {}, {}
@@ -108,6 +118,7 @@ class Layers:
             dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
             scale_elements=shape.scale_elements or 128,
             grows=shape.layout == "rank",
+            lost_ranks=self._lost_ranks,
         )
         self._all.append(layer)
         return layer

@@ -52,6 +52,7 @@ class DispatchInputs:
         scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
         choices: int32 [T, topk, 2], the ProxycclExpertChoice of each slot, with a row for each rank. expert_ids are
             ranks then.
+        lost_slots: bool [T, topk]: the slots whose experts' ranks are lost; None if the layer knows of no lost ranks.
         wanted_tokens: how many tokens this rank would have sent if the layer were large enough, or 0 if it is.
     """
 
@@ -60,6 +61,7 @@ class DispatchInputs:
     weights: ArrayView | None = None
     scatter: ArrayView | None = None
     choices: ArrayView | None = None
+    lost_slots: ArrayView | None = None
     wanted_tokens: int = 0
 
 
@@ -79,6 +81,8 @@ class DispatchCombineContext:
         chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. `ep_config.num_experts` is
             then the number of ranks.
         padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        grid: blocks of the kernels and their threads.
+        owns_communicator: whether `finalize` closes the communicator.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class DispatchCombineContext:
         self.communicator = communicator
         self.group = group = communicator.group
         self.arrays = ExpertArrays(group)
-        self._owns_communicator = owns_communicator
+        self.owns_communicator = owns_communicator
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         by_counts = shipped("expert_dispatch.h", "expert_dispatch")
@@ -143,14 +147,14 @@ class DispatchCombineContext:
         self._dispatch_call = ffi.new("ProxycclDispatch *")
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
-        self._grid = (self.blocks, threads)
+        self.grid = (self.blocks, threads)
         dispatch = by_announcements if self.workspace.experts.id_packets else by_counts
-        self._dispatch = dispatch.prepare(*self._grid, experts, bytes(ffi.buffer(self._dispatch_call)))
+        self._dispatch = dispatch.prepare(*self.grid, experts, bytes(ffi.buffer(self._dispatch_call)))
 
         filled = bytes(ffi.buffer(self._combine_call))
-        self._combine = {name: kernel.prepare(*self._grid, experts, filled) for name, kernel in combines.items()}
-        self._scale = scale.prepare(*self._grid, experts, filled)
-        self._quantize = quantize.prepare(*self._grid, experts, filled) if quantize is not None else None
+        self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
+        self._scale = scale.prepare(*self.grid, experts, filled)
+        self._quantize = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
         self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self._number = 0
         self._closed = False
@@ -185,7 +189,7 @@ class DispatchCombineContext:
             group.exchange.barrier("finalize")  # nobody frees what a peer may still write to
             group.let_go(self.workspace)
             self.workspace.close()
-        if self._owns_communicator:
+        if self.owns_communicator:
             self.communicator.close()
 
     def require_usable(self) -> None:
@@ -241,6 +245,7 @@ class DispatchCombineContext:
             scatter=inputs.scatter,
             by_rank=bool(self.chosen_per_rank),
             padded=bool(self.padded_rows),
+            lost_slots=inputs.lost_slots,
         )
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
@@ -267,13 +272,14 @@ class DispatchCombineContext:
         group.failure.check()
         return int(received.rows)
 
-    def bad_expert(self, argument: str) -> ArgumentError | None:
-        """The error for the first bad expert id of the last dispatch whose rows are known; None if all ids are good."""
+    def bad_expert(self, argument: str, experts: int) -> ArgumentError | None:
+        """The error for the first bad expert id of the last dispatch whose rows are known; None if all ids are good.
+        `experts` is the number of experts that the caller can name.
+        """
         received, config = self.workspace.received_rows, self.ep_config
         if received.bad_rank == lib.PROXYCCL_NO_PEER:
             return None
         token, k = divmod(int(received.bad_slot), config.topk)
-        experts = config.num_experts * (self.chosen_per_rank or 1)
         return ArgumentError(
             argument,
             f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected 0 to {experts}, where "
@@ -372,7 +378,7 @@ class DispatchCombineContext:
         choices = input_view(self.group, self.arrays.new(like, (*shape, 2), "int32"), "exp_indices")
         pointers = (expert_ids.ptr, 0 if weights is None else weights.ptr, ranks.ptr, choices.ptr)
         sizes = (shape[0] * shape[1], shape[1], expert_ids.dtype.itemsize, self.ep_config.world_size)
-        launch = self._choose.prepare(*self._grid, *pointers, *sizes, self.chosen_per_rank)
+        launch = self._choose.prepare(*self.grid, *pointers, *sizes, self.chosen_per_rank)
         self.group.launches.launch(launch, stream, (like, weights and weights.owner, ranks.owner, choices.owner))
         return ranks, choices
 
@@ -381,7 +387,7 @@ class DispatchCombineContext:
         assert self._pack is not None
         packed = self._packed(rows)
         pointers = (rows.ptr, scales.ptr, packed.ptr)
-        launch = self._pack.prepare(*self._grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
+        launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
         self.group.launches.launch(launch, stream, (rows.owner, scales.owner, packed.owner))
         return packed
 
@@ -466,7 +472,7 @@ class DispatchCombineContext:
         spread, slotted = input_view(group, matrix, "values"), input_view(group, slots, "values")
         kernel = group.runtime.shipped("expert_dispatch.h", "expert_spread")
         launch = kernel.prepare(
-            *self._grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
+            *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )
         if desc.rows:
             group.launches.launch(launch, stream, (values.owner, desc, desc.table_owners, matrix))
@@ -521,12 +527,18 @@ def as_communicator(group: Any, config: EPConfig) -> tuple[Communicator, bool]:
         for argument, mine, actual in (
             ("rank", config.rank, communicator.rank),
             ("world_size", config.world_size, communicator.world_size),
-            ("local_world_size", config.local_world_size, communicator.local_world_size),
+            ("local_world_size", config.local_world_size, node_size(communicator)),
         ):
             if mine != actual:
                 raise ArgumentError(argument, f"is {mine}; expected the group's, {actual}")
         communicator.group.failure.require_usable()
     return communicator, owned
+
+
+def node_size(communicator: Communicator) -> int:
+    """Ranks of a node, as all ranks see it: 1 if nodes differ in size, as every rank counts as a node then."""
+    sizes = {len(members) for members in communicator.group.topology.node_members()}
+    return sizes.pop() if len(sizes) == 1 else 1
 
 
 @contextlib.contextmanager

@@ -178,7 +178,7 @@ class DispatchCombine:
         desc = ctx.describe("prepare", inputs)
         ctx.begin(ROUTE | GATHER, desc, inputs, stream)
         rows = ctx.await_rows(desc)
-        bad = ctx.bad_expert("expert_ids")
+        bad = ctx.bad_expert("expert_ids", ctx.ep_config.num_experts)
         if bad is not None:
             ctx.receive(LAYOUT, desc, inputs, 0, None, None, stream)
             raise bad

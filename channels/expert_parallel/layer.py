@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, TracebackType
 from typing import Any
 
 from proxyccl.channels.collectives.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
+from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
 from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, MAX_SLOTS, EPConfig
 from proxyccl.channels.expert_parallel.context import (
@@ -23,8 +26,10 @@ from proxyccl.channels.expert_parallel.context import (
     agree_on,
     as_communicator,
     closing_on_error,
+    node_size,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
@@ -96,7 +101,7 @@ class EPAll2AllLayer:
         topk: experts that each token chooses, 1 to 16.
         rank: this rank in the group.
         num_tot_experts: experts of all ranks together; rank r has the r-th share of them.
-        local_world_size: ranks of a node.
+        local_world_size: ranks of a node; 1 if nodes have different numbers of ranks.
         world_size: ranks of the group.
         dtype: of tokens: "bfloat16", "float16", "float32" or "float64", by name or torch's or numpy's type.
         weight_dtype: of routing weights: one of the same.
@@ -116,7 +121,18 @@ class EPAll2AllLayer:
             expert on this rank, ordered by source rank and token. The program then finds its experts in
             `desc.local_expert_ids`. "padded", for few tokens, gives each expert room for what all ranks may send it,
             world_size * max_tokens rows; `desc.expert_rows` says how many came. Nothing waits on the CPU then.
+        lost_ranks: the ranks that the group has lost, by their numbers when all were there; see `shrink`. The group's
+            rank r is then the r-th of those that are left, and has that one's experts. num_tot_experts counts the
+            experts of all, also of the lost. A slot that chooses an expert of a lost rank is dropped, and
+            `desc.lost_slots` tells which were.
         capacity: see `DispatchCombineContext.create`.
+
+    Attributes:
+        ep_config: sizes and types; with lost_ranks those of the ranks that are left.
+        lost_ranks: as given, in order.
+        layout, max_recv_tokens: as given; max_recv_tokens is the number of padded rows with layout="padded".
+        quantized: whether tokens are sent in float8.
+        ctx: the buffers and launches.
 
     Raises:
         ArgumentError: an argument is wrong, is not the group's, or differs between ranks.
@@ -145,8 +161,30 @@ class EPAll2AllLayer:
         scale_elements: int = SCALED_ELEMENTS,
         layout: str = "expert",
         grows: bool = False,
+        lost_ranks: Sequence[int] = (),
         capacity: int = 2,
     ) -> None:
+        self._remade = functools.partial(
+            EPAll2AllLayer,
+            max_tokens=max_tokens,
+            hidden=hidden,
+            topk=topk,
+            num_tot_experts=num_tot_experts,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            num_sm=num_sm,
+            enable_local_combine=enable_local_combine,
+            use_aot=use_aot,
+            max_recv_tokens=max_recv_tokens,
+            dispatch_dtype=dispatch_dtype,
+            scale_elements=scale_elements,
+            layout=layout,
+            grows=grows,
+            capacity=capacity,
+        )
+        self.lost_ranks = tuple(sorted(lost_ranks))
+        if lost_ranks:
+            num_tot_experts = experts_left(num_tot_experts, world_size, lost_ranks)
         try:
             config = EPConfig(
                 max_tokens=max_tokens,
@@ -181,7 +219,8 @@ class EPAll2AllLayer:
                 )
         if layout not in _LAYOUTS:
             raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {layout!r}")
-        padded_rows = world_size * max_tokens if layout == "padded" else 0
+        all_ranks = world_size + len(lost_ranks)
+        padded_rows = all_ranks * max_tokens if layout == "padded" else 0
         if padded_rows:
             if max_recv_tokens is not None:
                 raise ArgumentError("max_recv_tokens", 'can\'t be given with layout="padded", which has its own')
@@ -189,7 +228,7 @@ class EPAll2AllLayer:
             if max_recv_tokens > MAX_SLOTS:
                 raise ArgumentError(
                     "max_tokens",
-                    f"{max_tokens} tokens of {world_size} ranks for each of {config.num_experts_per_rank} experts make "
+                    f"{max_tokens} tokens of {all_ranks} ranks for each of {config.num_experts_per_rank} experts make "
                     f"too many padded rows; expected at most {MAX_SLOTS}",
                 )
         self.layout = layout
@@ -212,8 +251,10 @@ class EPAll2AllLayer:
             "layout": layout,
             "scale_elements": scale_elements,
             "grows": bool(grows),
+            "lost_ranks": str(self.lost_ranks),
         }
         self.ep_config = config
+        self._num_tot_experts = config.num_experts_per_rank * all_ranks
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
         self._grows = bool(grows) and max_recv_tokens is None
@@ -231,6 +272,16 @@ class EPAll2AllLayer:
                 use_aot=bool(use_aot),
                 chosen_per_rank=chosen_per_rank,
                 padded_rows=padded_rows,
+            )
+        self._surviving: SurvivingExperts | None = None
+        if lost_ranks:
+            self._surviving = SurvivingExperts(
+                self.ctx.group,
+                self.lost_ranks,
+                config.num_experts_per_rank,
+                drops_minus_one=layout == "rank",
+                grid=self.ctx.grid,
+                use_aot=bool(use_aot),
             )
         self._sent: PendingDispatch | None = None
         self._returned: PendingCombine | None = None
@@ -254,6 +305,38 @@ class EPAll2AllLayer:
     def finalize(self) -> None:
         """Releases the layer's memory. All ranks call it together; calling it twice does nothing."""
         self.ctx.finalize()
+
+    def shrink(self, communicator: Communicator | None = None) -> EPAll2AllLayer:
+        """The same layer on the ranks that are left, after a failure or without one. All of them call this together.
+
+        Experts keep their numbers, and all options stay. Slots that choose an expert of a lost rank are dropped, which
+        `desc.lost_slots` tells. Tokens that were under way in this layer when it failed must be dispatched again.
+
+        Args:
+            communicator: what `Communicator.shrink` of this layer's communicator gave. None to shrink that here; the
+                new layer's `finalize` then closes what this gives.
+
+        Raises:
+            ArgumentError: `communicator` was not shrunk from another.
+            ResourceError: no memory or channel ids are left.
+            CommunicatorError: see `Communicator.shrink`.
+        """
+        survivors = self.ctx.communicator.shrink() if communicator is None else communicator
+        with closing_on_error(survivors, owned=communicator is None):
+            all_ranks = range(self.ep_config.world_size + len(self.lost_ranks))
+            present = [rank for rank in all_ranks if rank not in self.lost_ranks]
+            if not survivors.members or max(survivors.members) >= len(present):
+                raise ArgumentError("communicator", "must be what shrink of the layer's communicator gave")
+            left = {present[member] for member in survivors.members}
+            layer: EPAll2AllLayer = self._remade(
+                survivors,
+                rank=survivors.rank,
+                local_world_size=node_size(survivors),
+                world_size=survivors.world_size,
+                lost_ranks=[rank for rank in all_ranks if rank not in left],
+            )
+        layer.ctx.owns_communicator = communicator is None
+        return layer
 
     def ep_barrier_all(self, stream: StreamLike = None, intra_node_only: bool = False) -> None:
         """Waits on the stream until all ranks have made this call.
@@ -282,7 +365,8 @@ class EPAll2AllLayer:
             input: [T, hidden] of `dtype`; T from 0 to max_tokens, and may differ between ranks. With dispatch_dtype
                 also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
-                is sent for it, and it adds zero in `combine`. With layout="rank" also int64, and -1 drops a slot too.
+                is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
+                layout="rank" also int64, and -1 drops a slot too.
             weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
@@ -401,7 +485,7 @@ class EPAll2AllLayer:
         rows = self.ctx.await_rows(desc)
         if self.layout == "rank":
             desc.chosen_rows = self.ctx.workspace.chosen_rows
-        bad: ProxyCCLError | None = self.ctx.bad_expert("exp_indices")
+        bad: ProxyCCLError | None = self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         wanted = self.ctx.wanted_tokens
         if wanted:
             most = self.ep_config.max_tokens
@@ -594,7 +678,7 @@ class EPAll2AllLayer:
             ArgumentError: an expert id was out of range, or full_scatter_indices no permutation. Bad ids were dropped.
         """
         self.ctx.require_usable()
-        most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices")
+        most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         if self.ctx.bad_indices():
             raise ArgumentError("full_scatter_indices", "must be a permutation of this rank's rows")
         if self.max_recv_tokens is None:
@@ -643,9 +727,12 @@ class EPAll2AllLayer:
             tokens = self.ctx.pack(rows, scales, stream)
         elif self.quantized:
             tokens = self.ctx.quantize(rows, stream)
+        lost = None
+        if self._surviving is not None:
+            ids, lost = self._surviving.renumber(ids, stream)
         if by_rank:
             ids, choices = self.ctx.choose(ids, weights, stream)
-        return DispatchInputs(tokens, ids, weights, scatter, choices, wanted), stream
+        return DispatchInputs(tokens, ids, weights, scatter, choices, lost, wanted), stream
 
     def _rows_of(self, input: Any, count: int) -> tuple[ArrayView, ArrayView | None]:
         """Views of the caller's rows and, of a pair, of their scales."""

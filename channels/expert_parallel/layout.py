@@ -30,6 +30,8 @@ class EPAllToAllLayoutDesc:
         num_dispatch_token_cur_rank: T, the tokens that this rank dispatched.
         num_recv_tokens: int32 [1]: number of received rows, at most those of the output; None in the exact mode, where
             it is the output's.
+        lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
+            has no lost ranks. Experts and ranks have the numbers of those that are left in all other fields.
         chosen_rows: with layout="rank" in the exact mode: for each expert of this rank the number of rows that chose
             it. Else None.
     """
@@ -47,6 +49,7 @@ class EPAllToAllLayoutDesc:
         scatter: ArrayView | None = None,
         by_rank: bool = False,
         padded: bool = False,
+        lost_slots: ArrayView | None = None,
     ) -> None:
         self.owner = owner
         self._by_rank, self._padded = by_rank, padded
@@ -71,6 +74,7 @@ class EPAllToAllLayoutDesc:
         self.number = number
         self.num_dispatch_token_cur_rank = tokens
         self.num_recv_tokens: Any = None
+        self.lost_slots: Any = None if lost_slots is None else lost_slots.owner
         self.chosen_rows: list[int] | None = None
         self.rows = 0
 

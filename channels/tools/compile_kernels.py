@@ -32,6 +32,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         for dtype in TOKEN_DTYPES
     ),
     ("expert_choices.h", "expert_choices", None, None),
+    ("expert_survivors.h", "expert_survivors", None, None),
     ("expert_quantize.h", "expert_pack", None, None),
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),

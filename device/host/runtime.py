@@ -38,7 +38,13 @@ from proxyccl.device.stream_operations import StreamOperations, WaitValue, Write
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
 
-_EXPERT_FILES = ("expert_choices.h", "expert_dispatch.h", "expert_combine.h", "expert_quantize.h")
+_EXPERT_FILES = (
+    "expert_choices.h",
+    "expert_dispatch.h",
+    "expert_combine.h",
+    "expert_quantize.h",
+    "expert_survivors.h",
+)
 
 
 def _find_library(group: str) -> Path:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 from proxyccl import Communicator  # noqa: E402
 from support.deep_ep_clients import CLIENTS, Mixture, megatron, require_close  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
+from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 WORLDS: list[tuple[int, dict[str, int]]] = [(1, {}), (3, {}), (4, {"local_world_size": 2})]
@@ -46,6 +47,13 @@ def test_megatrons_gradients(ranks: Ranks) -> None:
         torch.testing.assert_close(weights, expected, rtol=0.02, atol=0.5)
 
     ranks.run(body)
+
+
+@pytest.mark.host_only(reason="more processes than most machines have GPUs")
+def test_clients_go_on_without_a_killed_rank() -> None:
+    for rank, ended in enumerate(run_processes(3, Path(__file__).parent / "programs" / "lost_rank.py")):
+        assert ended.returncode == (-9 if rank == 2 else 0), ended.stderr
+        assert ended.stdout == ("" if rank == 2 else f"{rank} PeerLostError [0, 0, 1] [0, 0, 1]\n")
 
 
 def test_a_group_of_gloo_is_enough() -> None:

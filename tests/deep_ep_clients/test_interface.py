@@ -16,6 +16,7 @@ from proxyccl import ArgumentError, ClosedError, Communicator  # noqa: E402
 from support.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
+from support.running import run_ranks  # noqa: E402
 
 RANKS, PER_RANK, HIDDEN = 3 if ON_HOST else 2, 4, 1024
 SIGNATURES = {
@@ -284,6 +285,41 @@ def test_two_batches_are_under_way(ranks: Ranks) -> None:
     ranks.run(body)
 
 
+@pytest.mark.host_only(reason="more ranks than most machines have GPUs")
+def test_a_masked_rank_takes_no_part_from_the_next_dispatch_on() -> None:
+    def body(comm: Communicator) -> None:
+        buffer, mixture = deep_ep.Buffer(comm, enable_shrink=True), mixture_of(comm)
+        arguments = (mixture.tokens, mixture.ids, mixture.most_tokens, mixture.experts)
+        _, _, old, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+        if comm.rank == 1:
+            return
+        buffer.low_latency_update_mask_buffer(2 - comm.rank, mask=True)
+        buffer.low_latency_clean_mask_buffer()
+        buffer.low_latency_update_mask_buffer(1, mask=True)
+        status = torch.zeros(3, dtype=torch.int32)
+        buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0, 1, 0]
+        rows, _, handle, _, _ = buffer.low_latency_dispatch(*arguments, use_fp8=False)
+        with pytest.raises(ArgumentError, match=r"^handle: is of a dispatch before ranks were lost"):
+            buffer.low_latency_combine(rows, mixture.ids, mixture.weights, old)
+        combined, _, _ = buffer.low_latency_combine(rows, mixture.ids, mixture.weights, handle)
+        left = (mixture.ids >= 0) & (mixture.ids // PER_RANK != 1)
+        factors = torch.where(left, mixture.weights, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(combined.float(), mixture.tokens.float() * factors, rtol=0.02, atol=0.02)
+        assert buffer.communicator.world_size == 2
+        with pytest.raises(NotImplementedError, match="unmasking of lost ranks"):
+            buffer.low_latency_update_mask_buffer(1, mask=False)
+        with pytest.raises(NotImplementedError, match="unmasking of lost ranks"):
+            buffer.low_latency_clean_mask_buffer()
+        with pytest.raises(ArgumentError, match=r"^rank_to_mask: must be a rank from 0 to 2"):
+            buffer.low_latency_update_mask_buffer(3, mask=True)
+        with pytest.raises(ArgumentError, match=r"^rank_to_mask: .* is this rank"):
+            buffer.low_latency_update_mask_buffer(comm.rank, mask=True)
+        buffer.communicator.close()
+
+    run_ranks(3, body, make_runtime=runtime_with_blocks)
+
+
 def test_what_is_refused() -> None:
     def body(comm: Communicator) -> None:
         def refused(what: str, call: Callable[[], Any], error: type[Exception] = ArgumentError) -> None:
@@ -304,12 +340,12 @@ def test_what_is_refused() -> None:
         refused("use_ue8m0", lambda: buffer.low_latency_dispatch(*low_latency, use_ue8m0=True))
         both = {"async_finish": True, "return_recv_hook": True}
         refused("return_recv_hook", lambda: buffer.low_latency_dispatch(*low_latency, **both))
+        refused("enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, mask=True))
         for what, call in {
             "use_nvfp4": lambda: buffer.low_latency_dispatch(*low_latency, use_nvfp4=True),
             "dispatch_wait_recv_cost_stats": lambda: buffer.low_latency_dispatch(
                 *low_latency, dispatch_wait_recv_cost_stats=stats
             ),
-            "masked ranks": lambda: buffer.low_latency_update_mask_buffer(0, mask=True),
             "get_local_buffer_tensor": lambda: buffer.get_local_buffer_tensor(torch.int8),
         }.items():
             refused(what, call, NotImplementedError)

@@ -1,0 +1,67 @@
+"""The ranks that a buffer goes on without."""
+
+from __future__ import annotations
+
+from proxyccl.channels.communicator import Communicator
+from proxyccl.deep_ep.refusals import refuse
+from proxyccl.device.errors import ArgumentError, PeerLostError
+
+
+class Masks:
+    """Ranks that are lost, and those that the caller masked since. Ranks have the numbers of when all were there.
+
+    Args:
+        ranks: how many there were.
+
+    Attributes:
+        lost: the ranks that the buffer's communicator does not have any more, in order.
+        pending: those that the caller masked, and that the next dispatch excludes.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.lost: tuple[int, ...] = ()
+        self.pending: set[int] = set()
+
+    def update(self, rank: int, *, masked: bool) -> None:
+        """Masks a rank, or takes that back."""
+        if not isinstance(rank, int) or not 0 <= rank < self._ranks:
+            raise ArgumentError("rank_to_mask", f"must be a rank from 0 to {self._ranks - 1}, not {rank!r}")
+        if rank not in self.lost:
+            (self.pending.add if masked else self.pending.discard)(rank)
+        elif not masked:
+            raise self._refuse_return([rank])
+
+    def clean(self) -> None:
+        """Takes all back."""
+        if self.lost:
+            raise self._refuse_return(self.lost)
+        self.pending.clear()
+
+    def of(self, communicator: Communicator) -> set[int]:
+        """All masked ranks, and the one whose loss ended the communicator, if that is known."""
+        masked = {*self.lost, *self.pending}
+        failure = communicator.group.failure
+        if failure.aborted:
+            error = failure.exception()
+            if isinstance(error, PeerLostError) and error.peer is not None:
+                masked.add(self._present()[error.peer])
+        return masked
+
+    def numbers_in(self, communicator: Communicator) -> list[int]:
+        """The numbers that the pending ranks have in the communicator."""
+        return [number for number, rank in enumerate(self._present()) if rank in self.pending]
+
+    def lose_all_but(self, shrunk: Communicator) -> None:
+        """Takes note of the ranks that a shrunk communicator has."""
+        present = self._present()
+        left = {present[member] for member in shrunk.members}
+        self.lost = tuple(rank for rank in range(self._ranks) if rank not in left)
+        self.pending -= set(self.lost)
+
+    def _present(self) -> list[int]:
+        return [rank for rank in range(self._ranks) if rank not in self.lost]
+
+    @staticmethod
+    def _refuse_return(ranks: object) -> NotImplementedError:
+        return refuse("unmasking of lost ranks", f"make a new buffer on a group that has {ranks} again")
