@@ -130,6 +130,12 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
             "wait(), and the others of its block go on behind __syncthreads()"
         )
         return TriggerError(message, operation="wait", **details)
+    if code == lib.PROXYCCL_ERROR_SIGNAL_VALUE:
+        message = (
+            f"{who} signalled rank {record.peer} with the value {record.seen}; expected one above the count of "
+            f"signals, {record.expected}"
+        )
+        return TriggerError(message, operation="signal", **details)
     if code == lib.PROXYCCL_ERROR_INVALID_FLAG:
         return TriggerError(
             f"a kernel of {who} used packet flag 0, which fresh memory holds", operation="packet", **details

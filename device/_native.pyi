@@ -522,6 +522,7 @@ class Lib:
     PROXYCCL_ERROR_TRANSFER_SIZE: Final[int]
     PROXYCCL_ERROR_PARENT: Final[int]
     PROXYCCL_ERROR_CONTEXT_LOST: Final[int]
+    PROXYCCL_ERROR_SIGNAL_VALUE: Final[int]
     PROXYCCL_SM_PUT: Final[int]
     PROXYCCL_SM_GET: Final[int]
     PROXYCCL_SM_PUT_PACKETS: Final[int]

@@ -287,6 +287,8 @@ class ProxycclRendezvousPointer(Pointer): ...
 class _ProxycclCopyOptions:
     stream: Field[VoidPointer, Pointer]
     event: Field[VoidPointer, Pointer]
+    values: PointerField[Uint64Pointer]
+    device_values: PointerField[Uint64Pointer]
 
 class ProxycclCopyOptions(_ProxycclCopyOptions, CData): ...
 class ProxycclCopyOptionsPointer(_ProxycclCopyOptions, ItemPointer[ProxycclCopyOptions]): ...
@@ -393,9 +395,11 @@ class Lib:
     PROXYCCL_INVITATION_BYTES: Final[int]
     PROXYCCL_DECISIONS: Final[int]
     PROXYCCL_CPU_COPY_BYTES: Final[int]
+    PROXYCCL_COPY_VALUES: Final[int]
     PROXYCCL_VERBS_WRITE: Final[int]
     PROXYCCL_VERBS_FETCH_ADD: Final[int]
     PROXYCCL_VERBS_COMPLETION: Final[int]
+    PROXYCCL_VERBS_NO_INLINE: Final[int]
     PROXYCCL_VERBS_OPERATIONS: Final[int]
     PROXYCCL_VERBS_CHAIN: Final[int]
     PROXYCCL_VERBS_CHAIN_BYTES: Final[int]

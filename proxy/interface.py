@@ -35,7 +35,7 @@ class Connection:
         peer: the rank at its other end; None if unknown.
         transport: the transport's name.
         pointer: the engine's ProxycclConnection; None where the proxy is another process.
-        owned: resources to close after it, in this order.
+        owned: what it copies with, to close after it, in this order.
     """
 
     number: int

@@ -59,11 +59,12 @@ class Trigger:
     Attributes:
         operation: what it asks for.
         channel: channel id, 0 to 1023.
-        size: bytes to move, below 4 GiB.
-        src_memory: memory id of the source, 0 to 511.
-        src_offset: byte offset in the source, below 4 GiB.
+        size: bytes to move, below 4 GiB; of a value 1, 2, 4 or 8.
+        src_memory: memory id of the source, 0 to 507; 508 to 511 if the trigger carries a value of 1, 2, 4 or 8 bytes.
+        src_offset: byte offset in the source, below 4 GiB; 0 for a value.
         dst_memory: memory id of the destination, 0 to 511.
         dst_offset: byte offset in the destination, below 4 GiB.
+        value: the value, 64 bits of which the lower `size` bytes count; None if there is a source.
     """
 
     operation: Operation
@@ -73,15 +74,22 @@ class Trigger:
     src_offset: int = 0
     dst_memory: int = 0
     dst_offset: int = 0
+    value: int | None = None
 
     def encode(self) -> tuple[int, int]:
         """The two 64-bit words, with the parity bit 0.
 
         Raises:
-            ArgumentError: a field does not fit its bits.
+            ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one.
         """
-        words = [0, 0]
+        carries = self.src_memory >= MAX_MEMORIES
+        if carries != (self.value is not None) or not 0 <= (self.value or 0) < 1 << 64:
+            expected = "64 bits" if carries else "None"
+            raise ArgumentError("value", f"is {self.value!r}; expected {expected} with src_memory {self.src_memory}")
+        words = [self.value or 0, 0]
         for name, (word, shift, bits) in _FIELDS.items():
+            if carries and word == 0:
+                continue
             value = int(getattr(self, name))
             if not 0 <= value < 1 << bits:
                 raise ArgumentError(name, f"{value} does not fit in {bits} bits")
@@ -96,4 +104,6 @@ class Trigger:
             name: words[w] >> shift & ((1 << bits) - 1) for name, (w, shift, bits) in _FIELDS.items()
         }
         values["operation"] = Operation(values["operation"])
+        if values["src_memory"] >= MAX_MEMORIES:
+            values |= {"value": word0, "size": 1 << (values["src_memory"] - MAX_MEMORIES), "src_offset": 0}
         return cls(**values)

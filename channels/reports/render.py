@@ -58,7 +58,10 @@ def where(report: Report) -> str:
 
 def _trigger(trigger: RingTrigger) -> str:
     text = f"#{trigger.ticket} channel {trigger.channel} {trigger.operation}"
-    if "data" in trigger.operation:
+    if trigger.value is not None:
+        target = f" to memory {trigger.dst_memory}+{trigger.dst_offset}" if "data" in trigger.operation else ""
+        text += f" of the value {trigger.value:#x}, {trigger.size} bytes{target}"
+    elif "data" in trigger.operation:
         source, target = f"{trigger.src_memory}+{trigger.src_offset}", f"{trigger.dst_memory}+{trigger.dst_offset}"
         text += f" of {trigger.size} bytes from memory {source} to {target}"
     return text

@@ -2,7 +2,7 @@
  * neither a signal nor a flush makes the engine wait, and a slow link to one peer delays no other peer's stream.
  *
  * While nothing is outstanding, order needs no stream. The CPU then stores words itself, and copies what is short
- * between memories that it may touch. */
+ * between memories that it may touch, values too. Otherwise a value is copied from a place of its own. */
 #include "copy_transport.h"
 
 #include <stdlib.h>
@@ -16,8 +16,10 @@ typedef struct {
   ProxycclRuntimeTable runtime;
   void *stream;
   void *event;
-  int issued;   /* work was issued after `event` was last recorded */
-  int recorded; /* `event` is recorded and not yet seen complete */
+  uint64_t *values, *device_values;
+  uint64_t values_made, values_marked, values_done; /* numbers: issued, behind `event`, complete */
+  int issued;                                       /* work was issued after `event` was last recorded */
+  int recorded;                                     /* `event` is recorded and not yet seen complete */
 } CopyConnection;
 
 static CopyConnection *self_of(ProxycclConnection *base) { return (CopyConnection *)base; }
@@ -37,6 +39,34 @@ static int copy_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_
   }
   self->issued = 1;
   return self->runtime.copy(dst->base + dst_offset, src->base + src_offset, bytes, self->stream);
+}
+
+/* Stores bytes of a value. One store where the address is aligned, as a kernel may poll it. */
+static void store_value(char *address, uint64_t value, uint32_t bytes) {
+  if ((uintptr_t)address % bytes != 0)
+    memcpy(address, &value, bytes);
+  else if (bytes == 8)
+    __atomic_store_n((uint64_t *)address, value, __ATOMIC_RELAXED);
+  else if (bytes == 4)
+    __atomic_store_n((uint32_t *)address, (uint32_t)value, __ATOMIC_RELAXED);
+  else if (bytes == 2)
+    __atomic_store_n((uint16_t *)address, (uint16_t)value, __ATOMIC_RELAXED);
+  else
+    __atomic_store_n((uint8_t *)address, (uint8_t)value, __ATOMIC_RELAXED);
+}
+
+static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                          uint32_t bytes) {
+  CopyConnection *self = self_of(base);
+  if (dst->host != NULL && copy_idle(base)) {
+    store_value(dst->host + dst_offset, value, bytes);
+    return 0;
+  }
+  if (self->values_made - self->values_done == PROXYCCL_COPY_VALUES) return PROXYCCL_TRANSPORT_WAITS;
+  const uint64_t place = self->values_made++ % PROXYCCL_COPY_VALUES;
+  self->values[place] = value;
+  self->issued = 1;
+  return self->runtime.copy(dst->base + dst_offset, &self->device_values[place], bytes, self->stream);
 }
 
 /* If nothing is outstanding, the store need not be behind anything, and the CPU's arrives in half the time. */
@@ -66,12 +96,14 @@ static int copy_poll(ProxycclConnection *base, uint32_t *progress) {
     if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
     self->issued = 0;
     self->recorded = 1;
+    self->values_marked = self->values_made;
     base->progress.marked = base->progress.issued;
   }
   status = self->runtime.event_query(self->event);
   if (status == PROXYCCL_RUNTIME_NOT_READY) return 0;
   if (status != PROXYCCL_RUNTIME_SUCCESS) return status;
   self->recorded = 0;
+  self->values_done = self->values_marked;
   base->progress.completed = base->progress.marked;
   ++*progress;
   return 0;
@@ -92,6 +124,8 @@ static ProxycclConnection *copy_create(const void *options, const ProxycclRuntim
   self->runtime = *runtime;
   self->stream = given->stream;
   self->event = given->event;
+  self->values = given->values;
+  self->device_values = given->device_values;
   return &self->base;
 }
 
@@ -101,6 +135,7 @@ const ProxycclTransport proxyccl_copy_transport = {
     .refused = copy_refused,
     .create = copy_create,
     .put = copy_put,
+    .put_value = copy_put_value,
     .signal = copy_signal,
     .flush = copy_write,
     .poll = copy_poll,

@@ -11,6 +11,15 @@ static const char *trigger_error(const ProxycclMemory *dst, const ProxycclMemory
   return "the transfer leaves the destination memory";
 }
 
+/* Bytes of the value that a trigger carries; 0 if its source is a memory. */
+static uint32_t value_bytes(ProxycclTrigger trigger) {
+  const uint32_t id = trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS);
+  return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
+}
+
+/* No exit: the trigger is left in its ring, as its transport has no room now. */
+#define HELD ((ProxycclExit) - 2)
+
 /* A route stays in registers only where nobody is given its address. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
@@ -78,7 +87,20 @@ static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t 
   if (timed->flushed == NULL) *timed = (TimedFlush){channel->flushed, awaited, now_ns(), counters};
 }
 
-/* Acts on one trigger. CONTINUE, or why the thread returns to Python. A trigger is checked before anything moves. */
+/* Puts the value that a trigger carries. Not inlined: values are seldom, and the loop has no registers to spare. */
+static __attribute__((noinline)) ProxycclExit put_value(ProxycclConnection *connection, const ProxycclMemory *dst,
+                                                        ProxycclTrigger trigger, ProxycclExitInfo *info) {
+  const uint64_t offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
+  const uint32_t bytes = value_bytes(trigger);
+  if (dst->bytes == 0 || offset + bytes > dst->bytes)
+    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, dst, 0, 0));
+  const int status = connection->transport->put_value(connection, dst, offset, trigger.word0, bytes);
+  if (status == PROXYCCL_TRANSPORT_WAITS) return HELD;
+  return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
+}
+
+/* Acts on one trigger. CONTINUE, HELD, or why the thread returns to Python. A trigger is checked before anything moves.
+ */
 static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
                                           ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
@@ -90,20 +112,34 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
     const uint64_t src_offset = trigger_field(trigger.word0, PROXYCCL_SRC_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const uint64_t dst_offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
     const ProxycclMemory *dst = route->dst, *src = route->src;
-    /* The fields have 32 bits, so no sum overflows. */
-    if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes)
-      return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, src, src_offset, bytes));
-    if (bytes > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, bytes)) != 0)
-      return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
-    route->bytes += bytes;
+    /* The fields have 32 bits, so no sum overflows. The ids of values are no memories, so their bytes are 0. */
+    if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
+      if (value_bytes(trigger) == 0)
+        return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, src, src_offset, bytes));
+      const ProxycclExit result = put_value(connection, dst, trigger, info);
+      if (result != CONTINUE) return result;
+      route->bytes += value_bytes(trigger);
+    } else {
+      if (bytes > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, bytes)) != 0)
+        return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
+      route->bytes += bytes;
+    }
   }
   ++route->triggers;
   /* Before the signal or the flush word: whoever sees those finds the trigger in the counters. */
   if (route->op & (PROXYCCL_OP_SIGNAL | PROXYCCL_OP_FLUSH)) publish_counts(route);
   if (route->op & PROXYCCL_OP_SIGNAL) {
     counter_add(&route->counters->signals, 1);
-    const uint64_t previous = channel->outbound++;
-    status = connection->transport->signal(connection, channel->remote_semaphore, previous + 1, previous);
+    const uint64_t previous = channel->outbound;
+    uint64_t count = previous + 1;
+    if (!(route->op & PROXYCCL_OP_DATA) && value_bytes(trigger) != 0) {
+      if (trigger.word0 <= previous)
+        return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
+                               "a signal's value is not above the count of the channel's signals");
+      count = trigger.word0;
+    }
+    channel->outbound = count;
+    status = connection->transport->signal(connection, channel->remote_semaphore, count, previous);
     if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "signal");
   }
   if (route->op & PROXYCCL_OP_FLUSH) {
@@ -149,6 +185,11 @@ static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, ui
     }
     if (traced) trace_trigger(record++, trigger);
     if (result == CONTINUE) result = execute(worker, &route, ring.next, trigger, info);
+    if (result == HELD) {
+      *held = 1;
+      result = CONTINUE;
+      break;
+    }
     if (result != CONTINUE) {
       if (result == PROXYCCL_EXIT_ERROR) counter_add(&route.counters->errors, 1);
       info->trigger = trigger;

@@ -54,7 +54,7 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t value;   /* of a signal: what is written */
+  uint64_t value;   /* of a value or a signal: what is written */
   uint32_t awaited; /* it has a completion of its own */
   uint32_t state;   /* pairing 42: 0, or what its completion told: DELIVERED or the number of an error */
 } FabricRequest;
@@ -144,7 +144,8 @@ static void make_request(FabricConnection *self, Operation *operation) {
     operation_advance(operation, bytes);
   } else {
     request->value = operation->value;
-    self->part = (struct iovec){&request->value, sizeof request->value};
+    self->part = (struct iovec){&request->value, operation->kind == VALUE ? operation->bytes : sizeof request->value};
+    operation->bytes = 0;
     self->descriptor = descriptor_of(self, self->options.requests_key);
   }
   self->target.len = self->part.iov_len;
@@ -231,6 +232,13 @@ static int fabric_put(ProxycclConnection *base, const ProxycclMemory *dst, uint6
   return issue(self);
 }
 
+static int fabric_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                            uint32_t bytes) {
+  FabricConnection *self = self_of(base);
+  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
+  return issue(self);
+}
+
 static int fabric_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
   FabricConnection *self = self_of(base);
   (void)previous;
@@ -305,6 +313,7 @@ const ProxycclTransport proxyccl_fabric_transport = {
     .create = fabric_create,
     .ready = fabric_ready,
     .put = fabric_put,
+    .put_value = fabric_put_value,
     .signal = fabric_signal,
     .flush = fabric_flush,
     .poll = fabric_poll,

@@ -15,15 +15,15 @@ enum {
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
-typedef enum { PUT, SIGNAL, FLUSH } OperationKind;
+typedef enum { PUT, VALUE, SIGNAL, FLUSH } OperationKind;
 
 typedef struct {
   OperationKind kind;
   uint64_t source, destination; /* addresses of the part of a put that is not issued yet; a signal's word */
-  uint64_t bytes;               /* of that part; 0 for a signal */
+  uint64_t bytes;               /* of that part, or of a value; 0 for a signal */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
-  uint64_t value; /* of a signal or a flush */
+  uint64_t value; /* that is put, or of a signal or a flush */
 } Operation;
 
 typedef struct {
@@ -59,6 +59,15 @@ static inline void operations_push_put(OperationQueue *queue, const ProxycclMemo
   operation->bytes = bytes;
   operation->source_key = src->key;
   operation->destination_key = dst->key;
+}
+
+static inline void operations_push_value(OperationQueue *queue, const ProxycclMemory *dst, uint64_t dst_offset,
+                                         uint64_t value, uint32_t bytes) {
+  Operation *operation = operations_push(queue, VALUE);
+  operation->destination = (uintptr_t)dst->base + dst_offset;
+  operation->bytes = bytes;
+  operation->destination_key = dst->key;
+  operation->value = value;
 }
 
 static inline void operations_push_signal(OperationQueue *queue, uint64_t *remote, uint64_t key, uint64_t value) {

@@ -202,7 +202,7 @@ static Place destination(const Step *step) {
   const ProxycclPlanSend *send = &step->send;
   if (send->dst_memory != PROXYCCL_NO_ID) return (Place){send->dst_memory, send->dst_offset};
   const uint64_t post = step->meeting->value;
-  return (Place){post >> OFFSET_BITS & (PROXYCCL_MAX_MEMORIES - 1), send->dst_offset + (post & 0xffffffffu)};
+  return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
 static ProxycclExit issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
@@ -357,7 +357,7 @@ static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *st
   const ProxycclPlanSend *send = &step->send;
   const Place place = destination(step);
   const uint64_t size = send->bytes > UINT32_MAX ? UINT32_MAX : send->bytes;
-  const uint64_t ids = PROXYCCL_MAX_MEMORIES - 1; /* an empty send may have any offset */
+  const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* an empty send may have any offset */
   const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
   const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;
   const int mapped = is_mapped(service->channels[step->channel].connection);

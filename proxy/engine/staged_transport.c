@@ -18,6 +18,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "fabric_transport.h"
 #include "operations.h"
@@ -143,6 +144,18 @@ static int make_put(StagedConnection *self, Operation *operation) {
   return 0;
 }
 
+/* The CPU copies a value. The rest of the ring has room for a header, and for one value more unless it ends there. */
+static int make_value(StagedConnection *self, const Operation *operation) {
+  const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
+  if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
+  Header *header = open_message(self, operation->bytes);
+  if (header == NULL) return WAITS;
+  header->destination = operation->destination;
+  header->target = operation->destination_key;
+  memcpy(header + 1, &operation->value, operation->bytes);
+  return 0;
+}
+
 /* Puts the signal into the last message if that is not posted yet. */
 static int make_signal(StagedConnection *self, const Operation *operation) {
   Header *header = self->last;
@@ -163,6 +176,8 @@ static int issue(StagedConnection *self) {
     int status;
     if (operation->kind == PUT)
       status = make_put(self, operation);
+    else if (operation->kind == VALUE)
+      status = make_value(self, operation);
     else if (operation->kind == SIGNAL)
       status = make_signal(self, operation);
     else
@@ -274,6 +289,13 @@ static int staged_put(ProxycclConnection *base, const ProxycclMemory *dst, uint6
                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   StagedConnection *self = self_of(base);
   operations_push_put(&self->operations, dst, dst_offset, src, src_offset, bytes);
+  return issue(self);
+}
+
+static int staged_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                            uint32_t bytes) {
+  StagedConnection *self = self_of(base);
+  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
   return issue(self);
 }
 
@@ -389,6 +411,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
       .create = own_name##_create,                                                                             \
       .ready = staged_ready,                                                                                   \
       .put = staged_put,                                                                                       \
+      .put_value = staged_put_value,                                                                           \
       .signal = staged_signal,                                                                                 \
       .flush = staged_flush,                                                                                   \
       .poll = staged_poll,                                                                                     \

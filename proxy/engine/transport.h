@@ -25,6 +25,9 @@ typedef struct ProxycclConnection ProxycclConnection;
 /* The sides of a put that a transport copies in this process. */
 enum { PROXYCCL_COPIES_SOURCE = 1, PROXYCCL_COPIES_DESTINATION = 2 };
 
+/* No status: there is no room for a value now. The engine leaves the trigger in its ring. */
+enum { PROXYCCL_TRANSPORT_WAITS = -1 };
+
 typedef struct ProxycclTransport {
   const char *name;
   uint32_t copies; /* sides where the engine refuses rdma_only memory */
@@ -39,6 +42,10 @@ typedef struct ProxycclTransport {
   /* Moves at least one byte. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
+  /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns
+   * PROXYCCL_TRANSPORT_WAITS, and has done nothing. */
+  int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                   uint32_t bytes);
   /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */
   int (*signal)(ProxycclConnection *self, uint64_t *remote, uint64_t value, uint64_t previous);
   /* Stores `value` to the own word `flushed` when all earlier operations are complete. */

@@ -81,9 +81,11 @@ static void make_request(VerbsConnection *self, Operation *operation) {
     request->wr.rdma.rkey = (uint32_t)operation->destination_key;
     operation_advance(operation, bytes);
     self->chained_bytes += bytes;
-  } else if (self->options.signal == PROXYCCL_VERBS_WRITE) {
+  } else if (operation->kind == VALUE || self->options.signal == PROXYCCL_VERBS_WRITE) {
     self->values[slot] = operation->value;
-    *part = (struct ibv_sge){(uintptr_t)&self->values[slot], sizeof operation->value, 0};
+    const uint64_t bytes = operation->kind == VALUE ? operation->bytes : sizeof operation->value;
+    *part = (struct ibv_sge){(uintptr_t)&self->values[slot], (uint32_t)bytes, 0};
+    operation->bytes = 0;
     request->opcode = IBV_WR_RDMA_WRITE;
     request->send_flags = IBV_SEND_INLINE;
     request->wr.rdma.remote_addr = operation->destination;
@@ -145,6 +147,14 @@ static int verbs_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64
   return issue(self);
 }
 
+static int verbs_put_value(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
+                           uint32_t bytes) {
+  VerbsConnection *self = self_of(base);
+  if (self->options.signal != PROXYCCL_VERBS_WRITE) return PROXYCCL_VERBS_NO_INLINE;
+  operations_push_value(&self->operations, dst, dst_offset, value, bytes);
+  return issue(self);
+}
+
 static int verbs_signal(ProxycclConnection *base, uint64_t *remote, uint64_t value, uint64_t previous) {
   VerbsConnection *self = self_of(base);
   const uint64_t operand = self->options.signal == PROXYCCL_VERBS_WRITE ? value : value - previous;
@@ -202,6 +212,7 @@ const ProxycclTransport proxyccl_verbs_transport = {
     .create = verbs_create,
     .ready = verbs_ready,
     .put = verbs_put,
+    .put_value = verbs_put_value,
     .signal = verbs_signal,
     .flush = verbs_flush,
     .poll = verbs_poll,

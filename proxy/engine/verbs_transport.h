@@ -12,8 +12,9 @@ typedef enum ProxycclVerbsSignal {
   PROXYCCL_VERBS_FETCH_ADD = 1 /* an atomic add of one */
 } ProxycclVerbsSignal;
 
-/* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or this value plus an ibv_wc_status. */
-enum { PROXYCCL_VERBS_COMPLETION = 1 << 16 };
+/* A status of this transport is an errno of ibv_post_send or ibv_poll_cq, or PROXYCCL_VERBS_COMPLETION plus an
+ * ibv_wc_status, or PROXYCCL_VERBS_NO_INLINE: a value can't be put, as the device takes no inline data. */
+enum { PROXYCCL_VERBS_COMPLETION = 1 << 16, PROXYCCL_VERBS_NO_INLINE = (2 << 16) - 1 };
 
 enum {
   PROXYCCL_VERBS_OPERATIONS = 256, /* most operations that wait for a connection's send queue */

@@ -29,7 +29,7 @@ struct ProxycclService {
   uint32_t started; /* plans that were started; pairing 30 */
   uint32_t parts;   /* workers that have not ended their part of it; pairing 31 */
   Plan *plans[PROXYCCL_MAX_PLANS];
-  ProxycclMemory memories[PROXYCCL_MAX_MEMORIES];
+  ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
 };
 

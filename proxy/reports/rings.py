@@ -23,6 +23,7 @@ class RingTrigger(Message, frozen=True):
     src_offset: int
     dst_memory: int
     dst_offset: int
+    value: int | None = None
 
     @classmethod
     def of(cls, ticket: int, trigger: Trigger) -> RingTrigger:

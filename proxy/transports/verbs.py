@@ -78,6 +78,8 @@ def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
 
 def _status_text(status: int) -> str:
     """An errno in words, or an ibv_wc_status behind PROXYCCL_VERBS_COMPLETION."""
+    if status == lib.PROXYCCL_VERBS_NO_INLINE:
+        return "the device takes no inline data, in which values travel; put them from memory"
     completion = status - lib.PROXYCCL_VERBS_COMPLETION
     if completion < 0:
         return os.strerror(status)

@@ -292,10 +292,10 @@ def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> 
         (lambda dst, src: (dst, 0, src, 1 << 32, 16), ""),
         (lambda dst, src: (dst, 0, src, (1 << 64) - 8, 16), ""),
         (lambda dst, src: (dst, SIZE, src, 0, 1 << 40), ""),
-        (lambda dst, src: (512, 0, src, 0, 16), ""),
+        (lambda dst, src: (508, 0, src, 0, 16), ""),
         (lambda dst, src: (dst, 0, 1 << 20, 0, 16), ""),
         (lambda dst, src: (500, 0, src, 0, 16), "destination memory id is not registered"),
-        (lambda dst, src: (dst, 0, 511, 0, 16), "source memory id is not registered"),
+        (lambda dst, src: (dst, 0, 507, 0, 16), "source memory id is not registered"),
     ],
 )
 def test_a_put_outside_registered_memory_moves_nothing(
@@ -644,16 +644,16 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
 # -- what runs out ---
 
 
-def test_the_513th_memory_id_is_a_resource_error() -> None:
+def test_the_509th_memory_id_is_a_resource_error() -> None:
     def body(comm: Communicator) -> None:
         array = comm.empty(4096, "uint8")
-        registered = [comm.register(array) for _ in range(513)]
-        ids = [memory.id for memory in registered[:512]]
-        assert ids == list(range(512))
-        with pytest.raises(ResourceError, match="512"):
-            _ = registered[512].id
+        registered = [comm.register(array) for _ in range(509)]
+        ids = [memory.id for memory in registered[:508]]
+        assert ids == list(range(508))
+        with pytest.raises(ResourceError, match="508"):
+            _ = registered[508].id
         registered[100].close()
-        assert registered[512].id == 100
+        assert registered[508].id == 100
 
     run_ranks(1, body)
 

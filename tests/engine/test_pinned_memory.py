@@ -23,7 +23,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import WINDOW_BYTES
 from support.device_arrays import barrier
 from support.fake_staging import OtherCalls, seen_as
-from support.fake_verbs import Producer, until
+from support.fake_verbs import Producer, until, value_trigger
 from support.running import TIMEOUT, run_ranks
 
 LIMIT = int(_engine.lib.PROXYCCL_CPU_COPY_BYTES)
@@ -195,6 +195,10 @@ class Rank:
         """Pushes a trigger."""
         self._producer.push(Trigger(operation, self._channel, nbytes, source, at, destination, to))
 
+    def push(self, operation: Operation, *, value: int, size: int, destination: int, to: int = 0) -> None:
+        """Pushes a trigger with a value."""
+        self._producer.push(value_trigger(operation, self._channel, value, size, destination, to))
+
     @property
     def signalled(self) -> int:
         return int(ctypes.c_uint64.from_address(self._segment.semaphore_host(self._channel)).value)
@@ -280,6 +284,37 @@ def test_a_short_put_behind_an_outstanding_copy_keeps_its_place(rank: Rank) -> N
     assert rank.signalled == 2
     assert np.array_equal(seen_as(inbox.host, np.uint8)[:24], seen_as(outbox.host, np.uint8)[:24])
     assert rank.driver.calls == before
+
+
+@own_proxy
+def test_a_value_for_pinned_memory_is_stored_by_the_cpu_if_nothing_is_outstanding(rank: Rank) -> None:
+    source, _ = rank.pinned(seed=10)
+    destination, inbox = rank.pinned(seed=50)
+    rank.push(PUT | FLUSH, value=0x1122334455667788, size=4, destination=destination, to=6)
+    rank.wait_flushed(1)
+    assert not rank.driver.calls
+    assert seen_as(inbox.host, np.uint8)[5:11].tolist() == [56, 0x88, 0x77, 0x66, 0x55, 61]
+    rank.driver.held.set()
+    rank.put(PUT, SIZE, source, destination)
+    rank.push(ALL, value=7, size=2, destination=destination)
+    rank.wait(lambda: rank.driver.moves == [f"copy {SIZE}", "copy 2", "write", "write"], "the driver has both")
+    rank.driver.held.clear()
+    rank.wait_flushed(3)
+    assert seen_as(inbox.device, np.uint8)[:3].tolist() == [7, 0, 12]
+
+
+@own_proxy
+def test_values_beyond_those_that_can_be_on_their_way_wait_in_the_ring(rank: Rank) -> None:
+    room = int(_engine.lib.PROXYCCL_COPY_VALUES)
+    device = SharedMemory.allocate(SIZE)
+    destination = rank.service.add_memory(device.ptr, SIZE)
+    rank.driver.held.set()
+    for i in range(room + 3):
+        rank.push(PUT, value=i + 1, size=8, destination=destination, to=8 * i)
+    rank.wait(lambda: len(rank.driver.moves) == room, "as many as there is room for")
+    rank.driver.held.clear()
+    assert rank.service.drain(TIMEOUT)
+    assert seen_as(device, np.uint64)[: room + 4].tolist() == [*range(1, room + 4), 0]
 
 
 @own_proxy

@@ -29,6 +29,7 @@ from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
 from support.fake_staging import COPY, EVENT_QUERY, End, Ends, seen_as
+from support.fake_verbs import bytes_of_value
 from support.fake_wires import AddingVerbsWire, FabricWire, FakeWire, UnorderedFabricWire, VerbsWire
 from support.ranks import Gate
 
@@ -180,9 +181,13 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
             number, operation, channel = rng.randrange(2), Operation(rng.randint(1, 7)), rng.randrange(3)
             size = rng.randint(0, longest) if operation & PUT else 0
             start, end = rng.randrange(4096 - longest), rng.randrange(4096 - longest)
-            expected[1 - number][end : end + size] = sources[number][start : start + size]
+            value, data = None, sources[number][start : start + size]
+            if operation & PUT and rng.randrange(4) == 0:
+                value, size = rng.getrandbits(64), rng.choice([1, 2, 4, 8])
+                data = bytes_of_value(value, size)
+            expected[1 - number][end : end + size] = data
             signals[1 - number][channel] += bool(operation & SIGNAL)
-            ends.ends[number].push(operation, size, source=start, destination=end, channel=channel)
+            ends.ends[number].push(operation, size, source=start, destination=end, channel=channel, value=value)
         for end in ends:
             for channel in range(3):
                 ends.flush(end, channel)

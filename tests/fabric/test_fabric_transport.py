@@ -15,7 +15,7 @@ from proxyccl import ArgumentError, Operation
 from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.table import find_transport
 from support.fake_fabric import FakeFabricPeer
-from support.fake_verbs import Loop
+from support.fake_verbs import Loop, bytes_of_value
 from support.running import TIMEOUT
 
 lib = _engine.lib
@@ -94,9 +94,13 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
         for _ in range(400):
             operation, size = Operation(rng.randint(1, 7)), rng.randint(1, 300)
             start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
+            where, data = {"source": start}, source[start : start + size]
+            if operation & PUT and rng.randrange(4) == 0:
+                where, size = {"value": rng.getrandbits(64)}, rng.choice([1, 2, 4, 8])
+                data = bytes_of_value(where["value"], size)
             if operation & PUT:
-                expected[end : end + size] = source[start : start + size]
-            loop.push(0, operation, size, source=start, destination=end, channel=rng.randrange(3))
+                expected[end : end + size] = data
+            loop.push(0, operation, size, destination=end, channel=rng.randrange(3), **where)
         for channel in range(3):
             loop.flush(channel=channel)
         assert (destination == expected).all()

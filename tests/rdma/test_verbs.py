@@ -30,7 +30,17 @@ from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-from support.fake_verbs import LKEY, RKEY, SIGNAL_RKEY, FakeDevice, FakePeer, Loop, Producer, until
+from support.fake_verbs import (
+    LKEY,
+    RKEY,
+    SIGNAL_RKEY,
+    FakeDevice,
+    FakePeer,
+    Loop,
+    Producer,
+    bytes_of_value,
+    until,
+)
 from support.observing import wait_until_traced
 from support.ranks import Gate
 from support.running import run_ranks
@@ -150,9 +160,15 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
             channel = rng.randrange(3)
             size = rng.randint(0, 300) if operation & PUT else 0
             start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
-            expected[end : end + size] = source[start : start + size]
-            written += size
-            ticket = loop.push(0, operation, size, source=start, destination=end, channel=channel)
+            value, data = None, source[start : start + size]
+            if operation & PUT and not seed % 2 and rng.randrange(4) == 0:
+                value, size = rng.getrandbits(64), rng.choice([1, 2, 4, 8])
+                data = bytes_of_value(value, size)
+            else:
+                written += size
+            expected[end : end + size] = data
+            where = {} if value is None else {"value": value}
+            ticket = loop.push(0, operation, size, source=start, destination=end, channel=channel, **where)
             if operation & SIGNAL:
                 signals[channel] += 1
                 signalled.append((peer.words[channel:].ctypes.data, signals[channel], written))
@@ -161,12 +177,36 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
         for channel in range(3):
             loop.flush(channel=channel)
         assert (destination == expected).all()
-        assert peer.device.signals == signalled
+        words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
+        assert [signal for signal in peer.device.signals if signal[0] in words] == signalled
         assert peer.words.tolist() == signals
         assert all(peer.flushed(channel) > flushes[channel] for channel in range(3))
 
 
+@needs_transport
+def test_a_device_that_takes_no_inline_data_refuses_values() -> None:
+    with Loop(memory(8), np.zeros(8, np.uint8), fetch_add=True) as loop:
+        loop.push(0, PUT, 4, value=7)
+        failure = loop.fails()
+        assert failure.reason == (
+            "put of a value: the device takes no inline data, in which values travel; put them from memory"
+        )
+
+
 # -- signals ---
+
+
+@needs_transport
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["inline-write", "fetch-add"])
+def test_a_signal_with_a_value_raises_the_count(fetch_add: bool) -> None:
+    with Loop(memory(8), np.zeros(8, np.uint8), fetch_add=fetch_add) as loop:
+        loop.push(0, SIGNAL, 8, value=5)
+        loop.push(0, SIGNAL)
+        loop.push(0, SIGNAL, 8, value=1 << 40)
+        loop.flush()
+        assert [value for _, value, _ in loop.peers[0].device.signals] == [5, 6, 1 << 40]
+        loop.push(0, SIGNAL, 8, value=1 << 40)
+        assert loop.fails().reason == "a signal's value is not above the count of the channel's signals"
 
 
 @needs_transport

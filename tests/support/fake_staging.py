@@ -21,7 +21,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
-from support.fake_verbs import Producer, until
+from support.fake_verbs import Producer, until, value_trigger
 from support.fake_wires import FakeWire, VerbsWire
 from support.running import TIMEOUT
 
@@ -148,8 +148,12 @@ class End:
         destination: int = 0,
         channel: int = 0,
         count: int = 1,
+        value: int | None = None,
     ) -> int:
-        """Pushes triggers, with offsets into the two memories. Returns the last one's ticket."""
+        """Pushes triggers, with offsets into the two memories, or with a value. Returns the last one's ticket."""
+        if value is not None:
+            number = self.channels[channel]
+            return self.producer.push(value_trigger(operation, number, value, size, self.destination_id, destination))
         trigger = Trigger(
             operation, self.channels[channel], size, self.source_id, source, self.destination_id, destination
         )

@@ -17,7 +17,7 @@ from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.trigger import Operation
+from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
 from support import fake_library
 from support.devices import rank_runtime
@@ -114,6 +114,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.0005)
 
 
+def value_trigger(
+    operation: Operation, channel: int, value: int, size: int, memory: int = 0, offset: int = 0
+) -> Trigger:
+    """A trigger with a value of 1, 2, 4 or 8 bytes."""
+    kind = MAX_MEMORIES + size.bit_length() - 1
+    return Trigger(operation, channel, size, kind, 0, memory, offset, value)
+
+
+def bytes_of_value(value: int, size: int) -> NDArray[np.uint8]:
+    """What a value of that size is in memory."""
+    return np.frombuffer(value.to_bytes(8, "little")[:size], np.uint8)
+
+
 class Producer:
     """Pushes triggers into the rings of a service, in a kernel's place."""
 
@@ -194,10 +207,19 @@ class FakePeer:
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
 
     def trigger(
-        self, operation: Operation, size: int = 0, *, source: int = 0, destination: int = 0, channel: int = 0
+        self,
+        operation: Operation,
+        size: int = 0,
+        *,
+        source: int = 0,
+        destination: int = 0,
+        channel: int = 0,
+        value: int | None = None,
     ) -> Trigger:
-        """A trigger on one of the channels, with offsets into the two memories."""
+        """A trigger on one of the channels, with offsets into the two memories, or with a value."""
         number = self.channels[channel]
+        if value is not None:
+            return value_trigger(operation, number, value, size, self.destination_id, destination)
         return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
 
     def flushed(self, channel: int = 0) -> int:

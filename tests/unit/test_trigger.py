@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxyccl import ArgumentError, Communicator, Operation, Trigger
 from proxyccl.device._native import ffi, lib
-from proxyccl.proxy.trigger import operation_name
+from proxyccl.proxy.trigger import MAX_MEMORIES, operation_name
 from support.ranks import Ranks
 
 WIDTHS = {
@@ -23,7 +23,12 @@ WIDTHS = {
 TRIGGERS = st.builds(
     Trigger,
     operation=st.integers(0, 7).map(Operation),
-    **{name: st.integers(0, (1 << bits) - 1) for name, bits in WIDTHS.items() if name != "operation"},
+    src_memory=st.integers(0, MAX_MEMORIES - 1),
+    **{
+        name: st.integers(0, (1 << bits) - 1)
+        for name, bits in WIDTHS.items()
+        if name not in ("operation", "src_memory")
+    },
 )
 
 
@@ -43,6 +48,21 @@ def test_the_parity_bit_is_the_rings_own(trigger: Trigger) -> None:
 @given(st.integers(0, (1 << 64) - 1), st.integers(0, (1 << 63) - 1))
 def test_every_value_of_the_other_bits_is_a_trigger(word0: int, word1: int) -> None:
     assert Trigger.decode(word0, word1).encode() == (word0, word1)
+
+
+@pytest.mark.parametrize(("src_memory", "size"), [(508, 1), (509, 2), (510, 4), (511, 8)])
+def test_a_value_takes_the_place_of_size_and_source(src_memory: int, size: int) -> None:
+    trigger = Trigger(Operation.DATA, 5, size, src_memory, 0, 7, 9, (1 << 64) - 3)
+    word0, word1 = trigger.encode()
+    assert word0 == (1 << 64) - 3
+    assert word1 == Trigger(Operation.DATA, 5, 0, 0, 0, 7, 9).encode()[1] | src_memory << 32
+    assert Trigger.decode(word0, word1) == trigger
+
+
+@pytest.mark.parametrize(("src_memory", "value"), [(3, 1), (511, None), (511, -1), (511, 1 << 64)])
+def test_a_value_and_a_source_exclude_each_other(src_memory: int, value: int | None) -> None:
+    with pytest.raises(ArgumentError, match=r"^value: is "):
+        Trigger(Operation.DATA, src_memory=src_memory, value=value).encode()
 
 
 @pytest.mark.parametrize("field", WIDTHS)

@@ -27,7 +27,8 @@ enum ProxycclErrorCode {
   PROXYCCL_ERROR_BAD_PLAN = 12,      /* a plan names what is not there, or leaves its memory */
   PROXYCCL_ERROR_TRANSFER_SIZE = 13, /* a rank receives another number of bytes than its peer sends */
   PROXYCCL_ERROR_PARENT = 14,        /* the communicator that this one was split from has ended */
-  PROXYCCL_ERROR_CONTEXT_LOST = 15   /* an error has ended a rank's context on its GPU */
+  PROXYCCL_ERROR_CONTEXT_LOST = 15,  /* an error has ended a rank's context on its GPU */
+  PROXYCCL_ERROR_SIGNAL_VALUE = 16   /* a signal's value is not above the semaphore's count */
 };
 
 /* The call of an SmChannel that leaves its memory. */

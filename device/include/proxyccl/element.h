@@ -34,7 +34,7 @@ struct PieceOf<8> {
 // An element as the pieces in which it is moved.
 template <class T>
 struct Pieces {
-  static_assert(__is_trivially_copyable(T), "read() and write() move bytes: the element must be trivially copyable");
+  static_assert(__is_trivially_copyable(T), "its bytes are moved: the element must be trivially copyable");
   using Piece = typename PieceOf<alignof(T)>::Type;
   static constexpr size_t kCount = sizeof(T) / sizeof(Piece);
   Piece pieces[kCount];

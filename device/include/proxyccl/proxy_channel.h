@@ -10,6 +10,7 @@
 #ifndef PROXYCCL_PROXY_CHANNEL_H
 #define PROXYCCL_PROXY_CHANNEL_H
 
+#include "proxyccl/element.h"
 #include "proxyccl/fifo.h"
 #include "proxyccl/semaphore.h"
 
@@ -36,6 +37,16 @@ PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint3
   return trigger;
 }
 
+/// The same with a value in the place of a source.
+/// @param value  1, 2, 4 or 8 bytes
+PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory,
+                                                 uint64_t dst_offset, uint64_t value, uint32_t bytes) {
+  const uint32_t kind = PROXYCCL_VALUE_8_BYTES - (bytes == 8 ? 0 : bytes == 4 ? 1 : bytes == 2 ? 2 : 3);
+  ProxycclTrigger trigger = makeTrigger(op, channel, dst_memory, dst_offset, kind, 0, 0);
+  trigger.word0 = value;
+  return trigger;
+}
+
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
   ///
@@ -56,8 +67,28 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
+  /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. It travels in the trigger, so nothing is read later.
+  /// @param dstOffset  where in the peer's memory, in bytes, of any alignment
+  /// @param value      of any type that is trivially copyable
+  template <class T>
+  PROXYCCL_DEVICE void putValue(uint64_t dstOffset, T value) const {
+    pushValue(PROXYCCL_OP_DATA, dstOffset, value);
+  }
+  /// putValue() and signal() as one operation.
+  template <class T>
+  PROXYCCL_DEVICE void putValueWithSignal(uint64_t dstOffset, T value) const {
+    pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
+  }
+
   /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
+
+  /// Raises the peer's semaphore to `value` instead, as if so many signals had come; ordered as signal(). The peer
+  /// awaits it by waitUntil(value), or by as many calls of wait().
+  /// @param value  above all counts before, or the communicator ends with a TriggerError
+  PROXYCCL_DEVICE void signal(uint64_t value) const {
+    Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
+  }
 
   /// put() and signal() as one operation, which is cheaper than two. Parameters as for put().
   PROXYCCL_DEVICE void putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
@@ -105,7 +136,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     // the channel's data.
     if (ticket == kNoTicket) return false;
     const WaitFor what = {PROXYCCL_WAIT_FLUSH, peer, channel, ticket + 1};
-    return waitUntil(control, what, [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
+    return proxyccl::waitUntil(control, what,
+                               [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
   }
 
   /// For the channel of a Python handler: sends it three numbers of the user's own.
@@ -123,6 +155,13 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const {
     return semaphoreHandle().wait(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel);
+  }
+
+  /// Waits until the peer's signals have come to `value`, and consumes them. If they were consumed before, it returns
+  /// true at once. Otherwise as wait().
+  /// @param value  a count of signals since the channel was made
+  PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
+    return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_PROXY_SIGNAL, peer, channel, value);
   }
 
   /// Consumes the peer's next signal if it has arrived. One thread at a time calls it.
@@ -144,6 +183,21 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     if (memory_limits == nullptr) return true;
     const uint64_t bytes = loadRelaxedSystem(&memory_limits[memory]);
     return offset <= bytes && size <= bytes - offset;
+  }
+
+  template <class T>
+  PROXYCCL_DEVICE void pushValue(uint32_t op, uint64_t dstOffset, const T& value) const {
+    static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8, "a trigger carries such sizes");
+    const auto pieces = __builtin_bit_cast(Pieces<T>, value);
+    uint64_t carried = 0;
+    for (size_t i = 0; i < Pieces<T>::kCount; ++i)
+      carried |= static_cast<uint64_t>(pieces.pieces[i]) << 8 * sizeof(typename Pieces<T>::Piece) * i;
+    if (!reaches(dst_memory, dstOffset, sizeof(T))) {
+      recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
+                  {op, dstOffset, sizeof(T)});
+      return;
+    }
+    Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
   // Pushes an operation, as several triggers if it is longer than one can move. Returns the last one's ticket.

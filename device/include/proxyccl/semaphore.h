@@ -15,6 +15,10 @@ struct Semaphore : ProxycclSemaphore {
   /// `remote_inbound`, so a store of the count is enough, with no atomic across the link.
   PROXYCCL_DEVICE void signal() const { storeReleaseSystem<uint64_t>(remote_inbound, ++*outbound); }
 
+  /// Raises the count at the peer to `value`, which must be above all counts before; ordered as signal(). One thread at
+  /// a time calls it.
+  PROXYCCL_DEVICE void signal(uint64_t value) const { storeReleaseSystem(remote_inbound, *outbound = value); }
+
   /// The same without ordering: for a signal that announces no data.
   PROXYCCL_DEVICE void relaxedSignal() const { storeRelaxedSystem<uint64_t>(remote_inbound, ++*outbound); }
 
@@ -26,12 +30,20 @@ struct Semaphore : ProxycclSemaphore {
   /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
   /// @return false if the communicator has ended or the time-out passed; then no signal is consumed
   PROXYCCL_DEVICE bool wait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
-    return consume(control, kind, peer, channel, [](const uint64_t* p) { return loadAcquireSystem(p); });
+    return consume(control, kind, peer, channel, *expected + 1, [](const uint64_t* p) { return loadAcquireSystem(p); });
+  }
+
+  /// Waits until the count has come to `value`, and consumes all signals up to it. If they were consumed before, it
+  /// returns true at once. Otherwise as wait().
+  PROXYCCL_DEVICE bool waitUntil(Control* control, uint32_t kind, uint32_t peer, uint32_t channel,
+                                 uint64_t value) const {
+    if (*expected >= value) return true;
+    return consume(control, kind, peer, channel, value, [](const uint64_t* p) { return loadAcquireSystem(p); });
   }
 
   /// The same without ordering: for a signal that announces no data.
   PROXYCCL_DEVICE bool relaxedWait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
-    return consume(control, kind, peer, channel, [](const uint64_t* p) { return loadRelaxedSystem(p); });
+    return consume(control, kind, peer, channel, *expected + 1, [](const uint64_t* p) { return loadRelaxedSystem(p); });
   }
 
   /// Consumes a signal if one has arrived. One thread at a time calls it. A loop around it must itself end when the
@@ -48,11 +60,12 @@ struct Semaphore : ProxycclSemaphore {
 
  private:
   template <class Load>
-  PROXYCCL_DEVICE bool consume(Control* control, uint32_t kind, uint32_t peer, uint32_t channel, Load load) const {
-    const uint64_t target = *expected + 1;
+  PROXYCCL_DEVICE bool consume(Control* control, uint32_t kind, uint32_t peer, uint32_t channel, uint64_t target,
+                               Load load) const {
     const WaitFor what = {kind, peer, channel, target};
     if (!beginWait(control, what)) return false;
-    const bool came = waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= target; });
+    const bool came =
+        proxyccl::waitUntil(control, what, [&](uint64_t* seen) { return (*seen = load(inbound)) >= target; });
     if (came) *expected = target;
     endWait();
     return came;

@@ -131,6 +131,17 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// syncThreadsSystem().
   PROXYCCL_DEVICE void signal() const { semaphoreHandle().signal(); }
 
+  /// Raises the peer's semaphore to `value` instead, as if so many signals had come; ordered as signal(). The peer
+  /// awaits it by waitUntil(value), or by as many calls of wait(). One thread at a time calls it.
+  /// @param value  above all counts before, or the communicator ends with a TriggerError
+  PROXYCCL_DEVICE void signal(uint64_t value) const {
+    const uint64_t count = *semaphore.outbound;
+    if (value > count)
+      semaphoreHandle().signal(value);
+    else
+      recordError(control, PROXYCCL_ERROR_SIGNAL_VALUE, {PROXYCCL_WAIT_SM_SIGNAL, peer, channel, count}, value);
+  }
+
   /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
   PROXYCCL_DEVICE void relaxedSignal() const { semaphoreHandle().relaxedSignal(); }
 
@@ -139,6 +150,13 @@ struct SmChannelDeviceHandle : ProxycclSmChannel {
   /// the communicator with a TriggerError.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool wait() const { return semaphoreHandle().wait(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel); }
+
+  /// Waits until the peer's signals have come to `value`, and consumes them. If they were consumed before, it returns
+  /// true at once. Otherwise as wait().
+  /// @param value  a count of signals since the channel was made
+  PROXYCCL_DEVICE bool waitUntil(uint64_t value) const {
+    return semaphoreHandle().waitUntil(control, PROXYCCL_WAIT_SM_SIGNAL, peer, channel, value);
+  }
 
   /// The same for a signal that announces no data: it orders nothing. One thread at a time calls it.
   PROXYCCL_DEVICE bool relaxedWait() const {

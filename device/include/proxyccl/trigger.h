@@ -3,6 +3,10 @@
  *   word 0:  size:32 | source offset:32
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
  *
+ * A trigger may carry a value of up to 8 bytes instead of the name of a source: the source memory is then the id of the
+ * value's size, and word 0 is the value, in its low bytes. With a signal and no data the value is the count that the
+ * signal raises the peer's semaphore to.
+ *
  * The layout is MSCCL++'s proxy trigger; its reserved bit is our lap parity. A slot is full if its parity bit equals
  * the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value of the other 127
  * bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also makes word 0
@@ -25,7 +29,10 @@ enum {
   PROXYCCL_MEMORY_BITS = 9,
   PROXYCCL_OP_BITS = 3,
   PROXYCCL_CHANNEL_BITS = 10,
-  PROXYCCL_MAX_MEMORIES = 1 << 9,
+  PROXYCCL_MEMORY_IDS = 1 << 9,
+  /* The last ids are no memories, but stand for values of 1, 2, 4 and 8 bytes. */
+  PROXYCCL_MAX_MEMORIES = PROXYCCL_MEMORY_IDS - 4,
+  PROXYCCL_VALUE_8_BYTES = PROXYCCL_MEMORY_IDS - 1,
   PROXYCCL_MAX_CHANNELS = 1 << 10
 };
 

@@ -73,8 +73,9 @@ static int carry_out(FakeEndpoint* self, const Write* write) {
   if (target == NULL) return FI_EACCES;
   if (reach(self, write->descriptor, base, write->bytes) == NULL) return FI_EFAULT;
   memcpy(target, (void*)write->source, write->bytes);
-  /* Signals are the writes of what is in the memory of requests. */
+  /* Signals and values are the writes of what is in the memory of requests; signals have 8 bytes. */
   if (write->source >= (uint64_t)write->context && write->source < (uint64_t)write->context + 128) {
+    if (write->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
     self->signals[self->counts.signals++ % MAX_SIGNALS] =
         (FakeFabricSignal){(uint64_t)target, *(uint64_t*)target, self->counts.bytes};

@@ -98,8 +98,12 @@ static int execute(FakeDevice *device, const Request *request) {
     *(uint64_t *)request->local = __atomic_fetch_add((uint64_t *)request->remote, request->add, __ATOMIC_RELEASE);
     note_signal(device, request);
   } else if (request->is_inline) {
-    __atomic_store_n((uint64_t *)request->remote, request->inlined, __ATOMIC_RELEASE);
-    note_signal(device, request);
+    if (request->length == MAX_INLINE && request->remote % MAX_INLINE == 0) {
+      __atomic_store_n((uint64_t *)request->remote, request->inlined, __ATOMIC_RELEASE);
+      note_signal(device, request);
+    } else {
+      memcpy((void *)request->remote, &request->inlined, request->length);
+    }
   } else {
     memcpy((void *)request->remote, (void *)request->local, request->length);
     device->bytes += request->length;
@@ -158,10 +162,10 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   }
   if (request->length == 0) note(device, "a request carries nothing");
   if (request->is_inline) {
-    if (request->opcode != IBV_WR_RDMA_WRITE || request->length != MAX_INLINE)
-      note(device, "a request that is no signal is inline");
+    if (request->opcode != IBV_WR_RDMA_WRITE || request->length > MAX_INLINE)
+      note(device, "a request that is no signal and no value is inline");
     else
-      memcpy(&request->inlined, (void *)request->local, MAX_INLINE);
+      memcpy(&request->inlined, (void *)request->local, request->length);
   }
   ++device->counts.requests;
   device->counts.signalled += (uint64_t)request->is_signalled;
