@@ -91,7 +91,8 @@ class Communicator:
         timeout: bound of every wait, in seconds; None for ``PROXYCCL_TIMEOUT``, else 30.
         local_world_size: count this many consecutive ranks as a node; None for ``PROXYCCL_LOCAL_WORLD_SIZE``, else
             real hosts.
-        fifos: rings of this rank's proxy.
+        fifos: rings of this rank's proxy, or "peer" for one for each peer, up to 64. A channel whose peer is slow holds
+            back the channels of its ring.
         proxy_threads: threads that drain them.
         fifo_size: slots in each ring, a power of two.
         idle: what an idle proxy does. The job's own daemon does what the rank that starts it asks for; the node daemon
@@ -132,7 +133,7 @@ class Communicator:
         device: int | None = None,
         timeout: float | None = None,
         local_world_size: int | None = None,
-        fifos: int = 1,
+        fifos: int | str = 1,
         proxy_threads: int = 1,
         fifo_size: int = 8192,
         idle: IdlePolicy | None = None,
@@ -456,10 +457,11 @@ class Communicator:
                 get.
             src: own memory that put reads and get writes; None for `dst`.
             packet_buffer: own memory that peers' putPackets fill, where getPackets looks; None for `dst`.
-            peers: ranks to connect to, in the order of the channels; None for all others by rank.
+            peers: ranks to connect to, in the order of the channels, this rank too if it is named; None for all
+                others by rank.
 
         Raises:
-            ArgumentError: a peer is no other rank, or kernels here can't touch its memory.
+            ArgumentError: a peer is no rank, or kernels here can't touch its memory.
         """
         chosen = self._peers(peers)
         target = self.register(dst)
@@ -475,7 +477,7 @@ class Communicator:
         All ranks call this together. Arguments as for `sm_channels`.
 
         Raises:
-            ArgumentError: a peer is no other rank, or its memory can't be shared.
+            ArgumentError: a peer is no rank, or its memory can't be shared.
             ResourceError: memory or channel ids ran out.
         """
         chosen = self._peers(peers)
@@ -505,8 +507,6 @@ class Communicator:
         for peer in chosen:
             if not isinstance(peer, int) or not 0 <= peer < self.world_size:
                 raise ArgumentError("peers", f"{peer!r} is not a rank; expected 0 to {self.world_size - 1}")
-            if peer == self.rank:
-                raise ArgumentError("peers", f"rank {peer} is this rank itself; expected other ranks")
             if chosen.count(peer) > 1:
                 raise ArgumentError("peers", f"rank {peer} is given twice; expected different ranks")
         return chosen

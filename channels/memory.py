@@ -212,6 +212,8 @@ class RegisteredMemory:
         """The first memory id of the own range for triggers to a peer. It is `id`, unless the transport to the peer has
         another address or another key for the range.
         """
+        if peer == self._group.rank:
+            return self.id
         transport = self._group.links.transport(peer)
         memory = self._exposed.get(transport)
         if memory is None or (memory.copied and memory.local_key in (0, self._key)):

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from proxyccl.channels.control import ControlSegment
 from proxyccl.channels.exchange import Exchange
@@ -34,11 +35,26 @@ class ProxyOptions:
     """Where a rank's proxy was asked to run, and its rings and threads. See `Communicator`."""
 
     where: Where | None
-    fifos: int
+    fifos: int | str
     threads: int
     fifo_size: int
     idle: IdlePolicy | None
     cores: str | None
+
+    def __post_init__(self) -> None:
+        require_rings(self.threads if self.fifos == "peer" else self.fifos, self.threads)
+
+    def rings(self, world_size: int) -> dict[str, Any]:
+        """The options of a proxy of a communicator of that size that concern rings and threads."""
+        by_peer = self.fifos == "peer"
+        fifos = min(MAX_RINGS, max(self.threads, world_size)) if by_peer else self.fifos
+        return {
+            "fifos": fifos,
+            "threads": self.threads,
+            "fifo_size": self.fifo_size,
+            "ring_per_connection": by_peer,
+            "idle": self.idle,
+        }
 
 
 class PeerLinks:
@@ -141,10 +157,7 @@ class PeerLinks:
             self._control.memory,
             shared_offset=ControlSegment.service_offset,
             semaphores_offset=ControlSegment.semaphore_offset(0),
-            fifos=options.fifos,
-            threads=options.threads,
-            fifo_size=options.fifo_size,
-            idle=options.idle,
+            **options.rings(self._exchange.world_size),
             cores=self._cores(),
             on_failure=self._failure.file_proxy_failure,
             description=self._description,
@@ -156,7 +169,6 @@ class PeerLinks:
         return parse_cores(cores, self._runtime.numa_node()) if cores is not None else None
 
     def _job_options(self) -> JobOptions:
-        require_rings(self._options.fifos, self._options.threads)
         of_host = [info for rank, info in enumerate(self.topology.ranks) if self.topology.same_host(rank)]
         idle = self._options.idle or IdlePolicy()
         return JobOptions(
@@ -173,10 +185,7 @@ class PeerLinks:
             self._control.memory,
             shared_offset=ControlSegment.service_offset,
             semaphores_offset=ControlSegment.semaphore_offset(0),
-            fifos=options.fifos,
-            threads=options.threads,
-            fifo_size=options.fifo_size,
-            idle=options.idle,
+            **options.rings(self._exchange.world_size),
             on_failure=self._failure.file_proxy_failure,
             description=self._description,
             timeout=self._exchange.timeout,

@@ -18,7 +18,7 @@ class SmChannel(Channel):
 
 
 class SmSemaphores:
-    """Semaphores in device memory between this rank and each mapped peer, `count` for each peer.
+    """Semaphores in device memory between this rank and each mapped peer, itself too, `count` for each.
 
     All ranks make them together. The word that peer p signals here lies where p computes it from this rank's
     handle, so one exchange serves any number.
@@ -53,7 +53,8 @@ class SmSemaphores:
         semaphore.inbound = word(self._inbound.ptr + mine)  # type: ignore[attr-defined]
         semaphore.expected = word(self._local.ptr + mine)  # type: ignore[attr-defined]
         semaphore.outbound = word(self._local.ptr + total + mine)  # type: ignore[attr-defined]
-        semaphore.remote_inbound = word(self._remote[peer].ptr + theirs)  # type: ignore[attr-defined]
+        remote = self._inbound if peer == self._rank else self._remote[peer]
+        semaphore.remote_inbound = word(remote.ptr + theirs)  # type: ignore[attr-defined]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:

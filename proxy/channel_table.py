@@ -24,15 +24,25 @@ class ChannelTable:
         observed: where observers read each channel's place.
         rings: number of rings, which the workers have in turn.
         workers: number of workers.
+        ring_per_connection: whether connections get the rings in turn, and all channels of a connection its ring;
+            otherwise channels get them in turn.
     """
 
     def __init__(
-        self, service: Any, shared: SharedWords, observed: ObservedSegment, *, rings: int, workers: int
+        self,
+        service: Any,
+        shared: SharedWords,
+        observed: ObservedSegment,
+        *,
+        rings: int,
+        workers: int,
+        ring_per_connection: bool = False,
     ) -> None:
         self._service = service
         self._shared = shared
         self._observed = observed
         self._rings_of = [range(worker, rings, workers) for worker in range(workers)]
+        self._ring_per_connection = ring_per_connection
         self._ring_of: dict[int, int] = {}  # by channel
         self._next = 0
         self._free: list[list[int]] = [[] for _ in range(workers)]  # by worker
@@ -46,27 +56,34 @@ class ChannelTable:
         """Number of the ring that a channel's triggers go through."""
         return self._ring_of[channel]
 
-    def reserve(self, worker: int, channel: int | None = None) -> int:
+    def reserve(self, worker: int, channel: int | None = None, *, connection: int | None = None) -> int:
         """Reserves an id for a worker. The engine refuses triggers on it until it is set.
 
         Args:
             worker: number of the worker.
             channel: an id that another service reserved; None to reserve one here.
+            connection: number of the connection that it is for; None for a handler or another service.
 
         Raises:
             ResourceError: all ids are in use.
         """
+        turn = None
+        if self._ring_per_connection and connection is not None:
+            turn = connection // len(self._rings_of)
         if channel is not None:
-            self._ring_of[channel] = self._ring_in_turn(worker, self._given)
+            self._ring_of[channel] = self._ring_in_turn(worker, self._given if turn is None else turn)
             self._given += 1
             return channel
         if self._free[worker]:
-            return self._free[worker].pop()
+            channel = self._free[worker].pop()
+            if turn is not None:
+                self._ring_of[channel] = self._ring_in_turn(worker, turn)
+            return channel
         channel = self._next
         if channel == MAX_CHANNELS:
             raise ResourceError(f"all {MAX_CHANNELS} channel ids are in use")
         self._next += 1
-        self._ring_of[channel] = self._ring_in_turn(worker, channel // len(self._rings_of))
+        self._ring_of[channel] = self._ring_in_turn(worker, channel // len(self._rings_of) if turn is None else turn)
         return channel
 
     def _ring_in_turn(self, worker: int, turn: int) -> int:

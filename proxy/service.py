@@ -54,6 +54,8 @@ class ProxyService:
         cores: cores that the threads may run on; None for any.
         shared_threads: one thread for each worker, used by other services too; empty to make own threads.
         rings: rings made elsewhere, which `close` closes; empty to make own rings.
+        ring_per_connection: whether all channels of a connection share a ring, which connections get in turn;
+            otherwise channels get them in turn.
         on_failure: called in a worker's thread when an error ends the worker.
         description: what observers find it by; None to stay hidden.
         name: what the names of its threads begin with.
@@ -80,6 +82,7 @@ class ProxyService:
         cores: Collection[int] | None = None,
         shared_threads: Sequence[ProxyThread] = (),
         rings: Sequence[Ring] = (),
+        ring_per_connection: bool = False,
         on_failure: Callable[[ProxyFailure], None] | None = None,
         description: Description | None = None,
         name: str = "proxyccl",
@@ -112,7 +115,12 @@ class ProxyService:
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
             self._plans = PlanTable(self._service, self._shared, semaphores)
             self._channels = ChannelTable(
-                self._service, self._shared, self._observed, rings=len(self._rings), workers=threads
+                self._service,
+                self._shared,
+                self._observed,
+                rings=len(self._rings),
+                workers=threads,
+                ring_per_connection=ring_per_connection,
             )
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
@@ -261,7 +269,7 @@ class ProxyService:
         """
         with self._lock:
             self._require_open()
-            return self._channels.reserve(connection.worker, channel)
+            return self._channels.reserve(connection.worker, channel, connection=connection.number)
 
     def set_channel(
         self, channel: int, connection: Connection, remote_semaphore: int, *, handle: HandleProvider | None = None

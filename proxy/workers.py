@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
 
 
-def require_rings(fifos: int, threads: int) -> None:
+def require_rings(fifos: object, threads: int) -> None:
     """Raises ArgumentError unless each thread gets a ring, and no more than the engine allows."""
     if not isinstance(threads, int) or threads < 1:
         raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")

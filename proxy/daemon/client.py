@@ -71,6 +71,7 @@ class DaemonClient:
         fifos: number of rings.
         threads: number of workers. Each has a daemon thread of its own if the daemon has that many.
         fifo_size: slots in each ring.
+        ring_per_connection: see `ProxyService`.
         idle: what idle threads in this process do; the daemon's threads have the daemon's policy.
         on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
         description: the rank, for observers and the daemon's log.
@@ -98,6 +99,7 @@ class DaemonClient:
         fifos: int = 1,
         threads: int = 1,
         fifo_size: int = 8192,
+        ring_per_connection: bool = False,
         idle: IdlePolicy | None = None,
         on_failure: Callable[[ProxyFailure], None],
         name: str = "proxyccl",
@@ -114,6 +116,7 @@ class DaemonClient:
             "fifos": fifos,
             "threads": threads,
             "fifo_size": fifo_size,
+            "ring_per_connection": ring_per_connection,
             "idle": idle,
             "on_failure": on_failure,
             "description": description,
@@ -135,7 +138,14 @@ class DaemonClient:
         self.daemon, self.daemon_started = self._daemon.daemon, self._daemon.daemon_started
         try:
             request = Open(
-                runtime.name, runtime.device_id, fifo_size, threads, shared_offset, description, semaphores_offset
+                runtime.name,
+                runtime.device_id,
+                fifo_size,
+                threads,
+                shared_offset,
+                description,
+                semaphores_offset,
+                ring_per_connection,
             )
             descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
             opened = self._daemon.ask(request, Opened, takes=timeout, descriptors=descriptors)  # may open a device

@@ -113,6 +113,7 @@ class Open(Request, frozen=True):
         description: the rank that the service works for.
         semaphores_offset: of the words that peers signal in the control segment, by channel id; None for a service
             without plans.
+        ring_per_connection: see `ProxyService`.
     """
 
     runtime: str
@@ -122,6 +123,7 @@ class Open(Request, frozen=True):
     shared_offset: Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30)]
     description: Description | None = None
     semaphores_offset: Annotated[int, Meta(ge=CONTROL_BYTES, le=2**30)] | None = None
+    ring_per_connection: bool = False
 
     def __post_init__(self) -> None:
         for name in ("shared_offset", "semaphores_offset"):

@@ -99,6 +99,7 @@ class SessionService:
                 semaphores_offset=request.semaphores_offset,
                 shared_threads=threads,
                 rings=rings,
+                ring_per_connection=request.ring_per_connection,
                 on_failure=on_failure,
                 description=request.description,
             )

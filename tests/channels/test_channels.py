@@ -192,6 +192,23 @@ def test_put_moves_bytes_between_any_offsets(ranks: Ranks, kernel: str, dst: int
     ranks.run(body)
 
 
+@pytest.mark.parametrize("kernel", ["sm_put", "proxy_put_with_signal"])
+def test_a_channel_to_oneself_is_like_any_other(ranks: Ranks, kernel: str) -> None:
+    def body(comm: Communicator) -> None:
+        target, source = comm.empty(SIZE, "uint8").fill(0), comm.empty(SIZE, "uint8").upload(values(comm.rank))
+        make = comm.sm_channels if kernel.startswith("sm") else comm.proxy_channels
+        channels = make(target, source, peers=[comm.rank, 1 - comm.rank])
+        assert [channel.peer for channel in channels] == [comm.rank, 1 - comm.rank]
+        comm.compile(KERNELS, kernel)(1, 64 if kernel.startswith("sm") else 1, channels, 5, 100, 3000)
+        comm.synchronize()
+        expected = np.zeros(SIZE, np.uint8)
+        expected[5:3005] = values(comm.rank)[100:3100]
+        assert np.array_equal(target.numpy(), expected)
+        barrier(comm)
+
+    ranks.run(body)
+
+
 @pytest.mark.parametrize("kernel", ["sm_put_same", "proxy_put_same"])
 def test_put_with_one_offset_uses_it_on_both_sides(ranks: Ranks, kernel: str) -> None:
     def body(comm: Communicator) -> None:
@@ -476,7 +493,6 @@ def test_a_chosen_transport_that_copies_carries_the_channels(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("peers", "message"),
     [
-        ([0], "is this rank itself"),
         ([2], "2 is not a rank; expected 0 to 1"),
         ([-1], "-1 is not a rank"),
         ([1, 1], "is given twice"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
+from typing import Any
 
 import pytest
 
@@ -100,6 +101,31 @@ def test_rings_and_threads_keep_the_order_of_each_channel(fifos: int, proxy_thre
             assert_complete(log, 64, 6)
 
     run_ranks(1, body, fifos=fifos, proxy_threads=proxy_threads, fifo_size=8)
+
+
+@pytest.mark.daemon
+def test_each_peer_has_a_ring_of_its_own() -> None:
+    def body(comm: Communicator) -> None:
+        memory = comm.empty(16, "uint8")
+        for _ in range(2):  # the second time with ids that were freed, in another order
+            sets = [comm.proxy_channels(memory, peers=peers) for peers in ([1, 2], [2, 1, 0], None)]
+            rings = {
+                peer: {comm.proxy.fifo_for(c.id) for each in sets for c in each if c.peer == peer} for peer in (1, 2)
+            }
+            if comm.rank == 0:
+                assert len(rings[1]) == len(rings[2]) == 1
+                assert rings[1] != rings[2]
+            for channel in sets[1]:
+                assert comm.proxy.fifo_for(channel.id) in comm.proxy.fifos
+        assert len(comm.proxy.fifos) == 3
+
+    run_ranks(3, body, fifos="peer")
+
+
+@pytest.mark.parametrize("fifos", ["ring", 0, 65, None])
+def test_a_wrong_number_of_rings_is_refused(fifos: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"^fifos: must be an integer from proxy_threads \(1\) to 64, not "):
+        run_ranks(1, lambda comm: None, fifos=fifos)
 
 
 def test_the_ring_survives_many_laps_of_transfers() -> None:
