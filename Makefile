@@ -29,7 +29,7 @@ RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CP
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -72,6 +72,12 @@ test-hip: $(VENV)/.installed rocm-on-host
 DEPTH ?= 1
 test-models: $(VENV)/.installed
 	PROXYCCL_MODELS_DEPTH=$(DEPTH) $(WORKERS_PYTEST) --timeout $(if $(filter 1,$(DEPTH)),300,7200) tests/models
+
+# Random verified work with faults at random: make test-faults COUNT=1000 SEED=1. Each case follows from its seed.
+COUNT ?= 100
+SEED ?= 1
+test-faults: $(VENV)/.installed
+	$(BIN)/python tests/support/faults/campaign.py --count $(COUNT) --seed $(SEED) --report build/faults-$(SEED)-$(COUNT).txt
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
 test-rdma: $(VENV)/.installed

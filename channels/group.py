@@ -165,6 +165,7 @@ class Group:
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
+            self.failure.observer.close()  # a report that is being written reads what the proxy has
             self.links.close()
 
     def _link_hosts(self) -> dict[int, HostLink]:

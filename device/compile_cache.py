@@ -7,16 +7,20 @@ once do no harm. Threads that do so wait for the first of them.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import os
+import shutil
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 from proxyccl.device.driver import Compiler
 from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.errors import CompileError
 
 INCLUDE_DIR = Path(__file__).parent / "include"
 KERNEL_DIR = Path(__file__).parent / "kernels"
@@ -61,12 +65,47 @@ _building: dict[str, threading.Lock] = {}
 
 
 def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
-    """The file that `build(path)` makes for this key, built if it is not there yet."""
+    """The file that `build(path)` makes for this key, built if it is not there yet.
+
+    Where the cache can't be written, the file is this process's own, which a warning tells once.
+
+    Raises:
+        CompileError: no file can be written anywhere.
+    """
     target = _entry(key_parts, suffix)
     with _building.setdefault(target.stem, threading.Lock()):
-        if not target.exists():
-            write_whole(target, build)
+        try:
+            if not target.exists():
+                write_whole(target, build)
+        except OSError as error:
+            reason = f"the cache of compiled kernels in {target.parent} can't be used ({error})"
+            return _own_file(target.name, build, reason)
     return target
+
+
+def _own_file(name: str, build: Callable[[Path], None], reason: str) -> Path:
+    if not _own_directory.cache_info().currsize:
+        warnings.warn(f"{reason}; this process compiles for itself; set PROXYCCL_CACHE", RuntimeWarning, 3)
+    try:
+        own = _own_directory() / name
+        if not own.exists():
+            write_whole(own, build)
+    except OSError as error:
+        raise CompileError(f"{reason}, nor can a temporary file: {error}; set PROXYCCL_CACHE") from None
+    return own
+
+
+@functools.cache
+def _own_directory() -> Path:
+    """A directory of this process that goes with it."""
+    directory, owner = tempfile.mkdtemp(prefix="proxyccl-"), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # a fork ends too
+            shutil.rmtree(directory, ignore_errors=True)
+
+    atexit.register(remove)
+    return Path(directory)
 
 
 def write_whole(target: Path, write: Callable[[Path], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from proxyccl import (
     ExcludedError,
     MismatchError,
     ThreadBootstrap,
+    WaitTimeoutError,
 )
+from proxyccl.channels.reports import reporter
 from proxyccl.channels.symmetric import SymmetricMemory
 from support.device_arrays import on_device, on_host
 from support.paths import PROGRAMS
@@ -121,6 +124,38 @@ def test_a_communicator_that_failed_without_a_loss_goes_on_with_all() -> None:
         shrunk.close()
 
     run_ranks(3, body)
+
+
+@pytest.mark.own_proxy(reason="looks into the service")
+def test_a_report_that_is_being_written_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what the proxy has, which shrink frees."""
+    collect, freed = reporter.collect, []
+    writing = [threading.Event(), threading.Event()]
+
+    def slow(group: Any, *arguments: Any) -> Any:
+        proxy = group.links.proxy_if_started
+        writing[group.rank].set()
+        time.sleep(0.3)
+        freed.append(proxy._freed)
+        return collect(group, *arguments)
+
+    monkeypatch.setattr(reporter, "collect", slow)
+    monkeypatch.setattr(reporter, "_NOTE_SECONDS", 0.0)
+
+    def fail(comm: Communicator) -> None:
+        total(comm, 1, algorithm="proxy")
+        if comm.rank == 1:
+            comm.group.failure.file_exchange_failure(WaitTimeoutError("of the test"))
+        call_until_it_fails(comm)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(WaitTimeoutError):
+            fail(comm)
+        assert writing[comm.rank].wait(20)
+        comm.shrink().close()
+
+    run_ranks(2, body)
+    assert freed == [False, False]
 
 
 def test_a_rank_that_closed_the_communicator_is_not_waited_for() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
+from proxyccl.device import compile_cache
 from proxyccl.device._native import lib
 from proxyccl.device.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
@@ -654,6 +655,22 @@ def test_a_source_is_compiled_once(runtime: HostRuntime) -> None:
         other.synchronize()
         assert out[0] == 11
     assert {path: path.stat().st_mtime_ns for path in compiled_files()} == stamp
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    runtime: HostRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROXYCCL_CACHE", "/dev/null/nowhere")
+    compile_cache._own_directory.cache_clear()
+    out = zeros(1, np.int32)
+    with pytest.warns(RuntimeWarning, match="the cache of compiled kernels in /dev/null/nowhere can't be used"):
+        runtime.compile(one_kernel("*out = 12;"))(1, 1, out)
+    runtime.synchronize()
+    assert out[0] == 12
+    runtime.compile(one_kernel("*out = 13;"))  # without another warning
+    monkeypatch.setattr(compile_cache.tempfile, "mkstemp", lambda **_: os.open(tmp_path / "nowhere" / "else", 0))
+    with pytest.raises(CompileError, match=r"can't be used \(.*\), nor can a temporary file: .*; set PROXYCCL_CACHE"):
+        runtime.compile(one_kernel("*out = 14;"))
 
 
 def test_another_option_is_another_compilation(runtime: HostRuntime) -> None:

@@ -1,0 +1,84 @@
+"""One case of the campaign: which ranks work, how, and what goes wrong. All of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+FAULTS = (
+    "none",
+    "kill",
+    "stop",
+    "pause",
+    "slow",
+    "exit",
+    "exception",
+    "wrong arguments",
+    "garbage",
+    "fork",
+    "signals",
+    "few descriptors",
+    "little memory",
+    "no directory",
+    "daemon killed",
+    "daemon stopped",
+)
+"""What happens to one rank, or to the daemon that runs the ranks' proxies:
+
+- kill: SIGKILL; stop: it stands still for longer than the time-out; pause: for less
+- slow: it sleeps between calls; exit: another thread ends the process; exception: the program raises
+- wrong arguments: one call with another count; garbage: one of its messages has other bytes
+- fork: children that end at once, in different ways; signals: a handler runs every millisecond
+- few descriptors, little memory: limits that are set while it works; no directory: reports and cache can't be written
+"""
+HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory")
+"""Faults that nobody may notice."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case.
+
+    Attributes:
+        seed: that it follows from.
+        ranks: how many.
+        place: where their proxies run.
+        nodes: ranks of a node; None for one node.
+        fault: one of FAULTS.
+        victim: the rank to which it happens.
+        delay: seconds from when all ranks are ready to the fault.
+        work: seconds that the ranks work, if nothing ends them.
+        timeout: of every wait, in seconds.
+    """
+
+    seed: int
+    ranks: int
+    place: str
+    nodes: int | None
+    fault: str
+    victim: int
+    delay: float
+    work: float = 1.2
+    timeout: float = 3.0
+
+    @classmethod
+    def of(cls, seed: int) -> Case:
+        """The case of a seed. Faults come in turn."""
+        rng = random.Random(seed)
+        fault = FAULTS[seed % len(FAULTS)]
+        ranks = rng.randint(2, 4)
+        place = "process" if fault.startswith("daemon") else rng.choice(["thread", "process"])
+        nodes = 2 if ranks == 4 and rng.random() < 0.3 else None
+        return cls(seed, ranks, place, nodes, fault, rng.randrange(ranks), rng.uniform(0, 1.0))
+
+    @property
+    def bound(self) -> float:
+        """Seconds within which every process must have ended: time-outs of a wait, of a shrink, of its retry and of the
+        end, and what starting takes where cores are shared.
+        """
+        return 60 + 8 * self.timeout
+
+    def __str__(self) -> str:
+        nodes = f", nodes of {self.nodes}" if self.nodes else ""
+        what = f"{self.fault} of rank {self.victim}" if self.fault != "none" else "no fault"
+        return f"seed {self.seed}: {self.ranks} ranks, proxy in a {self.place}{nodes}, {what} after {self.delay:.3f} s"

@@ -1,0 +1,225 @@
+"""One rank of a case: works, has its fault, and goes on with the ranks that are left. Prints what it saw, in JSON.
+
+rank.py SEED; further by the environment, as `run_processes` sets it.
+
+It ends with 0 if all that it saw has a name: errors of the library, and after a shrink results that are right.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+
+from proxyccl import Communicator, ProxyCCLError
+from proxyccl.proxy.codec import Codec
+from support.faults.case import Case
+from support.faults.work import Work, WrongResultError
+from support.processes import FileBootstrap
+
+_AFTER_SHRINK_STEPS = 5
+_SHRINKS = 4
+_EXIT_STATUS = 7
+
+
+class PlannedError(Exception):
+    """The exception of a case."""
+
+
+def say(event: str, **fields: Any) -> None:
+    """Prints a line, at once and whole."""
+    os.write(1, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+
+def descriptors() -> int:
+    """How many this process has open."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def show_descriptor(number: int) -> str:
+    """What a descriptor of this process is."""
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return ""
+
+
+# -- faults in the process itself ---
+
+
+def fork_children(rng: random.Random) -> None:
+    """Children that end as programs do: quietly, by an exception's status, and by a signal."""
+    for ending in rng.sample(["quiet", "exit", "kill"], 3):
+        child = os.fork()
+        if child == 0:
+            if ending == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ending == "exit":
+                sys.exit(3)  # the interpreter's end, with what a library has registered for it
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def write_garbage(rng: random.Random, number: int) -> None:
+    """One of the messages that this process sends from now on has other bytes."""
+    encode, sent = Codec.encode, iter(range(number + 1))
+
+    def mutated(self: Any, value: Any, **options: Any) -> bytes:
+        data = encode(self, value, **options)
+        if next(sent, None) != number or not data:
+            return data
+        kind = rng.randrange(4)
+        if kind == 0:
+            return rng.randbytes(rng.randrange(200))
+        if kind == 1:
+            return data[: rng.randrange(len(data))]
+        place = rng.randrange(len(data))
+        return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + (kind == 2) :]
+
+    Codec.encode = mutated  # type: ignore[method-assign,assignment]
+
+
+def limit(kind: int, value: int) -> None:
+    """Lowers a limit of this process."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
+
+
+def memory_in_use() -> int:
+    """Bytes of address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+
+def timed_faults(case: Case, rng: random.Random) -> dict[str, Callable[[], None]]:
+    """What happens at a time, in a thread of its own."""
+    return {
+        "exit": lambda: os._exit(_EXIT_STATUS),
+        "fork": lambda: fork_children(rng),
+        "few descriptors": lambda: limit(resource.RLIMIT_NOFILE, descriptors() + rng.randrange(6)),
+        "little memory": lambda: limit(resource.RLIMIT_AS, memory_in_use() + rng.randrange(64) * (1 << 20)),
+    }
+
+
+def begin_fault(case: Case, rng: random.Random) -> None:
+    """What the victim does before it works."""
+    if case.fault == "garbage":
+        write_garbage(rng, rng.randrange(80))
+    if case.fault == "no directory":
+        for name in ("PROXYCCL_CACHE", "PROXYCCL_REPORT_DIR"):
+            os.environ[name] = "/dev/null/nowhere"
+    if case.fault == "signals":
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+
+
+def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
+    """What the victim does between two calls, from the time of the fault on."""
+    if case.fault == "slow":
+        time.sleep(rng.uniform(0, 0.05))
+    if case.fault == "exception":
+        raise PlannedError
+    if case.fault == "wrong arguments":
+        comm.all_reduce(np.ones(rng.randrange(100_000, 200_000), np.float32))
+
+
+# -- the rank ---
+
+
+def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.Random, *, victim: bool) -> int:
+    """Works for its time. Returns the number of steps."""
+    began, steps = time.monotonic(), 0
+    timed = timed_faults(case, rng).get(case.fault) if victim else None
+    timer = threading.Timer(case.delay, timed) if timed is not None else None
+    if timer is not None:
+        timer.start()
+    while not work.agree(time.monotonic() - began > case.work):
+        if victim and time.monotonic() - began > case.delay:
+            in_step_fault(case, comm, rng)
+        work.step()
+        steps += 1
+    if timer is not None:
+        timer.join()
+    return steps
+
+
+def go_on(case: Case, comm: Communicator) -> None:
+    """Shrinks, and works with those that are left."""
+    numbers = list(range(case.ranks))
+    for attempt in range(_SHRINKS):
+        before = comm
+        try:
+            comm = before.shrink()
+        finally:
+            before.close()
+        numbers = [numbers[member] for member in comm.members]
+        work = Work(comm, case.seed + 1000 * attempt + sum(1 << number for number in numbers))
+        try:
+            for _ in range(_AFTER_SHRINK_STEPS):
+                work.step()
+            work.close()
+            comm.close()
+        except ProxyCCLError as error:  # another rank was lost only now
+            say("error", kind=type(error).__name__, message=str(error))
+            if attempt == _SHRINKS - 1:
+                comm.close()
+        else:
+            say("went on", members=numbers)
+            return
+
+
+def run(case: Case, rng: random.Random, *, victim: bool) -> int:
+    """The rank's life with its communicators. Returns the process's status."""
+    comm: Communicator | None = None
+    try:
+        comm = Communicator(
+            FileBootstrap.from_environment(), timeout=case.timeout, proxy=case.place, local_world_size=case.nodes
+        )
+        work = Work(comm, case.seed)
+        say("ready", daemon=getattr(comm.proxy, "daemon", None))
+        steps = work_until_the_end(case, comm, work, rng, victim=victim)
+        work.close()
+        comm.close()
+        say("done", steps=steps)
+    except ProxyCCLError as error:
+        say("error", kind=type(error).__name__, message=str(error))
+        if comm is not None:
+            try:
+                go_on(case, comm)
+            except ProxyCCLError as later:  # left behind, or no rank is left to go on with
+                say("ended", kind=type(later).__name__, message=str(later))
+            comm.close()
+    except WrongResultError as error:
+        say("wrong", message=str(error))
+        return 3
+    return 0
+
+
+def main(seed: int) -> int:
+    """Returns the process's status."""
+    case = Case.of(seed)
+    rank, before = int(os.environ["RANK"]), descriptors()
+    victim, rng = rank == case.victim, random.Random(1000 * seed + rank)
+    if victim:
+        begin_fault(case, rng)
+    status = run(case, rng, victim=victim)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end takes the handler away
+    gc.collect()  # arrays that the program made live as long as it holds them
+    say("descriptors", before=before, after=descriptors(), open=[show_descriptor(number) for number in range(64)])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,170 @@
+"""Random work whose results every rank verifies: the same on all ranks, as it follows from a number that they share."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl import Communicator, EPAll2AllLayer
+
+Values = NDArray[Any]
+_KERNEL = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+extern "C" __global__ void around(DeviceHandle<ProxyChannel>* channels, int peers, int rank, unsigned long bytes) {
+  for (int i = 0; i < peers; ++i) channels[i].putWithSignal(rank * bytes, rank * bytes, bytes);
+  for (int i = 0; i < peers; ++i)
+    if (!channels[i].wait()) return;
+  for (int i = 0; i < peers; ++i) channels[i].flush();
+}
+"""
+
+
+class WrongResultError(Exception):
+    """A result is not what it must be."""
+
+
+def _require(got: Any, expected: Values, what: str) -> None:
+    if not np.array_equal(np.asarray(got), expected):
+        raise WrongResultError(f"{what}: {np.asarray(got).ravel()[:4]} where {expected.ravel()[:4]} must be")
+
+
+class Work:
+    """A communicator's work.
+
+    Args:
+        comm: the ranks.
+        seed: the same on all of them.
+    """
+
+    def __init__(self, comm: Communicator, seed: int) -> None:
+        self.comm = comm
+        self._rng = random.Random(seed)
+        self._numbers = np.random.default_rng(seed)
+        self._layer: EPAll2AllLayer | None = None
+        self._channels: Any = None
+        self._kinds: list[Callable[[], None]] = [
+            self._all_reduce,
+            self._all_gather,
+            self._all_to_all,
+            self._broadcast,
+            self._reduce_scatter,
+            self._transfers,
+            self._puts,
+            self._experts,
+            self._part,
+        ]
+
+    def step(self) -> None:
+        """Does one thing. Raises what the library raises, and WrongResultError."""
+        self._rng.choice(self._kinds)()
+
+    def agree(self, flag: bool) -> bool:
+        """Whether any rank's flag is set."""
+        return bool(self.comm.all_reduce(np.array([int(flag)], np.int32))[0])
+
+    def close(self) -> None:
+        """Frees what it keeps."""
+        if self._layer is not None:
+            self._layer.finalize()
+
+    def _everyone(self, *shape: int) -> Values:
+        """Small whole numbers of every rank: all sums of them are exact."""
+        return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
+
+    def _own(self, values: Values) -> Any:
+        """This rank's, sometimes where peers reach it."""
+        own = values[self.comm.rank]
+        if self._rng.random() < 0.5:
+            return self.comm.empty(own.shape, "float32").upload(own)
+        return own.copy()
+
+    def _algorithm(self) -> str | None:
+        return self._rng.choice([None, None, "proxy"])
+
+    def _count(self) -> int:
+        return self._rng.choice([1, 7, 1000, 30_000])
+
+    @staticmethod
+    def _values(array: Any) -> Values:
+        return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
+
+    def _all_reduce(self) -> None:
+        values = self._everyone(self._count())
+        got = self.comm.all_reduce(self._own(values), algorithm=self._algorithm())
+        _require(self._values(got), values.sum(axis=0), "all_reduce")
+
+    def _all_gather(self) -> None:
+        values = self._everyone(self._count())
+        got = self.comm.all_gather(self._own(values), algorithm=self._algorithm())
+        _require(self._values(got).reshape(values.shape), values, "all_gather")
+
+    def _all_to_all(self) -> None:
+        values = self._everyone(self.comm.world_size, self._count())
+        got = self.comm.all_to_all(self._own(values), algorithm=self._algorithm())
+        _require(self._values(got).reshape(values.shape[1:]), values[:, self.comm.rank], "all_to_all")
+
+    def _broadcast(self) -> None:
+        values, root = self._everyone(self._count()), self._rng.randrange(self.comm.world_size)
+        got = self.comm.broadcast(self._own(values), root)
+        _require(self._values(got), values[root], "broadcast")
+
+    def _reduce_scatter(self) -> None:
+        values = self._everyone(self.comm.world_size, self._count())
+        got = self.comm.reduce_scatter(self._own(values))
+        _require(self._values(got).ravel(), values.sum(axis=0)[self.comm.rank].ravel(), "reduce_scatter")
+
+    def _transfers(self) -> None:
+        size, rank = self.comm.world_size, self.comm.rank
+        values = self._everyone(self._count())
+        out = np.zeros(values.shape[1:], np.float32)
+        with self.comm.transfers() as transfers:
+            transfers.send(values[rank].copy(), (rank + 1) % size)
+            transfers.recv(out, (rank - 1) % size)
+        _require(out, values[(rank - 1) % size], "transfers")
+
+    def _puts(self) -> None:
+        size, rank, count = self.comm.world_size, self.comm.rank, 2000
+        if self._channels is None:
+            self._memory = self.comm.empty((size, count), "float32")
+            self._channels = self.comm.proxy_channels(self._memory)
+            self._kernel = self.comm.compile(_KERNEL, "around")
+        values = self._everyone(count)
+        own = np.zeros((size, count), np.float32)
+        own[rank] = values[rank]
+        self._memory.upload(own)
+        self.comm.barrier()
+        self._kernel(1, 1, self._channels, size - 1, rank, 4 * count)
+        self.comm.synchronize()
+        _require(self._memory.numpy(), values, "puts")
+        self.comm.barrier()
+
+    def _experts(self) -> None:
+        comm, tokens, hidden, topk, experts = self.comm, 6, 16, 2, 2 * self.comm.world_size
+        if self._layer is None:
+            sizes = (tokens, hidden, topk, comm.rank, experts, comm.group.topology.local_world_size, comm.world_size)
+            if len({len(members) for members in comm.group.topology.node_members()}) > 1:
+                sizes = (*sizes[:5], 1, comm.world_size)
+            self._layer = EPAll2AllLayer(comm, *sizes, dtype="float32")
+        values = self._everyone(tokens, hidden)[comm.rank]
+        ids = self._numbers.integers(0, experts, (comm.world_size, tokens, topk)).astype(np.int32)
+        rows, _, desc = self._layer.dispatch(values, ids[comm.rank])
+        counts = np.asarray(desc.counts)[:, 2 * comm.rank : 2 * comm.rank + 2].sum(axis=0)
+        factors = np.repeat([2.0 * comm.rank + 1, 2.0 * comm.rank + 2], counts).astype(np.float32)
+        got = self._layer.combine(rows * factors[:, None], desc)
+        _require(got, values * (ids[comm.rank] + 1).sum(axis=1, keepdims=True).astype(np.float32), "experts")
+
+    def _part(self) -> None:
+        """A communicator of some of the ranks; the others go on meanwhile."""
+        members = sorted(self._rng.sample(range(self.comm.world_size), self._rng.randint(1, self.comm.world_size)))
+        values = self._everyone(self._count())
+        algorithm = self._algorithm()
+        if self.comm.rank not in members:
+            return
+        with self.comm.split(members) as part:
+            got = part.all_reduce(values[self.comm.rank].copy(), algorithm=algorithm)
+            _require(got, values[members].sum(axis=0), "all_reduce of a part")
