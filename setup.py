@@ -24,7 +24,7 @@ def kernel_libraries() -> dict[str, str]:
                 for kernel in ("expert_combine", "expert_scale", "expert_quantize")
             ]
     return {
-        "moves": '#include "moves.h"\n#include "send_receive.h"\n',
+        "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n',
         "experts": "".join(experts),
         **{
             each.name: f'#include "execute_plan.h"\n#include "host_library.h"\n{each.c_check()}'

@@ -68,6 +68,32 @@ extern "C" __global__ void proxy_ping_pong(DeviceHandle<ProxyChannel> channel, c
       });
 }
 
+// What travels in the trigger: 0 nothing, by signal(); 1 the count, by signal(value); 2 eight bytes, by
+// putValueWithSignal(), which the receiver compares; 3 nothing, but eight bytes are put from memory. `signals` counts
+// those of each way.
+extern "C" __global__ void value_ping_pong(DeviceHandle<ProxyChannel> channel, char* memory, uint64_t dst, int kind,
+                                           int* wrong, uint64_t* signals, int first, int rounds, uint64_t* ns) {
+  const uint64_t count = *signals;
+  pingPong(
+      first, rounds, ns,
+      [&](int round) {
+        if (kind == 1)
+          channel.signal(count + round + 1);
+        else if (kind == 2)
+          channel.putValueWithSignal(dst, count + round);
+        else if (kind == 3)
+          channel.putWithSignal(dst, 0, 8);
+        else
+          channel.signal();
+      },
+      [&](int round) {
+        if (!(kind == 1 ? channel.waitUntil(count + round + 1) : channel.wait())) return false;
+        if (kind == 2) *wrong += *reinterpret_cast<volatile uint64_t*>(memory + dst) != count + round;
+        return true;
+      });
+  *signals = count + rounds;
+}
+
 extern "C" __global__ void sm_ping_pong(DeviceHandle<SmChannel> channel, int relaxed, int first, int rounds,
                                         uint64_t* ns) {
   pingPong(
@@ -105,6 +131,9 @@ extern "C" __global__ void clock_step(uint64_t* ns) {
 """
 
 
+_VALUES = ("signal()", "signal(value)", "putValueWithSignal, 8 B", "putWithSignal, 8 B")
+
+
 class Bench:
     """Both ranks' memory, channels and kernels.
 
@@ -123,8 +152,14 @@ class Bench:
         self.peer = 1 - comm.rank
         self.first = comm.rank == 0
         self.memory = comm.empty(2 * largest, "uint8")
-        self._channel_sets = comm.proxy_channels(self.memory), comm.sm_channels(self.memory)  # they own the semaphores
-        self.proxied, self.mapped = (channels.to(self.peer) for channels in self._channel_sets)
+        # They own the semaphores.
+        self._channel_sets = (
+            comm.proxy_channels(self.memory),
+            comm.sm_channels(self.memory),
+            comm.proxy_channels(self.memory),
+        )
+        self.proxied, self.mapped, self.valued = (channels.to(self.peer) for channels in self._channel_sets)
+        self._signals = comm.empty(1, "int64").fill(0)  # on `valued`, of each way
         self.kernels = comm.compile(_SOURCE)
         self.stream = comm.runtime.create_stream()
         self.ns = comm.empty(rounds, "int64")
@@ -192,6 +227,14 @@ class Bench:
             limit, aim = aims.SIGNAL_US["limit"], aims.SIGNAL_US["aim"]
         timing = self.one_way("proxy_ping_pong", *args, after=(None,))
         return {"bytes": nbytes, **timing, "limit_us": limit, "aim_us": aim}
+
+    def value_latency(self, kind: int) -> Fields:
+        """Latency of what travels in a trigger, beside a signal and a put of as many bytes from memory."""
+        wrong = self.comm.empty(1, "int32").fill(0)
+        given = (self.valued, self.memory, self.largest, kind, wrong, self._signals)
+        timing = self.one_way("value_ping_pong", *given)
+        self.wrong += int(wrong.numpy()[0])
+        return {"operation": _VALUES[kind], **timing}
 
     def sm_latency(self, *, relaxed: bool) -> Fields:
         """Latency of an SmChannel's signal."""
@@ -330,6 +373,11 @@ def main() -> int:
                 "ProxyChannel: put with signal, one way",
                 _latency_columns("size"),
                 [lambda n=n: bench.latency(n) for n in latency_sizes],
+            ),
+            "value_latency": collect(
+                "ProxyChannel: what travels in the trigger, one way",
+                _latency_columns("operation")[:4],
+                [lambda k=k: bench.value_latency(k) for k in (0, 1, 3, 2)],
             ),
             "sm_latency": collect(
                 "SmChannel: signal, one way",

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
+from proxyccl.channels.rendezvous import wait_at_most
 from proxyccl.device._native import ffi
-from proxyccl.device.runtime import Runtime
+from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.proxy._engine import ffi as engine
+from proxyccl.proxy._engine import lib as engine_lib
 from proxyccl.proxy.codec import Codec
-from proxyccl.proxy.interface import ChannelCounters, Handler, Proxy
+from proxyccl.proxy.interface import ChannelCounters, Handler
 
 if TYPE_CHECKING:
     from proxyccl.device._native import ProxycclProxyChannelPointer  # the stub's; cffi has no such name
 
 _CHANNEL_IDS = Codec[dict[int, list[int]]](dict[int, list[int]], 1 << 20, name="channel ids")
 _LINE = 128
+_SPINS = 2000  # looks at a word before the thread pauses between them
+_MOST = (1 << 64) - 1
 
 
 class ProxyChannel(Channel):
     """A channel to one peer; its device side is proxyccl::ProxyChannelDeviceHandle.
+
+    The CPU's program can signal and wait too: the peer's signals are counted in host memory. Either kernels or the CPU
+    wait on a channel, as each counts what it has consumed.
 
     Attributes:
         id: channel id in this rank's proxy.
@@ -33,12 +43,13 @@ class ProxyChannel(Channel):
         self,
         peer: int,
         handle: ProxycclProxyChannelPointer,
-        service: Proxy,
+        group: Group,
         transport: str,
         peer_channel: int | None,
     ) -> None:
         super().__init__(peer, handle)
-        self._service = service
+        self._group, self._service = group, group.links.proxy
+        self._consumed = 0
         self.id: int = handle.channel
         self.transport = transport
         self.peer_channel = peer_channel
@@ -48,6 +59,68 @@ class ProxyChannel(Channel):
     def counters(self) -> ChannelCounters:
         """What the proxy did for this channel so far."""
         return self._service.counters(self.id)
+
+    def signal(self, value: int | None = None, *, stream: StreamLike = None) -> None:
+        """Signals the peer behind the stream's work so far, and behind the data of all earlier puts on the channel.
+
+        A kernel of one thread does it. The peer's kernels or its CPU wait for it.
+
+        Args:
+            value: raise the peer's count of signals to this, which must be above it; None to add one.
+            stream: as for any kernel of the program; None for where those go without one.
+
+        Raises:
+            ArgumentError: the value is no count.
+            CommunicatorError: the communicator has failed; see its subclasses.
+        """
+        if value is not None and (not isinstance(value, int) or not 0 < value <= _MOST):
+            raise ArgumentError("value", f"must be a count from 1 to {_MOST}, not {value!r}")
+        self._group.failure.require_usable()
+        kernel = self._group.runtime.shipped("signal_peer.h", "signal_peer")
+        kernel(1, 1, self, value or 0, stream=stream)
+
+    def poll(self) -> bool:
+        """Consumes the peer's next signal on the CPU if it has arrived, and says whether."""
+        self._group.failure.require_usable()
+        arrived = self._signalled() > self._consumed
+        self._consumed += arrived
+        return arrived
+
+    def wait(self) -> None:
+        """Waits on the CPU for the peer's next signal and consumes it. Raises as `wait_until`."""
+        self.wait_until(self._consumed + 1)
+
+    def wait_until(self, value: int) -> None:
+        """Waits on the CPU until the peer's signals have come to `value`, and consumes them. After it the CPU may read
+        what the peer put into host memory before the signal, and kernels that are launched then what it put elsewhere.
+
+        Raises:
+            WaitTimeoutError: they did not within the communicator's time-out, which ends the communicator.
+            CommunicatorError: it failed meanwhile; see its subclasses.
+        """
+        failure, timeout = self._group.failure, self._group.timeout
+        failure.require_usable()
+        deadline = time.monotonic() + timeout
+
+        def found() -> bool:
+            return self._signalled() >= value
+
+        if not any(found() for _ in range(_SPINS)) and not wait_at_most(found, deadline, failure.check):
+            error = WaitTimeoutError(
+                f"rank {self._group.rank} waited too long on the CPU for a signal from rank {self.peer} on channel "
+                f"{self.id}: expected {value}, saw {self._signalled()}",
+                rank=self._group.rank,
+                peer=self.peer,
+                channel=self.id,
+                operation="wait",
+            )
+            failure.file_exchange_failure(error)
+            raise error
+        self._consumed = max(self._consumed, value)
+
+    def _signalled(self) -> int:
+        word = engine.cast("uint64_t *", self._group.control.semaphore_host(self.id))
+        return int(engine_lib.proxyccl_word_acquire(word))
 
 
 def connect_handles(
@@ -87,7 +160,7 @@ def connect_handles(
             handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
             handle.channel, handle.peer = channel, peer
             handle.dst_memory, handle.src_memory = opened[peer][0], src.source_id(peer)
-            opened_channel = ProxyChannel(peer, handle, service, connection.transport, peer_channel)
+            opened_channel = ProxyChannel(peer, handle, group, connection.transport, peer_channel)
             channels[peer].append(opened_channel)
             group.inventory.add_channel(channel, opened_channel)
     return channels, expected

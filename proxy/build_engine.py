@@ -75,6 +75,7 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
                                 uint32_t rdma_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
                                  uint64_t *remote_semaphore, uint64_t *flushed);
+uint64_t proxyccl_word_acquire(const uint64_t *word);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
 enum { PROXYCCL_MAX_PLANS, ... };
 #define PROXYCCL_NO_ID ...

@@ -36,6 +36,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("expert_quantize.h", "expert_pack", None, None),
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
     ("moves.h", "barrier", None, None),
+    ("signal_peer.h", "signal_peer", None, None),
 )
 COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
     (kernel.file, kernel.name, dtype, "sum" if dtype else None)

@@ -74,6 +74,9 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
 
+/* A word that a peer's proxy signals, with all that was put before its value. */
+uint64_t proxyccl_word_acquire(const uint64_t *word);
+
 /* Before workers run: lets streams ring plans in. `semaphores` are the own words, by channel id, that peers signal. */
 void proxyccl_service_set_plan_words(ProxycclService *service, ProxycclPlanWords *words, const uint64_t *semaphores);
 /* Ends the waits of streams, for after a failure. `words` may be NULL. */

@@ -18,6 +18,8 @@ void proxyccl_service_destroy(ProxycclService *service) {
   free(service);
 }
 
+uint64_t proxyccl_word_acquire(const uint64_t *word) { return word_load(word); }
+
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t rdma_only, char *host) {
   if (id >= PROXYCCL_MAX_MEMORIES) return EINVAL;

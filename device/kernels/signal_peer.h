@@ -1,0 +1,18 @@
+// What the CPU's program does on a ProxyChannel: a kernel of one thread does it for it, behind the stream's work.
+#ifndef PROXYCCL_SIGNAL_PEER_H
+#define PROXYCCL_SIGNAL_PEER_H
+
+#include "proxyccl/kernel.h"
+#include "proxyccl/proxyccl.h"
+
+// Signals the peer; with a value that is not 0 it raises the count to that.
+extern "C" __global__ void signal_peer(const proxyccl::ProxyChannelDeviceHandle channel, uint64_t value) {
+  if (threadIdx.x != 0 || blockIdx.x != 0) return;
+  if (value == 0)
+    channel.signal();
+  else
+    channel.signal(value);
+}
+PROXYCCL_EXPORT_KERNEL(signal_peer)
+
+#endif
