@@ -30,7 +30,7 @@ struct Semaphore : ProxycclSemaphore {
   /// @param channel  channel id, or PROXYCCL_NO_CHANNEL
   /// @return false if the communicator has ended or the time-out passed; then no signal is consumed
   PROXYCCL_DEVICE bool wait(Control* control, uint32_t kind, uint32_t peer, uint32_t channel) const {
-    return consume(control, kind, peer, channel, *expected + 1, [](const uint64_t* p) { return loadAcquireSystem(p); });
+    return waitUntil(control, kind, peer, channel, *expected + 1);
   }
 
   /// Waits until the count has come to `value`, and consumes all signals up to it. If they were consumed before, it
