@@ -148,7 +148,7 @@ def test_a_handler_that_raises_ends_every_rank() -> None:
 def test_an_exception_inside_with_releases_the_others() -> None:
     printed = outcomes(run_processes(PROCESSES, PROGRAM, "exception_inside_with"))
     assert printed.pop(VICTIM) == ["ValueError"]
-    assert all(lines[0].startswith("AbortedError") for lines in printed.values())
+    assert all(lines[0].startswith("AbortedError") for lines in printed.values()), printed
 
 
 @pytest.mark.usefixtures("nothing_left")
