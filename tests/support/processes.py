@@ -89,5 +89,5 @@ def shared_memory_names() -> set[str]:
 
     MPI keeps segments there, and leaves them when a rank is killed; so does the driver of a GPU.
     """
-    others = ("mpich_shm_", "vader_segment", "sm_segment", "cuda.shm.")
+    others = ("mpich_shm_", "ucx_shm_posix_", "vader_segment", "sm_segment", "cuda.shm.")
     return {name for name in os.listdir("/dev/shm") if not name.startswith(others)}
