@@ -6,6 +6,7 @@ do, a service in this process does: Python handlers, and copies from memory that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -273,7 +274,8 @@ class DaemonClient:
         with self._lock:
             if self._memories.pop(first, None) is not None and self._own is not None:
                 self._own.remove_memory(first, nbytes)
-        self._daemon.ask(RemoveMemory(first), Done)
+        with contextlib.suppress(ProxyLostError):  # the ids went with the daemon; its loss is told otherwise
+            self._daemon.ask(RemoveMemory(first), Done)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
         """A connection that copies within the host: in the daemon, between memories that it maps, or from private

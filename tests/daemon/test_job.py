@@ -207,6 +207,24 @@ def test_a_killed_one_is_told_by_name_and_another_is_started() -> None:
     assert killed not in run_ranks(2, daemon_of, proxy="process")
 
 
+def test_memory_may_be_given_back_while_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays are collected at any time: then nobody is there whom an error could tell of the loss."""
+
+    def lost(*_: object, **__: object) -> None:
+        raise ProxyLostError("the node daemon is lost")
+
+    def body(comm: Communicator) -> None:
+        proxy = comm.proxy
+        assert isinstance(proxy, DaemonClient)
+        memory = comm.empty(16, "uint8")
+        first = comm.register(memory).id
+        with monkeypatch.context() as patched:
+            patched.setattr(proxy._daemon, "ask", lost)
+            proxy.remove_memory(first, 16)
+
+    run_ranks(1, body, proxy="process")
+
+
 def test_its_last_words_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = JobDaemon("proxyccl-unused", OPTIONS)
     assert daemon.last_words() == ""
