@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl import Array, ProxyService, Runtime, Trigger
+from proxyccl import Array, ProxyService, Runtime
 from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.device._native import lib as native
@@ -21,7 +21,7 @@ from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes
 from proxyccl.proxy.trigger import Operation
 from support.devices import rank_runtime
-from support.fake_verbs import Producer, until, value_trigger
+from support.fake_verbs import OwnTriggers, Producer, until
 from support.fake_wires import FakeWire, VerbsWire
 from support.running import TIMEOUT
 
@@ -46,7 +46,7 @@ class OtherCalls:
         return replace(self._runtime.engine_functions(), **self._calls)
 
 
-class End:
+class End(OwnTriggers):
     """One end, with memory that is put from and memory that the other end puts to.
 
     Args:
@@ -139,29 +139,9 @@ class End:
             self.service.set_channel(channel, self.connection, other.word_memory.host_ptr + 8 * i)
             self.channels.append(channel)
 
-    def push(
-        self,
-        operation: Operation,
-        size: int = 0,
-        *,
-        source: int = 0,
-        destination: int = 0,
-        channel: int = 0,
-        count: int = 1,
-        value: int | None = None,
-    ) -> int:
-        """Pushes triggers, with offsets into the two memories, or with a value. Returns the last one's ticket."""
-        if value is not None:
-            number = self.channels[channel]
-            return self.producer.push(value_trigger(operation, number, value, size, self.destination_id, destination))
-        trigger = Trigger(
-            operation, self.channels[channel], size, self.source_id, source, self.destination_id, destination
-        )
-        return self.producer.push(trigger, count)
-
-    def flushed(self, channel: int = 0) -> int:
-        """A channel's flush word."""
-        return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
+    def push(self, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:
+        """Pushes triggers; see `OwnTriggers.trigger`. Returns the last one's ticket."""
+        return self.producer.push(self.trigger(operation, size, **where), count)
 
     def taken(self, channel: int = 0) -> int:
         """Triggers that were taken out of a channel's ring so far."""

@@ -148,7 +148,42 @@ class Producer:
         return self._service.fifo_for(channel).taken
 
 
-class FakePeer:
+class OwnTriggers:
+    """Triggers on a service's channels to one peer, between two memories.
+
+    Attributes:
+        service: whose channels they are.
+        channels: their ids.
+        source_id, destination_id: of the memories.
+    """
+
+    service: ProxyService
+    channels: list[int]
+    source_id: int
+    destination_id: int
+
+    def trigger(
+        self,
+        operation: Operation,
+        size: int = 0,
+        *,
+        source: int = 0,
+        destination: int = 0,
+        channel: int = 0,
+        value: int | None = None,
+    ) -> Trigger:
+        """A trigger on one of the channels, with offsets into the two memories, or with a value."""
+        number = self.channels[channel]
+        if value is not None:
+            return value_trigger(operation, number, value, size, self.destination_id, destination)
+        return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
+
+    def flushed(self, channel: int = 0) -> int:
+        """A channel's flush word."""
+        return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
+
+
+class FakePeer(OwnTriggers):
     """A peer behind a fake device of its own: this process's memory, under another's keys.
 
     Args:
@@ -206,26 +241,6 @@ class FakePeer:
         for i, channel in enumerate(self.channels):
             service.set_channel(channel, self.connection, self.words[i:].ctypes.data)
 
-    def trigger(
-        self,
-        operation: Operation,
-        size: int = 0,
-        *,
-        source: int = 0,
-        destination: int = 0,
-        channel: int = 0,
-        value: int | None = None,
-    ) -> Trigger:
-        """A trigger on one of the channels, with offsets into the two memories, or with a value."""
-        number = self.channels[channel]
-        if value is not None:
-            return value_trigger(operation, number, value, size, self.destination_id, destination)
-        return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
-
-    def flushed(self, channel: int = 0) -> int:
-        """A channel's flush word."""
-        return ctypes.c_uint64.from_address(self.service.flushed_pointer(self.channels[channel])).value
-
 
 class Loop:
     """A proxy service with some fake peers, of the ranks from 7, that share one destination.
@@ -279,7 +294,7 @@ class Loop:
                 peer.device.__exit__(kind, error, trace)
             self._segment.close()
 
-    def push(self, peer: int, operation: Operation, size: int = 0, *, count: int = 1, **where: int) -> int:
+    def push(self, peer: int, operation: Operation, size: int = 0, *, count: int = 1, **where: Any) -> int:
         """Pushes triggers to a peer; see `FakePeer.trigger`. Returns the last one's ticket."""
         return self.producer.push(self.peers[peer].trigger(operation, size, **where), count)
 

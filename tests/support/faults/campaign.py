@@ -175,7 +175,6 @@ class Campaign:
                 "exception",
                 "few descriptors",
                 "little memory",
-                "no directory",
             )
             if wrong := rank.said("wrong"):
                 findings.append(f"rank {number}: a wrong result: {wrong['message']}")

@@ -103,7 +103,7 @@ def memory_in_use() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
 
 
-def timed_faults(case: Case, rng: random.Random) -> dict[str, Callable[[], None]]:
+def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
     """What happens at a time, in a thread of its own."""
     return {
         "exit": lambda: os._exit(_EXIT_STATUS),
@@ -141,7 +141,7 @@ def in_step_fault(case: Case, comm: Communicator, rng: random.Random) -> None:
 def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.Random, *, victim: bool) -> int:
     """Works for its time. Returns the number of steps."""
     began, steps = time.monotonic(), 0
-    timed = timed_faults(case, rng).get(case.fault) if victim else None
+    timed = timed_faults(rng).get(case.fault) if victim else None
     timer = threading.Timer(case.delay, timed) if timed is not None else None
     if timer is not None:
         timer.start()
