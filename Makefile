@@ -96,9 +96,10 @@ test-rdma: $(VENV)/.installed
 # which Python can be a Backend, and with an older one. Each has an environment of its own, of gigabytes, that shares all but torch with .venv.
 TORCH_VENVS := .venv-torch .venv-torch-older
 TORCH_RANKS ?= 4 8
+EXPERTS_WITH_TORCH := tests/experts/test_gradients.py tests/experts/test_layer_with_torch.py
 test-torch: $(TORCH_VENVS:%=%/.installed)
 	@set -e; for venv in $(TORCH_VENVS); do \
-	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend tests/deep_ep_clients; \
+	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend tests/deep_ep_clients $(EXPERTS_WITH_TORCH); \
 	  $$venv/bin/python -m pytest -p no:cacheprovider docs -k "pytorch or deepep or torchrun"; \
 	  for ranks in $(TORCH_RANKS); do \
 	    log=build/test-torch$${venv#.venv-torch}-$$ranks.log; echo "torch's own tests on $$ranks ranks: $$log"; \

@@ -327,6 +327,7 @@ class _ProxycclExperts:
     weight_bytes: int
     chosen_per_rank: int
     padded_rows: int
+    expert_alignment: int
     id_packets: int
     weight_packets: int
     segment_bytes: int

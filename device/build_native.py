@@ -135,7 +135,7 @@ typedef struct {
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
-  uint32_t id_packets; uint32_t weight_packets;
+  uint32_t expert_alignment; uint32_t id_packets; uint32_t weight_packets;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
   uint64_t announced; uint64_t inbox;

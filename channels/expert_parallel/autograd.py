@@ -142,7 +142,10 @@ def _view_and_stream(layer: Layer, x: Any) -> tuple[ArrayView, StreamLike]:
 
 def _clear_rest(rows: Any, desc: EPAllToAllLayoutDesc) -> None:
     """Zeroes the rows that are not filled, without waiting for their number."""
-    if rows is None or desc.num_recv_tokens is None:
+    if rows is None or (desc.num_recv_tokens is None and not desc.has_gaps):
         return
-    rest = torch.arange(rows.shape[0], device=rows.device) >= desc.num_recv_tokens
+    if desc.has_gaps:
+        rest = desc.row_slots < 0
+    else:
+        rest = torch.arange(rows.shape[0], device=rows.device) >= desc.num_recv_tokens
     rows.masked_fill_(rest.reshape(-1, *(1,) * (rows.dim() - 1)), 0)

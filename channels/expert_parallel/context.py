@@ -15,6 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.geometry import blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
 from proxyccl.channels.group import Group
@@ -38,7 +39,6 @@ _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
 )
 _SPINS = 2000  # polls of the count before the thread sleeps; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
-_TOKENS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ class DispatchCombineContext:
         chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. `ep_config.num_experts` is
             then the number of ranks.
         padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        expert_alignment: each expert's rows begin at a multiple of it, and the CPU learns how many there are; 0 for
+            neither.
         grid: blocks of the kernels and their threads.
         owns_communicator: whether `finalize` closes the communicator.
     """
@@ -99,6 +101,7 @@ class DispatchCombineContext:
         scale_elements: int = 0,
         chosen_per_rank: int = 0,
         padded_rows: int = 0,
+        expert_alignment: int = 0,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -106,8 +109,7 @@ class DispatchCombineContext:
             raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
         runtime = communicator.runtime
         threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
-        # Every block waits for all others, so there are no more blocks than have work.
-        self.blocks = min(num_sm, runtime.launch_defaults.blocks, -(-config.max_tokens // _TOKENS_PER_BLOCK))
+        self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, num_sm))
         self.ep_config = config
         self.communicator = communicator
         self.group = group = communicator.group
@@ -138,8 +140,10 @@ class DispatchCombineContext:
             proxied=proxied,
             chosen_per_rank=chosen_per_rank,
             padded_rows=padded_rows,
+            expert_alignment=expert_alignment,
         )
         self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
+        self.expert_alignment = expert_alignment
         self.nodes = Nodes(config, group.topology, self.workspace.members)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
@@ -245,6 +249,7 @@ class DispatchCombineContext:
             scatter=inputs.scatter,
             by_rank=bool(self.chosen_per_rank),
             padded=bool(self.padded_rows),
+            expert_alignment=self.expert_alignment,
             lost_slots=inputs.lost_slots,
         )
 
@@ -325,10 +330,12 @@ class DispatchCombineContext:
             self._fill_output(call, rows, output)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
-        # Rows that nobody writes must show it: a row that the caller's indices leave out, or one past the received.
+        # Rows that nobody writes must show it: one that the caller's indices leave out, past the received, or in a gap.
         cleared, size = ("first_rows", 4 * rows) if inputs.scatter is not None else ("", 0)
         if self.chosen_per_rank and received is not None:
             cleared, size = "row_experts", 4 * rows * self.ep_config.topk
+        if self.expert_alignment:
+            cleared, size = "row_slots", 4 * rows
         at = desc.pointer(cleared) if size and desc.rows else 0
         fill = (lambda handle: self._fill(at, size, handle)) if at else None
         kept = (desc, desc.table_owners, inputs, output, received)

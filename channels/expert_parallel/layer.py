@@ -125,6 +125,9 @@ class EPAll2AllLayer:
             rank r is then the r-th of those that are left, and has that one's experts. num_tot_experts counts the
             experts of all, also of the lost. A slot that chooses an expert of a lost rank is dropped, and
             `desc.lost_slots` tells which were.
+        expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
+            whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
+            then tells how many rows each expert has. None for neither.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
@@ -162,6 +165,7 @@ class EPAll2AllLayer:
         layout: str = "expert",
         grows: bool = False,
         lost_ranks: Sequence[int] = (),
+        expert_alignment: int | None = None,
         capacity: int = 2,
     ) -> None:
         self._remade = functools.partial(
@@ -180,6 +184,7 @@ class EPAll2AllLayer:
             scale_elements=scale_elements,
             layout=layout,
             grows=grows,
+            expert_alignment=expert_alignment,
             capacity=capacity,
         )
         self.lost_ranks = tuple(sorted(lost_ranks))
@@ -219,6 +224,13 @@ class EPAll2AllLayer:
                 )
         if layout not in _LAYOUTS:
             raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {layout!r}")
+        if expert_alignment is not None:
+            if not isinstance(expert_alignment, int) or isinstance(expert_alignment, bool) or expert_alignment < 1:
+                raise ArgumentError("expert_alignment", f"must be a positive number of rows, not {expert_alignment!r}")
+            if layout != "expert":
+                raise ArgumentError("expert_alignment", f'needs layout="expert", not "{layout}"')
+            if config.num_experts_per_rank * expert_alignment > MAX_SLOTS - world_size * max_tokens * topk:
+                raise ArgumentError("expert_alignment", f"{expert_alignment} makes too many rows")
         all_ranks = world_size + len(lost_ranks)
         padded_rows = all_ranks * max_tokens if layout == "padded" else 0
         if padded_rows:
@@ -252,6 +264,7 @@ class EPAll2AllLayer:
             "scale_elements": scale_elements,
             "grows": bool(grows),
             "lost_ranks": str(self.lost_ranks),
+            "expert_alignment": expert_alignment,
         }
         self.ep_config = config
         self._num_tot_experts = config.num_experts_per_rank * all_ranks
@@ -272,6 +285,7 @@ class EPAll2AllLayer:
                 use_aot=bool(use_aot),
                 chosen_per_rank=chosen_per_rank,
                 padded_rows=padded_rows,
+                expert_alignment=expert_alignment or 0,
             )
         self._surviving: SurvivingExperts | None = None
         if lost_ranks:
@@ -370,7 +384,7 @@ class EPAll2AllLayer:
             weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
-                rows. Not with layout="rank".
+                rows. Not with layout="rank" or expert_alignment.
             stream: where to queue it; as for `Communicator.all_reduce`.
 
         Returns:
@@ -483,7 +497,7 @@ class EPAll2AllLayer:
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
         desc = pending.desc
         rows = self.ctx.await_rows(desc)
-        if self.layout == "rank":
+        if self.layout == "rank" or self.ctx.expert_alignment:
             desc.chosen_rows = self.ctx.workspace.chosen_rows
         bad: ProxyCCLError | None = self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         wanted = self.ctx.wanted_tokens
@@ -624,35 +638,38 @@ class EPAll2AllLayer:
     def combine_weights(
         self, input: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc, *, stream: StreamLike = None
     ) -> Any:
-        """Brings each slot's number back from the rank of the slot's expert. With layout="rank" alone.
+        """Brings each slot's number back from the rank of the slot's expert.
 
         Args:
-            input: float32 [R, topk]: numbers of each row, zero where `local_expert_ids` is -1. The weights that the
-                dispatch returned come back as they were given, but for dropped slots.
+            input: float32 [R], each row's number. With layout="rank" [R, topk], zero where `local_expert_ids` is -1.
+                The weights that the dispatch returned come back as they were given, but for dropped slots.
             ep_a2a_layout_desc: of the dispatch.
             stream: as for `dispatch`.
 
         Returns:
-            float32 [T, topk]: the sums over a token's rows. Raises as `dispatch`.
+            float32 [T, topk], zero for dropped slots. Raises as `dispatch`.
         """
-        if self.layout != "rank":
-            raise ArgumentError("combine_weights", 'needs layout="rank"')
+        if self.ep_config.weight.name != "float32":
+            raise ArgumentError("combine_weights", f"needs weight_dtype float32, not {self.ep_config.weight}")
         desc = self._own_desc(ep_a2a_layout_desc)
         if self._returned is not None:
             raise ArgumentError("combine_weights", "a combine is under way; call combine_recv first")
-        values = self._input(input, "input", (desc.rows, self.ep_config.topk), "float32")
-        return self.ctx.collect_choices(desc, values, self.ctx.stream_for(stream, input))
+        by_rank = self.layout == "rank"
+        shape = (desc.rows, self.ep_config.topk) if by_rank else self._leading(desc.rows)
+        values = self._input(input, "input", shape, "float32")
+        collect = self.ctx.collect_choices if by_rank else self.ctx.collect
+        return collect(desc, values, self.ctx.stream_for(stream, input))
 
     def weights_by_row(self, topk_weights: Any, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
-        """Sends the weights of this rank's slots to their rows, for a later `combine`. For torch tensors, with
-        layout="expert" or "padded".
+        """Sends the weights of this rank's slots to their rows, for a later `combine`. For torch tensors.
 
         Args:
             topk_weights: float32 [T, topk].
             ep_a2a_layout_desc: of the dispatch.
 
         Returns:
-            float32 [R]: each row's weight. Raises as `dispatch`.
+            float32 [R]: each row's weight. With layout="rank" [R, topk], zero where `local_expert_ids` is -1. Raises as
+            `dispatch`.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
         self._refuse_under_way()
@@ -661,6 +678,8 @@ class EPAll2AllLayer:
         # Every row gets all weights of its token, of which its slot's is one.
         spread = self.ctx.arrays.new(weights.owner, (*self._leading(desc.rows), shape[1]), "float32")
         self.ctx.repeat(desc, weights, self._view(spread), self.ctx.stream_for(None, weights.owner))
+        if self.layout == "rank":
+            return spread.masked_fill_(desc.local_expert_ids < 0, 0)
         slots = desc.row_slots.clamp(0, shape[1] - 1).long().view(*self._leading(desc.rows), 1)
         return spread.gather(-1, slots).squeeze(-1)
 
@@ -716,6 +735,8 @@ class EPAll2AllLayer:
         if full_scatter_indices is not None:
             if by_rank:
                 raise ArgumentError("full_scatter_indices", 'can\'t be given with layout="rank"')
+            if self.ctx.expert_alignment:
+                raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
         if count > config.max_tokens:  # nothing is sent but the number, so that all ranks raise the same
             wanted = count

@@ -32,8 +32,8 @@ class EPAllToAllLayoutDesc:
             it is the output's.
         lost_slots: bool [T, topk]: the slots that were dropped because their experts' ranks are lost; None if the layer
             has no lost ranks. Experts and ranks have the numbers of those that are left in all other fields.
-        chosen_rows: with layout="rank" in the exact mode: for each expert of this rank the number of rows that chose
-            it. Else None.
+        chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
+            number of rows that chose it. Else None.
     """
 
     def __init__(
@@ -49,10 +49,12 @@ class EPAllToAllLayoutDesc:
         scatter: ArrayView | None = None,
         by_rank: bool = False,
         padded: bool = False,
+        expert_alignment: int = 0,
         lost_slots: ArrayView | None = None,
     ) -> None:
         self.owner = owner
         self._by_rank, self._padded = by_rank, padded
+        self._alignment = expert_alignment or 1
         self._arrays = arrays
         self._config = config
         self._nodes = nodes
@@ -146,8 +148,22 @@ class EPAllToAllLayoutDesc:
 
     @property
     def row_slots(self) -> Any:
-        """int32 [R]: which of its token's slots each row is for."""
+        """int32 [R]: which of its token's slots each row is for. With expert_alignment -1 for rows that are for none,
+        which have no entries in the other tables.
+        """
         return self._tables["row_slots"]
+
+    @property
+    def slot_rows(self) -> Any:
+        """int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if the
+        slot is dropped or another rank's, or its row did not fit. Entries past a rank's tokens are undefined.
+        """
+        return self._tables["rows"]
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether rows between an expert's last one and the next expert's first one may be empty."""
+        return self._alignment > 1
 
     @property
     def expert_rows(self) -> Any:
@@ -155,14 +171,17 @@ class EPAllToAllLayoutDesc:
         return self._tables.get("expert_rows")
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
-        """With layout="rank" in the exact mode: the rows that chose each expert of this rank, each number rounded up to
-        a multiple of `alignment`. Their sums are where each expert's rows begin, if a program sorts them by expert.
+        """In the exact mode with layout="rank", or with expert_alignment: the rows that chose each expert of this rank,
+        each number rounded up to a multiple of `alignment`. Their sums are where each expert's rows begin, if a program
+        sorts them by expert.
 
         Raises:
             ArgumentError: the layout or the mode is another, or the alignment is not positive.
         """
         if self.chosen_rows is None:
-            raise ArgumentError("num_tokens_per_expert", 'needs layout="rank" without max_recv_tokens')
+            raise ArgumentError(
+                "num_tokens_per_expert", 'needs layout="rank" or expert_alignment, without max_recv_tokens'
+            )
         if not isinstance(alignment, int) or alignment < 1:
             raise ArgumentError("alignment", f"must be a positive number of rows, not {alignment!r}")
         return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
@@ -189,7 +208,8 @@ class EPAllToAllLayoutDesc:
         counts = self._download("counts").astype(np.int64)
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
         # The first row for each expert from each source, on the expert's rank.
-        by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0)
+        by_rank = counts.reshape(config.world_size, config.world_size, per_rank).transpose(1, 2, 0).copy()
+        by_rank[..., -1] += -by_rank.sum(-1) % self._alignment
         flat = by_rank.reshape(config.world_size, -1)
         first = (np.cumsum(flat, axis=1) - flat).reshape(config.num_experts, config.world_size)
         rows_before = np.concatenate([[0], np.cumsum(flat.sum(axis=1))])

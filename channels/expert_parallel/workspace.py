@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, aligned
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
@@ -14,29 +15,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.proxy.codec import Codec
 
-ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks for which ids are announced to every block, instead of counted by their source."""
-FEW_TOKENS = 32
-"""Tokens of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
 _FLAG = Codec(bool, 16, "flag")
-_LINE = 128
-_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
-
-
-def _aligned(nbytes: int, to: int = _LINE) -> int:
-    return -(-nbytes // to) * to
-
-
-class _Areas:
-    """Hands out consecutive aligned areas."""
-
-    def __init__(self) -> None:
-        self.end = 0
-
-    def take(self, nbytes: int) -> int:
-        start = self.end
-        self.end = _aligned(start + nbytes)
-        return start
 
 
 @dataclass(frozen=True)
@@ -81,6 +60,8 @@ class ExpertWorkspace:
     With chosen_per_rank, dispatches give a row for each rank: the configuration's experts are the ranks, and each rank
     has that many experts that tokens choose.
 
+    With expert_alignment, the rows of each expert begin at a multiple of it, and the CPU learns how many there are.
+
     Attributes:
         experts: the ProxycclExperts.
         nodes: number of the kernels' nodes.
@@ -99,6 +80,7 @@ class ExpertWorkspace:
         proxied: bool = False,
         chosen_per_rank: int = 0,
         padded_rows: int = 0,
+        expert_alignment: int = 0,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -114,48 +96,20 @@ class ExpertWorkspace:
         self.node = next(n for n, of_node in enumerate(members) if rank in of_node)
         local_rank = members[self.node].index(rank)
 
-        e = self.experts = ffi.new("ProxycclExperts *")
-        e.rank, e.world_size, e.local_rank, e.local_size = rank, ranks, local_rank, local_size
-        e.node, e.nodes = self.node, self.nodes
-        e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, chosen_per_rank, padded_rows
-        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
-        e.blocks = blocks
-        self._cut(config, blocks)
-        self._announce(config)
-        # A row may also hold a token's weights: `collect` returns them.
-        row_bytes = _aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
-        e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
-        e.partial_bytes = blocks * e.return_segment_bytes
-        if self.nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS:
-            self._cut(config, blocks - self._senders(config))
-
-        slots, routing = e.segment_tokens * config.topk, _Areas()
-        routing.take(ffi.sizeof("ProxycclExpertSegment"))
-        e.counts_offset = routing.take(4 * (config.num_experts + ranks * chosen_per_rank))
-        e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
-        e.places_offset = routing.take(4 * e.segment_tokens)
-        e.weights_offset = routing.take(e.weight_bytes * slots)
-        e.routing_bytes = routing.end
-        e.segment_bytes = e.segment_tokens * row_bytes
-        e.slab_bytes = _aligned(e.segments * (e.routing_bytes + e.segment_bytes))
-
-        groups = threads  # at most, as only a kernel knows how many threads make a group
-        areas, crossing = _Areas(), 2 * self.nodes if self.nodes > 1 else 0
-        e.routed = areas.take(8 * ranks * e.segments)
-        e.sent = areas.take(8 * ranks * blocks * groups)
-        e.read = areas.take(8 * local_size * e.segments)
-        e.returned = areas.take(8 * local_size * blocks)
-        e.summed = areas.take(8 * local_size * blocks)
-        e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
-        e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)
-        e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        own_returns = local_size if local_combine else config.topk
-        e.returns = areas.take(own_returns * e.partial_bytes)
-        e.return_rails = areas.take(self.nodes * config.topk * e.partial_bytes if crossing else 0)
-        e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
-
-        self._workspace = allocate(group, (areas.end,), "uint8")
+        geometry = Geometry(
+            config,
+            nodes=self.nodes,
+            local_size=local_size,
+            blocks=blocks,
+            threads=threads,
+            local_combine=local_combine,
+            chosen_per_rank=chosen_per_rank,
+            padded_rows=padded_rows,
+            expert_alignment=expert_alignment,
+        )
+        e = self.experts = geometry.experts
+        e.rank, e.local_rank, e.node = rank, local_rank, self.node
+        self._workspace = allocate(group, (geometry.workspace_bytes,), "uint8")
         self._memory = memory = register(group, self._workspace)
         rails = [of_node[local_rank] for n, of_node in enumerate(members) if n != self.node]
         channels: dict[int, list[ProxyChannel]] = {}
@@ -164,15 +118,16 @@ class ExpertWorkspace:
             channels, self._kept = connect_handles(group, memory, memory, rails, 2 * blocks)
         self._group, self._channels = group, channels
 
-        tables = _Areas()
+        tables = Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
         places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
         peers_at, bases_at = tables.take(8 * local_size), tables.take(8 * e.segments * config.num_experts)
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
-        self._chosen_at = _aligned(ffi.sizeof("ProxycclReceivedRows"))
-        self._received_rows = runtime.allocate_pinned(max(4096, self._chosen_at + 4 * chosen_per_rank))
+        self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
+        self._told_experts = chosen_per_rank or (config.num_experts_per_rank if expert_alignment else 0)
+        self._received_rows = runtime.allocate_pinned(max(4096, self._chosen_at + 4 * self._told_experts))
         image = bytearray(tables.end)
 
         def put(offset: int, data: bytes) -> None:
@@ -200,38 +155,6 @@ class ExpertWorkspace:
         e.chosen_rows = ffi.cast("uint32_t *", self._received_rows.ptr + self._chosen_at)
         e.counters = ffi.cast("ProxycclExpertCounters *", at + counters_at)
 
-    def _cut(self, config: EPConfig, segments: int) -> None:
-        self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
-
-    def _senders(self, config: EPConfig) -> int:
-        """How many blocks of a dispatch only send.
-
-        A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
-        link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
-        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts 4/3, as
-        measured on 4 H200.
-        """
-        ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
-        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
-        sent, received = 1 + arriving * (1 - 1 / ranks) * 4 / 3, arriving + config.topk
-        return max(1, round(blocks * sent / (sent + received)))
-
-    def _announce(self, config: EPConfig) -> None:
-        """Decides whether expert ids are announced, and in how many packets. All ranks decide alike."""
-        e = self.experts
-        ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
-        own = e.segment_tokens * config.topk
-        if (
-            self.nodes == 1
-            and config.num_experts <= lib.PROXYCCL_ANNOUNCED_EXPERTS
-            and config.world_size * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
-            and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
-            and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
-            and e.segment_tokens <= FEW_TOKENS
-        ):
-            e.id_packets = ids
-            e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)
-
     @property
     def received_rows(self) -> Any:
         """The ProxycclReceivedRows, at its address on the CPU."""
@@ -239,9 +162,11 @@ class ExpertWorkspace:
 
     @property
     def chosen_rows(self) -> list[int]:
-        """With a row for each rank: choices of each of this rank's experts in the dispatch that was counted last."""
+        """With a row for each rank, or with expert_alignment: choices of each of this rank's experts in the dispatch
+        that was counted last.
+        """
         numbers = ffi.cast("uint32_t *", self._received_rows.host_ptr + self._chosen_at)
-        return [int(numbers[expert]) for expert in range(self.experts.chosen_per_rank)]
+        return [int(numbers[expert]) for expert in range(self._told_experts)]
 
     def close(self) -> None:
         """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have drained."""

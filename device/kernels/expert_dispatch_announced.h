@@ -109,7 +109,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeAnnouncedCounts(const Group& gro
   for (uint32_t rank = group.lane; rank < ranks; rank += kGroupLanes) {
     uint32_t of_rank = 0;
 #pragma unroll 1
-    for (uint32_t e = 0; e < team_->experts_per_rank; ++e) of_rank += counts[rank * team_->experts_per_rank + e];
+    for (uint32_t e = 0; e < team_->experts_per_rank; ++e)
+      of_rank += alignedRows(counts[rank * team_->experts_per_rank + e]);
     atomicMax(&most, of_rank);
   }
   group.sync();

@@ -51,6 +51,9 @@ class Dispatch {
   // Called by the block, with how many rows each of this rank's experts gets from each source, and how many of them
   // come before this block's: makes the first the rows of this block's slots. Returns the number of rows.
   PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
+  // Called by the block, with how many rows each of this rank's experts gets from each source: counts what is missing
+  // to a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
+  PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
   // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
 
@@ -131,6 +134,11 @@ class Dispatch {
   // Called by the block: sets how many tokens each source has, and this block's segment of them.
   PROXYCCL_DEVICE void setSegments() const;
 
+  // The rows that an expert's rows take, with the gap behind them.
+  PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
+    const uint32_t alignment = team_->expert_alignment;
+    return alignment > 1 ? (rows + alignment - 1) / alignment * alignment : rows;
+  }
   PROXYCCL_DEVICE bool crossesNodes() const { return !kAnnounced && team_->nodes > 1; }
   PROXYCCL_DEVICE bool isNear(uint32_t source) const { return kAnnounced || team_.isNear(source); }
   // Whether receive() writes the descriptor's entries apart from copying rows.

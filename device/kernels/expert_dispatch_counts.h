@@ -178,6 +178,7 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gath
 template <bool kAnnounced>
 PROXYCCL_DEVICE uint32_t Dispatch<kAnnounced>::placeRows(uint32_t* first, const uint32_t* before) const {
   const uint32_t ranks = team_->world_size, experts = team_->experts_per_rank, room = team_->padded_rows;
+  if (team_->expert_alignment != 0) alignExperts(first);
   if (room == 0) return exclusiveScan(first, before, ranks * experts);
   __shared__ uint32_t rows;
   if (threadIdx.x == 0) rows = 0;
@@ -195,6 +196,20 @@ PROXYCCL_DEVICE uint32_t Dispatch<kAnnounced>::placeRows(uint32_t* first, const 
   }
   __syncthreads();
   return rows;
+}
+
+template <bool kAnnounced>
+PROXYCCL_DEVICE void Dispatch<kAnnounced>::alignExperts(uint32_t* rows) const {
+  const uint32_t ranks = team_->world_size;
+  const bool tells = blockIdx.x == 0 && call_.phases & PROXYCCL_EXPERT_GATHER;
+#pragma unroll 1
+  for (uint32_t e = threadIdx.x; e < team_->experts_per_rank; e += blockDim.x) {
+    uint32_t own = 0;
+    for (uint32_t source = 0; source < ranks; ++source) own += rows[e * ranks + source];
+    rows[(e + 1) * ranks - 1] += alignedRows(own) - own;
+    if (tells) storeRelaxedSystem(&team_->chosen_rows[e], own);
+  }
+  syncThreadsSystem();  // any thread may have stored what publishReceivedRows() releases
 }
 
 template <bool kAnnounced>
@@ -252,6 +267,13 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeCounts(uint32_t rows) const {
     for (uint32_t b = 0; b < team_->segments; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
     call_.layout.counts[i] = static_cast<int32_t>(slots);
     if (slots != 0) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t e = threadIdx.x; team_->expert_alignment > 1 && e < experts; e += blockDim.x) {
+    uint32_t own = 0;
+    for (uint32_t s = 0; s < ranks; ++s) own += static_cast<uint32_t>(call_.layout.counts[s * experts + e]);
+    atomicAdd(&rows_of[e / team_->experts_per_rank], alignedRows(own) - own);
   }
   __syncthreads();
   for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) atomicMax(&most, rows_of[rank]);

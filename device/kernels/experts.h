@@ -107,6 +107,7 @@ typedef struct ProxycclExperts {
   uint32_t local_combine, weight_bytes;
   uint32_t chosen_per_rank;            /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                /* with padded rows: how many each expert has room for; else 0 */
+  uint32_t expert_alignment;           /* each expert's rows begin at a multiple of it, if not 0 */
   uint32_t id_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint64_t segment_bytes;              /* of the rows of a segment, at most */
   uint64_t return_segment_bytes;       /* the same for a combine, with one row per token */
@@ -122,8 +123,9 @@ typedef struct ProxycclExperts {
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
   uint32_t* bases;                           /* [segments][2][experts] */
   ProxycclReceivedRows* received_rows;
-  uint32_t*
-      chosen_rows; /* [chosen_per_rank], pinned: choices of each of this rank's experts; stored before the ticket */
+  /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
+   * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
+  uint32_t* chosen_rows;
   ProxycclExpertCounters* counters;
 } ProxycclExperts;
 

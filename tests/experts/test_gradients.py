@@ -137,6 +137,12 @@ def test_gradients_are_the_numerical_ones(mixture: Mixture, block: Block) -> Non
     assert torch.autograd.gradcheck(lambda *inputs: mixture.run(block, *inputs), mixture.inputs())
 
 
+@pytest.mark.parametrize("block", [weighted_by_hand, by_an_earlier_routing])
+def test_gradients_with_gaps_between_experts_are_the_numerical_ones(pair: Ranks, block: Block) -> None:
+    mixture = Mixture(pair, expert_alignment=4)
+    assert torch.autograd.gradcheck(lambda *inputs: mixture.run(block, *inputs), mixture.inputs())
+
+
 def test_gradients_of_combine_weights_are_the_numerical_ones(mixture: Mixture) -> None:
     # Its weights are float32: a step must be large beside their rounding, and tanh's curvature stays out of theirs.
     inputs = mixture.inputs()

@@ -22,7 +22,7 @@ from proxyccl import (
     DispatchCombineContext,
     EPConfig,
 )
-from proxyccl.channels.expert_parallel import workspace
+from proxyccl.channels.expert_parallel import geometry
 from proxyccl.device._native import ffi
 from proxyccl.device.kernel import Launch
 from support.device_arrays import on_device, on_host
@@ -62,7 +62,7 @@ def world_name(world: tuple[int, dict[str, int]]) -> str:
 
 
 class World:
-    """Ranks, how many of them are a node, and what is otherwise in the module `workspace` for them."""
+    """Ranks, how many of them are a node, and what is otherwise in the module `geometry` for them."""
 
     def __init__(self, ranks: Ranks, local_world_size: int, constants: dict[str, int]) -> None:
         self.ranks = ranks
@@ -81,7 +81,7 @@ class World:
         plan = plan_of(replace(case, local_world_size=self.local_world_size))
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.constants.items():
-                patch.setattr(workspace, name, value)
+                patch.setattr(geometry, name, value)
             self.ranks.run(lambda comm: check(comm, plan))
 
 
@@ -96,6 +96,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
 @st.composite
 def cases(draw: st.DrawFn, world: World) -> Case:
     ranks = world.world_size
+    alignment = draw(st.sampled_from([None, None, 1, 4, 7]))
     return Case(
         tokens=tuple(draw(st.lists(st.integers(0, 16), min_size=ranks, max_size=ranks))),
         spare_tokens=draw(st.sampled_from([0, 0, 5])),
@@ -104,7 +105,8 @@ def cases(draw: st.DrawFn, world: World) -> Case:
         hidden=draw(st.sampled_from([1, 2, 3, 7, 16, 33, 128])),
         dtype=draw(st.sampled_from(DTYPES)),
         routing=draw(st.sampled_from(ROUTINGS)),
-        scatter=draw(st.sampled_from([None, "sorted", "random"])),
+        scatter=None if alignment else draw(st.sampled_from([None, "sorted", "random"])),
+        alignment=alignment,
         local_combine=world.one_node and draw(st.booleans()),
         spare_rows=draw(st.sampled_from([None, None, 0, 5])),
         halves=draw(st.booleans()),
@@ -123,6 +125,27 @@ def test_random_configurations(world: World, data: st.DataObject) -> None:
 def test_routings(world: World, routing: str) -> None:
     tokens = tuple(17 - 2 * rank for rank in range(world.world_size))
     world.check(Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize("routing", ["uniform", "one expert", "mostly dropped"])
+def test_aligned_experts(world: World, routing: str) -> None:
+    tokens = tuple(17 - 2 * rank for rank in range(world.world_size))
+    world.check(Case(tokens, experts_per_rank=3, topk=4, hidden=24, routing=routing, alignment=8))
+
+
+@pytest.mark.parametrize("alignment", [None, 4])
+def test_weights_come_back_to_their_slots(world: World, alignment: int | None) -> None:
+    case = Case((5,) * world.world_size, topk=3, alignment=alignment, local_world_size=world.local_world_size)
+    plan = plan_of(case)
+
+    def body(comm: Communicator) -> None:
+        with plan.case.layer(comm) as layer:
+            _, weights, desc = dispatch_of(layer, plan, comm)
+            kept = plan.routing.ids[comm.rank] < plan.case.experts
+            expected = np.where(kept, plan.weights[comm.rank], 0).astype(np.float32)
+            same(layer.combine_weights(weights, desc), expected, "weights")
+
+    world.ranks.run(body)
 
 
 def test_no_tokens_anywhere(world: World) -> None:
@@ -176,7 +199,7 @@ def test_sizes(case: Case, local_world_size: int, local_combine: bool) -> None:
 def test_expert_ids_are_announced_where_a_block_can_keep_them(
     monkeypatch: pytest.MonkeyPatch, case: Case, announced: bool, routing: str
 ) -> None:
-    monkeypatch.setattr(workspace, "ANNOUNCED_SLOTS", 240 if case.topk == 3 else 1024)
+    monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 240 if case.topk == 3 else 1024)
     plan = plan_of(replace(case, routing=routing))
 
     def body(comm: Communicator) -> None:

@@ -65,6 +65,8 @@ def refused(argument: str, call: Callable[[], object], match: str | None = None)
         ("num_sm", 0),
         ("max_recv_tokens", 0),
         ("max_recv_tokens", 1.5),
+        ("expert_alignment", 0),
+        ("expert_alignment", 1 << 31),
     ],
 )
 def test_wrong_constructor_arguments_are_refused_by_name(pair: Ranks, argument: str, value: Any) -> None:
@@ -161,7 +163,7 @@ def test_with_a_fixed_maximum_a_bad_expert_id_is_told_later(local_world_size: in
             rows, _, desc = layer.dispatch(*(on_device(comm, array) for array in arrays), stream=stream)
             comm.synchronize(stream)
             refused("exp_indices", layer.check, r"\[2, 1\] on rank 1")
-            same_rows(rows, plan.rows[rank], good.most_rows, "output")
+            same_rows(rows, plan.rows[rank], good.most_rows, "output", plan.routing.filled(rank))
             combined = layer.combine(placed(comm, plan.results[rank], good.most_rows), desc)
             same_numbers(combined, plan.combined[rank], "combine")
             check_layer(comm, good, layer)

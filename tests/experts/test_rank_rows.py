@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
-from proxyccl.channels.expert_parallel import workspace
+from proxyccl.channels.expert_parallel import geometry
 from support.device_arrays import on_device, on_host
 from support.devices import most_ranks, runtime_with_blocks
 from support.ranks import Ranks
@@ -215,7 +215,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Commun
     constants = {name.upper(): options.pop(name) for name in {"announced_slots", "few_tokens"} & options.keys()}
     with Ranks(size, make_runtime=runtime_with_blocks, **options) as ranks, pytest.MonkeyPatch.context() as patch:
         for name, value in constants.items():
-            patch.setattr(workspace, name, value)
+            patch.setattr(geometry, name, value)
         yield ranks
 
 
@@ -252,7 +252,7 @@ def test_padded_rows(world: Ranks, case: Case) -> None:
 @pytest.mark.parametrize("announced", [True, False])
 def test_all_ranks_learn_that_a_layer_is_too_small(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not announced:
-        monkeypatch.setattr(workspace, "ANNOUNCED_SLOTS", 0)
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 
     def body(comm: Communicator) -> None:
         case, larger = Case((3, 2)), Case((9, 2))
@@ -280,15 +280,20 @@ def test_what_is_refused() -> None:
         refused("weight_dtype", lambda: case.layer(comm, weight_dtype="float64"))
         refused("num_tot_experts", lambda: Case((3,), experts_per_rank=4096).layer(comm))
         refused("max_recv_tokens", lambda: case.layer(comm, layout="padded", max_recv_tokens=5))
+        refused("expert_alignment", lambda: case.layer(comm, expert_alignment=8))
         refused("max_tokens", lambda: Case((3 << 20,), experts_per_rank=1024).layer(comm, layout="padded"))
         layer = case.layer(comm)
         rows, ids, weights = case.arguments(comm)
         refused("full_scatter_indices", lambda: layer.dispatch(rows, ids, weights, ids))
         bad = on_device(comm, np.full((3, 4), case.experts + 1))
         refused("exp_indices", lambda: layer.dispatch(rows, bad, weights))
+        aligned = case.layer(comm, layout="expert", expert_alignment=8)
+        narrow = on_device(comm, case.ids[comm.rank].astype(np.int32))
+        refused("full_scatter_indices", lambda: aligned.dispatch(rows, narrow, weights, narrow))
         desc = layer.dispatch(rows, ids)[2]
         refused("alignment", lambda: desc.num_tokens_per_expert(0))
-        refused("combine_weights", lambda: case.layer(comm, layout="expert").combine_weights(weights, desc))
+        double = case.layer(comm, layout="expert", weight_dtype="float64")
+        refused("combine_weights", lambda: double.combine_weights(weights, desc))
         fixed = case.layer(comm, max_recv_tokens=9).dispatch(rows, ids)[2]
         refused("num_tokens_per_expert", fixed.num_tokens_per_expert)
 

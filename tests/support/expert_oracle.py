@@ -40,6 +40,7 @@ class Routing:
         max_tokens: as the layer's.
         scatter: [sum of T, K]: the row of each slot where the outputs of all ranks follow one another; None for rows
             ordered by expert, then source rank, token and k.
+        alignment: each expert's rows begin at a multiple of it.
     """
 
     ids: tuple[Integers, ...]
@@ -47,6 +48,7 @@ class Routing:
     local_world_size: int
     max_tokens: int
     scatter: Integers | None = None
+    alignment: int = 1
 
     @property
     def world_size(self) -> int:
@@ -77,8 +79,33 @@ class Routing:
 
     @cached_property
     def rows(self) -> list[int]:
-        """Rows that each rank gets: R."""
-        return [int((self.rank == rank).sum()) for rank in range(self.world_size)]
+        """Rows that each rank gets, with the gaps behind those of its experts: R."""
+        return [int(self._sizes[self._experts_of(rank)].sum()) for rank in range(self.world_size)]
+
+    @cached_property
+    def _counts(self) -> NDArray[np.intp]:
+        """Slots of each expert."""
+        return np.bincount(self.expert[self.expert < self.experts], minlength=self.experts)
+
+    @property
+    def _sizes(self) -> NDArray[np.intp]:
+        """Rows of each expert with the gap behind them."""
+        return -(-self._counts // self.alignment) * self.alignment
+
+    def _experts_of(self, rank: int) -> slice:
+        per_rank = self.experts // self.world_size
+        return slice(rank * per_rank, (rank + 1) * per_rank)
+
+    def rows_of_experts(self, rank: int) -> list[int]:
+        """How many rows each expert of a rank gets."""
+        counts: list[int] = self._counts[self._experts_of(rank)].tolist()
+        return counts
+
+    def filled(self, rank: int) -> NDArray[np.bool_]:
+        """Which rows of a rank are no gap."""
+        here = np.zeros(self.rows[rank], np.bool_)
+        here[self.row[self.rank == rank]] = True
+        return here
 
     @cached_property
     def row(self) -> Values:
@@ -87,8 +114,10 @@ class Routing:
             place = np.argsort(np.argsort(self.expert, kind="stable"), kind="stable")
         else:
             place = self.scatter.reshape(-1).astype(np.int64)
+        # The gaps before an expert move its rows, and the rows of lower ranks are not this rank's.
+        gaps = np.concatenate([[0], np.cumsum(self._sizes - self._counts)])
         before = np.concatenate([[0], np.cumsum(self.rows)])
-        return np.where(self.expert < self.experts, place - before[self.rank], -1)
+        return np.where(self.expert < self.experts, place + gaps[self.expert] - before[self.rank], -1)
 
     def slots_of(self, rank: int) -> slice:
         """A source rank's slots among those of all."""

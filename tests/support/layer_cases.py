@@ -34,6 +34,7 @@ class Case:
         local_world_size: ranks of a node; None for all.
         routing: how the experts are chosen.
         scatter: None, "sorted" (what the layer does by itself) or "random": the full scatter indices that are given.
+        alignment: of the layer's experts, or None.
         spare_tokens: how much larger max_tokens is than the most tokens.
         spare_rows: None for outputs of the exact size, else how many more rows they have than the most that come.
         halves: whether dispatch and combine are called in two halves.
@@ -47,6 +48,7 @@ class Case:
     local_world_size: int | None = None
     routing: str = "uniform"
     scatter: str | None = None
+    alignment: int | None = None
     local_combine: bool = False
     spare_tokens: int = 0
     spare_rows: int | None = None
@@ -80,6 +82,7 @@ class Case:
                 "dtype": self.dtype,
                 "num_sm": self.num_sm,
                 "enable_local_combine": self.local_combine,
+                "expert_alignment": self.alignment,
                 **options,
             },
         )
@@ -109,7 +112,8 @@ class Plan:
     def __init__(self, case: Case) -> None:
         self.case = case
         ids = tuple(case.expert_ids(rank) for rank in range(case.ranks))
-        self.routing = Routing(ids, case.experts, case.local_world_size or case.ranks, case.max_tokens)
+        nodes_of = case.local_world_size or case.ranks
+        self.routing = Routing(ids, case.experts, nodes_of, case.max_tokens, alignment=case.alignment or 1)
         self.scatter: NDArray[np.int32] | None = None
         if case.scatter is not None:
             flat = self.routing.expert
@@ -198,10 +202,11 @@ def same_numbers(got: Any, expected: Values, what: str) -> None:
     same(on_host(got) + np.zeros(1, expected.dtype), expected + np.zeros(1, expected.dtype), what)
 
 
-def same_rows(got: Any, expected: Values, most: int | None, what: str) -> None:
+def same_rows(got: Any, expected: Values, most: int | None, what: str, filled: Values) -> None:
     """The rows that came are the expected ones, and there are `most` rows, if that is given."""
-    assert most is None or on_host(got).shape[0] == most, what
-    same(got if most is None else on_host(got)[: len(expected)], expected, what)
+    values = on_host(got)
+    assert values.shape[0] == (len(expected) if most is None else most), what
+    same(values[: len(expected)][filled], expected[filled], what)
 
 
 def same_layout(desc: Any, plan: Plan, rank: int) -> None:
@@ -212,7 +217,7 @@ def same_layout(desc: Any, plan: Plan, rank: int) -> None:
         if want is None or isinstance(want, int):
             assert got == want, field.name
         elif field.name.startswith("skipped"):
-            same_rows(got, want, plan.most_rows, field.name)
+            same_rows(got, want, plan.most_rows, field.name, plan.routing.filled(rank))
         else:
             same(got, want, field.name)
 
@@ -244,11 +249,15 @@ def combine_of(layer: EPAll2AllLayer, plan: Plan, rows: Any, desc: Any, weights:
 def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
     """Every operation once; on the host with numpy's own arrays."""
     rank, most = comm.rank, plan.most_rows
-    count = plan.routing.rows[rank]
+    count, filled = plan.routing.rows[rank], plan.routing.filled(rank)
     rows, weights, desc = dispatch_of(layer, plan, comm)
-    same_rows(rows, plan.rows[rank], most, "output")
-    same_rows(weights, plan.row_weights[rank], most, "weights")
+    same_rows(rows, plan.rows[rank], most, "output", filled)
+    same_rows(weights, plan.row_weights[rank], most, "weights", filled)
     same_layout(desc, plan, rank)
+    if plan.case.alignment is not None:
+        assert np.array_equal(on_host(desc.row_slots)[:count] >= 0, filled)
+        if most is None:
+            assert desc.num_tokens_per_expert() == plan.routing.rows_of_experts(rank)
     if most is not None:
         assert on_host(desc.num_recv_tokens).tolist() == [count]
 
@@ -263,7 +272,7 @@ def check_layer(comm: Communicator, plan: Plan, layer: EPAll2AllLayer) -> None:
     same_numbers(out, expected, "weighted combine")
     assert on_host(base)[[0, -1]].tobytes() == edges, "wrote outside the array"
     again = layer.redispatch(placed(comm, plan.others[rank]), desc)
-    same_rows(again, plan.other_rows[rank], most, "redispatch")
+    same_rows(again, plan.other_rows[rank], most, "redispatch", filled)
     if most is not None:
         layer.check()
 

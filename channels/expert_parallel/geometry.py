@@ -1,0 +1,140 @@
+"""Sizes and offsets of an expert-parallel workspace, computed from numbers alone (device/kernels/experts.h)."""
+
+from __future__ import annotations
+
+from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.device._native import ffi, lib
+
+ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
+"""The most slots of all ranks for which ids are announced to every block, instead of counted by their source."""
+FEW_TOKENS = 32
+"""Tokens of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
+_TOKENS_PER_BLOCK = 4
+_LINE = 128
+_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
+
+
+def aligned(nbytes: int, to: int = _LINE) -> int:
+    """The next multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+def blocks_for(max_tokens: int, num_sm: int) -> int:
+    """Blocks of a kernel. Every block waits for all others, so there are no more blocks than have work."""
+    return min(num_sm, -(-max_tokens // _TOKENS_PER_BLOCK))
+
+
+class Areas:
+    """Hands out consecutive aligned areas."""
+
+    def __init__(self) -> None:
+        self.end = 0
+
+    def take(self, nbytes: int) -> int:
+        """Where an area of that size begins."""
+        start = self.end
+        self.end = aligned(start + nbytes)
+        return start
+
+
+class Geometry:
+    """The geometry of one rank's workspace. It is the same on all ranks, and needs neither a device nor a peer.
+
+    Args:
+        config: of the layer.
+        nodes, local_size: the kernels' nodes, and the ranks of each.
+        blocks, threads: of the kernels.
+        local_combine, chosen_per_rank, padded_rows, expert_alignment: as for `ExpertWorkspace`.
+
+    Attributes:
+        experts: a ProxycclExperts with its sizes and offsets; pointers and the rank's own numbers are left out.
+        workspace_bytes: what peers reach.
+    """
+
+    def __init__(
+        self,
+        config: EPConfig,
+        *,
+        nodes: int,
+        local_size: int,
+        blocks: int,
+        threads: int,
+        local_combine: bool = False,
+        chosen_per_rank: int = 0,
+        padded_rows: int = 0,
+        expert_alignment: int = 0,
+    ) -> None:
+        ranks = nodes * local_size
+        e = self.experts = ffi.new("ProxycclExperts *")
+        e.world_size, e.local_size, e.nodes = ranks, local_size, nodes
+        e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
+        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, chosen_per_rank, padded_rows
+        e.expert_alignment = expert_alignment
+        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
+        e.blocks = blocks
+        self._cut(config, blocks)
+        self._announce(config)
+        # A row may also hold a token's weights: `collect` returns them.
+        row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
+        e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
+        e.partial_bytes = blocks * e.return_segment_bytes
+        if nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS:
+            self._cut(config, blocks - self._senders(config))
+
+        slots, routing = e.segment_tokens * config.topk, Areas()
+        routing.take(ffi.sizeof("ProxycclExpertSegment"))
+        e.counts_offset = routing.take(4 * (config.num_experts + ranks * chosen_per_rank))
+        e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
+        e.places_offset = routing.take(4 * e.segment_tokens)
+        e.weights_offset = routing.take(e.weight_bytes * slots)
+        e.routing_bytes = routing.end
+        e.segment_bytes = e.segment_tokens * row_bytes
+        e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes))
+
+        groups = threads  # at most, as only a kernel knows how many threads make a group
+        areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
+        e.routed = areas.take(8 * ranks * e.segments)
+        e.sent = areas.take(8 * ranks * blocks * groups)
+        e.read = areas.take(8 * local_size * e.segments)
+        e.returned = areas.take(8 * local_size * blocks)
+        e.summed = areas.take(8 * local_size * blocks)
+        e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
+        e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)
+        e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
+        own_returns = local_size if local_combine else config.topk
+        e.returns = areas.take(own_returns * e.partial_bytes)
+        e.return_rails = areas.take(nodes * config.topk * e.partial_bytes if crossing else 0)
+        e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
+        self.workspace_bytes = areas.end
+
+    def _cut(self, config: EPConfig, segments: int) -> None:
+        self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
+
+    def _senders(self, config: EPConfig) -> int:
+        """How many blocks of a dispatch only send.
+
+        A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
+        link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
+        side loads and stores per token, if experts are chosen evenly. A byte stored in a peer's memory counts 4/3, as
+        measured on 4 H200.
+        """
+        ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
+        arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
+        sent, received = 1 + arriving * (1 - 1 / ranks) * 4 / 3, arriving + config.topk
+        return max(1, round(blocks * sent / (sent + received)))
+
+    def _announce(self, config: EPConfig) -> None:
+        """Decides whether expert ids are announced, and in how many packets. All ranks decide alike."""
+        e = self.experts
+        ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
+        own = e.segment_tokens * config.topk
+        if (
+            e.nodes == 1
+            and config.num_experts <= lib.PROXYCCL_ANNOUNCED_EXPERTS
+            and config.world_size * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
+            and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
+            and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
+            and e.segment_tokens <= FEW_TOKENS
+        ):
+            e.id_packets = ids
+            e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)
