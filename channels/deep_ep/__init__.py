@@ -1,7 +1,8 @@
 """DeepEP's interface: ``from proxyccl.deep_ep import Buffer``. The distribution proxyccl-deep-ep names it `deep_ep`.
 
-It follows DeepEP 1.2.1: names, arguments, defaults, shapes and meanings. It translates them to `EPAll2AllLayer`, and
-has no mechanism of its own. What can't be had raises NotImplementedError, which names it.
+`Buffer` follows DeepEP 1.2.1 and `ElasticBuffer` DeepEP 2.1.0: names, arguments, defaults, shapes and meanings. Both
+translate calls to those of `EPAll2AllLayer`, and have no mechanism of their own. What can't be had raises
+NotImplementedError, which names it.
 """
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from proxyccl.deep_ep import utils
 from proxyccl.deep_ep.buffer import Buffer
 from proxyccl.deep_ep.config import Config
+from proxyccl.deep_ep.elastic import ElasticBuffer
+from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 
 topk_idx_t = torch.int64
 """The type of expert ids."""
 
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]
+__all__ = ["Buffer", "Config", "EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap", "topk_idx_t", "utils"]

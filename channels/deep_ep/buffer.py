@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from proxyccl.channels.communicator import Communicator, timeout_from
 from proxyccl.deep_ep import low_latency, normal
 from proxyccl.deep_ep.config import Config, low_latency_size_hint
+from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.layout import dispatch_layout
@@ -18,12 +18,8 @@ from proxyccl.deep_ep.refusals import refuse, refuse_unknown
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
 
-T = TypeVar("T")
-_LEAST_TIMEOUT_SECONDS = 100.0
-"""Callers compile kernels between their calls, each rank at its own pace."""
 
-
-class Buffer:
+class Buffer(Connected):
     """What the ranks of a group dispatch and combine with. All ranks make it together and make the same calls.
 
     Args:
@@ -68,35 +64,15 @@ class Buffer:
         source = group if group is not None else comm
         if source is None:
             raise ArgumentError("group", "must be a process group, or comm an MPI communicator; both are None")
-        self.group = source
+        super().__init__(source, explicitly_destroy=explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
-        self.enable_shrink = enable_shrink
-        self._owned = not isinstance(source, Communicator)
-        self.communicator = _connected(source) if self._owned else source
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.rank, self.group_size = self.communicator.rank, self.communicator.world_size
-        on_gpu = self.communicator.runtime.name != "host"
-        self._stream: Any = torch.cuda.Stream() if on_gpu else None
         self._nodes = self.group_size // self.communicator.local_world_size
         self._masks = Masks(self.group_size)
-        self._layers: Layers | None = Layers(self.communicator)
         self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
     # -- what callers ask a buffer ---
-
-    def destroy(self) -> None:
-        """Releases the memory. All ranks call it together; calling it twice does nothing.
-
-        Raises:
-            ArgumentError: the buffer was made without `explicitly_destroy`.
-        """
-        if not self.explicitly_destroy:
-            raise ArgumentError("explicitly_destroy", "must be True to destroy a buffer")
-        layers, self._layers = self._layers, None
-        if layers is not None:
-            layers.close()
-            if self._owned:
-                self.communicator.close()
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -129,10 +105,6 @@ class Buffer:
         """Bytes that callers give as `num_rdma_bytes`; see `low_latency_size_hint`."""
         return low_latency_size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
-    def get_comm_stream(self) -> Any:
-        """The stream of asynchronous calls, a torch.cuda.Stream; None for CPU tensors."""
-        return self._stream
-
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
@@ -164,7 +136,7 @@ class Buffer:
             num_tokens_per_expert, int32 [num_experts]; is_token_in_rank, bool [T, ranks]; and the event.
         """
         call = lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._nodes)  # noqa: E731
-        layout, event = self._run(call, previous_event, async_finish, topk_idx)
+        layout, event = self._run(call, (previous_event,), topk_idx, apart=async_finish)
         return *layout, event
 
     @torch.no_grad()
@@ -220,7 +192,7 @@ class Buffer:
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             self._require_current(handle)
-            rows, event = self._run(lambda: normal.repeat(x, handle), previous_event, async_finish, x)
+            rows, event = self._run(lambda: normal.repeat(x, handle), (previous_event,), x, apart=async_finish)
             return rows, None, None, None, None, event
         if topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids can't be had")
@@ -242,7 +214,7 @@ class Buffer:
                 num_sms=num_sms,
             )
 
-        dispatched, event = self._run(call, previous_event, async_finish, (x, topk_idx, topk_weights))
+        dispatched, event = self._run(call, (previous_event,), (x, topk_idx, topk_weights), apart=async_finish)
         return *dispatched, event
 
     @torch.no_grad()
@@ -275,7 +247,7 @@ class Buffer:
         refuse_unknown("combine", others)
         self._require_current(handle)
         call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
-        (output, weights), event = self._run(call, previous_event, async_finish, (x, topk_weights, bias))
+        (output, weights), event = self._run(call, (previous_event,), (x, topk_weights, bias), apart=async_finish)
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
@@ -352,7 +324,7 @@ class Buffer:
             )
 
         used = (x, topk_idx, cumulative_local_expert_recv_stats)
-        (rows, counts, handle, hook), event = self._run(call, None, async_finish, used)
+        (rows, counts, handle, hook), event = self._run(call, (None,), used, apart=async_finish)
         return rows, counts, handle, event, hook
 
     @torch.no_grad()
@@ -392,7 +364,7 @@ class Buffer:
         _refuse_both(async_finish, return_recv_hook)
         self._require_current(handle)
         call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
-        (output, hook), event = self._run(call, None, async_finish, (x, topk_weights, out))
+        (output, hook), event = self._run(call, (None,), (x, topk_weights, out), apart=async_finish)
         return output, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
@@ -457,61 +429,7 @@ class Buffer:
         self._combine_buffers.clear()
         return self._layers
 
-    def _require_current(self, handle: Any) -> None:
-        layers = self._usable()
-        routing = routing_of(handle)
-        if not layers.made(routing.layer):
-            raise ArgumentError(
-                "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
-            )
-
-    # -- streams ---
-
-    def _usable(self) -> Layers:
-        if self._layers is None:
-            raise ClosedError("the buffer was destroyed")
-        return self._layers
-
-    def _run(
-        self, call: Callable[[], T], previous_event: EventOverlap | None, async_finish: bool, used: Any
-    ) -> tuple[T, EventOverlap]:
-        """Makes a call on the current stream, or an asynchronous one on the stream of the buffer."""
-        awaited = None if previous_event is None else previous_event.event
-        if self._stream is None or not async_finish:
-            if awaited is not None:
-                awaited.current_stream_wait()
-            return call(), EventOverlap(EventHandle() if async_finish else None)
-        current = torch.cuda.current_stream()
-        with torch.cuda.stream(self._stream):
-            if awaited is not None:
-                awaited.current_stream_wait()
-            else:
-                self._stream.wait_stream(current)
-            result = call()
-            event = EventHandle()
-        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-            for tensor in _tensors(used):
-                tensor.record_stream(self._stream)
-            for tensor in _tensors(result):
-                tensor.record_stream(current)
-        return result, EventOverlap(event)
-
-
-def _connected(source: Any) -> Communicator:
-    """A communicator of the group's ranks, on the GPU where torch works now."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    return Communicator(source, device=device, timeout=max(_LEAST_TIMEOUT_SECONDS, timeout_from(None)))
-
 
 def _refuse_both(async_finish: bool, return_recv_hook: bool) -> None:
     if async_finish and return_recv_hook:
         raise ArgumentError("return_recv_hook", "can't be given with async_finish: the hook runs on the current stream")
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for each in values:
-            yield from _tensors(each)

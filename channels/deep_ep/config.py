@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128
+_ELASTIC_ALIGNMENT = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -43,5 +44,15 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
     return _aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
+    """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that is more: one from each rank for each token.
+
+    Callers hand it to `ElasticBuffer`, which only keeps it.
+    """
+    dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)
+    combined = min(ranks, topk or ranks) * max_tokens * hidden * 2
+    return _aligned(max(dispatched, combined), _ELASTIC_ALIGNMENT)
+
+
+def _aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
+    return -(-nbytes // to) * to

@@ -11,6 +11,7 @@ ELEMENTS = 128
 _GREATEST = 448.0  # of float8_e4m3fn
 _LEAST_MAGNITUDE = 1e-4  # below which a group counts as this large
 _EXPONENTS_OF_A_WORD = 4
+_WORDS_OF_A_LINE = 4  # of 16 bytes
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 
@@ -25,11 +26,14 @@ def quantize_rounded(x: torch.Tensor) -> Rows:
     return rows.view(tokens, hidden), scales
 
 
-def column_major(scales: torch.Tensor, *, packed: bool) -> torch.Tensor:
-    """An empty tensor for scales [experts, rows, n], packed or not. Those of consecutive rows lie side by side."""
-    experts, rows, n = scales.shape
-    shape = (experts, n // _EXPONENTS_OF_A_WORD if packed else n, rows)
-    return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype).transpose(1, 2)
+def column_major(scales: torch.Tensor, *, packed: bool = False) -> torch.Tensor:
+    """An empty tensor for scales [..., rows, n], packed or not. Those of consecutive rows lie side by side, and each
+    column begins at a multiple of 16 bytes, as bulk copies (TMA) need it.
+    """
+    *leading, rows, n = scales.shape
+    column = -(-rows // _WORDS_OF_A_LINE) * _WORDS_OF_A_LINE
+    shape = (*leading, n // _EXPONENTS_OF_A_WORD if packed else n, column)
+    return scales.new_empty(shape, dtype=torch.int32 if packed else scales.dtype)[..., :rows].transpose(-2, -1)
 
 
 def packed_exponents(scales: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,10 @@ def routing_of(handle: Any) -> Routing:
     Raises:
         ArgumentError: it is no handle that a dispatch returned.
     """
-    if not isinstance(handle, Handle):
+    routing = getattr(handle, "routing", None)
+    if not isinstance(routing, Routing):
         raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
-    return handle.routing
+    return routing
 
 
 def normal_handle(routing: Routing, is_token_in_rank: torch.Tensor) -> Handle:

@@ -25,10 +25,12 @@ class Shape:
     """What two calls must have in common to use one layer.
 
     Attributes:
-        layout: "rank" or "padded".
+        layout: "rank", "padded" or "expert".
         num_sms: the most multiprocessors of a kernel.
         scale_elements: elements of a float8 row that share a scale; 0 for other rows.
         most_rows: rows of every output, where a caller wants no wait on the CPU; else None.
+        alignment: with layout="expert", where each expert's rows begin.
+        sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
     """
 
     layout: str
@@ -39,6 +41,8 @@ class Shape:
     num_sms: int
     scale_elements: int = 0
     most_rows: int | None = None
+    alignment: int | None = None
+    sums_rows: bool = False
 
 
 class Layers:
@@ -112,12 +116,13 @@ class Layers:
             dtype=shape.dtype,
             num_sm=shape.num_sms,
             # A rank's sum of a token's only row is that row.
-            enable_local_combine=shape.layout == "rank" and local_ranks == ranks,
+            enable_local_combine=(shape.layout == "rank" or shape.sums_rows) and local_ranks == ranks,
             layout=shape.layout,
             max_recv_tokens=shape.most_rows,
             dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
             scale_elements=shape.scale_elements or 128,
-            grows=shape.layout == "rank",
+            grows=shape.layout != "padded",
+            expert_alignment=shape.alignment,
             lost_ranks=self._lost_ranks,
         )
         self._all.append(layer)

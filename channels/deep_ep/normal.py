@@ -6,9 +6,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from proxyccl.deep_ep.float8 import carried
 from proxyccl.deep_ep.handles import Handle, Routing, Rows, normal_handle, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
+from proxyccl.deep_ep.tokens import Tokens
 from proxyccl.device.errors import ArgumentError
 
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor, torch.Tensor | None, list[int], Handle]"
@@ -27,36 +27,21 @@ def dispatch(
     num_sms: int,
 ) -> Dispatched:
     """What `Buffer.dispatch` returns for a call without a handle, but for the event."""
-    rows, scales = x if isinstance(x, tuple) else (x, None)
-    if rows.dim() != 2 or topk_idx.dim() != 2:
-        raise ArgumentError(
-            "x", f"has shape {list(rows.shape)}, topk_idx {list(topk_idx.shape)}; expected two dimensions"
-        )
-    tokens, hidden = rows.shape
-    moved, scale_elements = None if scales is None else carried(scales, tokens), 0
-    if moved is not None:
-        scale_elements = hidden // max(1, moved.shape[1])
-        if moved.shape[1] * scale_elements != hidden:
-            raise ArgumentError("x", f"has {moved.shape[1]} scales of a row, which do not divide its {hidden} elements")
-    dtype = str(rows.dtype).removeprefix("torch.") if moved is None else "bfloat16"
-    shape = Shape("rank", hidden, topk_idx.shape[1], num_experts, dtype, num_sms, scale_elements, most_rows)
-    values, weights, desc, layer = layers.dispatch(
-        shape, rows if moved is None else (rows, moved), topk_idx, topk_weights
-    )
-    received = values if scales is None else (values[0], _like(values[1], scales))
+    tokens = Tokens.of(x)
+    if topk_idx.dim() != 2:
+        raise ArgumentError("topk_idx", f"has shape {list(topk_idx.shape)}; expected two dimensions")
+    hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
+    shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
+    values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
     counts = [] if most_rows is not None else desc.num_tokens_per_expert(expert_alignment)
     ids = desc.local_expert_ids.to(topk_idx.dtype)
-    return received, ids, weights, counts, normal_handle(Routing(layer, desc), is_token_in_rank)
+    return tokens.as_given(values), ids, weights, counts, normal_handle(Routing(layer, desc), is_token_in_rank)
 
 
-def repeat(x: Rows, handle: Any) -> Rows:
+def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
     """The rows of a dispatch by the routing of an earlier one."""
-    routing = routing_of(handle)
-    if not isinstance(x, tuple):
-        rows: torch.Tensor = routing.layer.redispatch(x, routing.desc)
-        return rows
-    values, scales = routing.layer.redispatch((x[0], carried(x[1], len(x[0]))), routing.desc)
-    return values, _like(scales, x[1])
+    routing, tokens = routing_of(handle), Tokens.of(x)
+    return tokens.as_given(routing.layer.redispatch(tokens.moved, routing.desc), by_columns=scales_by_columns)
 
 
 def combine(
@@ -70,9 +55,3 @@ def combine(
         if each is not None:
             output += each
     return output, weights
-
-
-def _like(scales: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """Received scales in the type and number of dimensions of those that were given."""
-    values = scales.view(given.dtype)
-    return values if given.dim() == 2 else values.squeeze(1)

@@ -15,4 +15,4 @@ def refuse_unknown(call: str, options: Mapping[str, Any]) -> None:
     """Ignores keywords that are None or False, as callers of forks pass many, and refuses others by name."""
     for name, value in options.items():
         if value is not None and value is not False:
-            raise refuse(f"{call}({name}=)", "DeepEP 1.2.1 does not have it either")
+            raise refuse(f"{call}({name}=)", "DeepEP does not have it either")

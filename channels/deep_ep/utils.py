@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -34,16 +35,40 @@ class EventOverlap:
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
         self.event = event
         self.extra_tensors = extra_tensors
+        self._hook: Callable[[], Any] | None = None
+        self._releases = False
 
-    def current_stream_wait(self) -> None:
-        """Makes the current stream wait for the event.
+    def current_stream_wait(self, release_handle: bool = False) -> Any:
+        """Makes the current stream wait for the event. Returns what the registered hook returns, or None.
+
+        Args:
+            release_handle: whether to drop the event afterwards.
 
         Raises:
-            ValueError: there is no event: the call was made without `async_finish`.
+            ValueError: there is no event: the call was synchronous.
         """
         if self.event is None:
             raise ValueError("event: there is none, as the call was made without async_finish")
         self.event.current_stream_wait()
+        hook, self._hook = self._hook, None
+        if release_handle:
+            self.event = None
+        return None if hook is None else hook()
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], Any]) -> None:
+        """Has the next `current_stream_wait` call something when it has waited.
+
+        Raises:
+            ValueError: it already calls something.
+        """
+        if self._hook is not None:
+            raise ValueError("hook_after_wait: there is one already")
+        self._hook = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Itself, for a with statement that drops the event at its end."""
+        self._releases = release_handle
+        return self
 
     def __enter__(self) -> EventOverlap:
         return self
@@ -51,5 +76,6 @@ class EventOverlap:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        releases, self._releases = self._releases, False
         if self.event is not None:
-            self.event.current_stream_wait()
+            self.current_stream_wait(release_handle=releases)

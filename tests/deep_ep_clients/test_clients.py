@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from proxyccl import Communicator  # noqa: E402
-from support.deep_ep_clients import CLIENTS, Mixture, megatron, require_close  # noqa: E402
+from support.deep_ep_clients import CLIENTS, Mixture, megatron, nemo, require_close  # noqa: E402
 from support.devices import runtime_with_blocks, torch_device  # noqa: E402
 from support.processes import run_processes  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
@@ -36,10 +37,11 @@ def test_a_client_gets_what_its_experts_make(ranks: Ranks, client: str) -> None:
     ranks.run(body)
 
 
-def test_megatrons_gradients(ranks: Ranks) -> None:
+@pytest.mark.parametrize("client", [megatron, nemo])
+def test_gradients(ranks: Ranks, client: Callable[..., Any]) -> None:
     def body(comm: Communicator) -> None:
         mixture = Mixture.of(comm.rank, comm.world_size, torch_device(comm))
-        _, tokens, weights = megatron(comm, mixture)
+        _, tokens, weights = client(comm, mixture)
         factors = torch.where(mixture.ids >= 0, mixture.weights * (mixture.ids + 1), 0).sum(1, keepdim=True)
         torch.testing.assert_close(tokens.float(), factors.expand_as(tokens), rtol=0.02, atol=0.02)
         sums = mixture.tokens.float().sum(1, keepdim=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import deep_ep  # noqa: E402
 
 from proxyccl import ArgumentError, ClosedError, Communicator  # noqa: E402
 from support.deep_ep_clients import Mixture, dequantized, quantized  # noqa: E402
+from support.deep_ep_oracle import Arrived, same, signature  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 from support.running import run_ranks  # noqa: E402
@@ -76,35 +76,9 @@ def mixture_of(comm: Communicator) -> Mixture:
     return Mixture.of(comm.rank, comm.world_size, torch_device(comm))
 
 
-def arriving(comm: Communicator) -> tuple[Any, Any, Any, list[int]]:
-    """What a rank gets of everyone's mixture: rows, local ids, the sources' token numbers, and rows of each source."""
-    rows, ids, tokens, counts = [], [], [], []
-    for source in range(RANKS):
-        mixture = Mixture.of(source, RANKS, torch_device(comm))
-        here = (mixture.ids >= 0) & (mixture.ids // PER_RANK == comm.rank)
-        came = here.any(1)
-        rows.append(mixture.tokens[came])
-        ids.append(torch.where(here, mixture.ids - comm.rank * PER_RANK, -1)[came])
-        tokens.append(came.nonzero().flatten().to(torch.int32))
-        counts.append(int(came.sum()))
-    return torch.cat(rows), torch.cat(ids), torch.cat(tokens), counts
-
-
-def same(got: Any, expected: Any) -> None:
-    """Equal values, shape and type."""
-    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(got, expected)
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures(name: str) -> None:
-    parameters = inspect.signature(getattr(deep_ep.Buffer, name)).parameters.values()
-    ours = [
-        each.name if each.default is each.empty else f"{each.name}={each.default}"
-        for each in parameters
-        if each.name != "self" and each.kind is not each.VAR_KEYWORD
-    ]
-    assert ours == SIGNATURES[name].split()
+    assert signature(getattr(deep_ep.Buffer, name)) == SIGNATURES[name]
 
 
 def test_names_and_configs() -> None:
@@ -138,14 +112,15 @@ def test_the_layout_of_a_dispatch(ranks: Ranks) -> None:
 def test_what_a_dispatch_gives(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
-        rows, ids, tokens, counts = arriving(comm)
+        arrived = Arrived.at(comm)
+        rows, ids, tokens = arrived.tokens, arrived.ids, arrived.numbers
         received, row_ids, weights, per_expert, handle, _ = dispatched(buffer, mixture, expert_alignment=4)
         same(received, rows)
         same(row_ids, ids)
         assert per_expert == [-(-int((ids == expert).sum()) // 4) * 4 for expert in range(PER_RANK)]
         assert (weights[ids < 0] == 0).all()
         prefixes, _, _, sources, in_rank, _ = handle
-        assert prefixes[:, comm.rank].tolist() == torch.tensor(counts).cumsum(0).tolist()
+        assert prefixes[:, comm.rank].tolist() == arrived.sources.bincount(minlength=RANKS).cumsum(0).tolist()
         same(sources, tokens)
         assert in_rank.shape == (len(mixture.tokens), RANKS)
 
@@ -175,7 +150,7 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
                 return values, of_groups.view(torch.int32)[:, ::4].t().contiguous().t()
             return values, of_groups if scales == "of 128" else of_groups[:, 0].contiguous()
 
-        expected = pair(arriving(comm)[0])
+        expected = pair(Arrived.at(comm).tokens)
         (rows, got), _, _, _, handle, _ = dispatched(buffer, mixture, pair(mixture.tokens))
         same(rows.view(torch.uint8), expected[0].view(torch.uint8))
         same(got, expected[1])
@@ -188,7 +163,7 @@ def test_float8_pairs(ranks: Ranks, scales: str) -> None:
 def test_worst_tokens_need_no_wait(ranks: Ranks) -> None:
     def body(comm: Communicator) -> None:
         buffer, mixture = deep_ep.Buffer(comm), mixture_of(comm)
-        rows, ids, _, _ = arriving(comm)
+        rows, ids = Arrived.at(comm).tokens, Arrived.at(comm).ids
         received, row_ids, _, per_expert, handle, _ = dispatched(buffer, mixture, num_worst_tokens=60)
         assert per_expert == []
         assert received.shape == (60, HIDDEN)
@@ -232,7 +207,8 @@ def test_low_latency(ranks: Ranks) -> None:
             hook()
             assert rows.shape == (PER_RANK, RANKS * most, HIDDEN)
             assert scales.shape == (PER_RANK, RANKS * most, HIDDEN // 128)
-            assert scales.stride() == (RANKS * most * HIDDEN // 128, 1, RANKS * most)
+            column = -(-RANKS * most // 4) * 4  # of whole 16 bytes
+            assert scales.stride() == (column * HIDDEN // 128, 1, column)
             sources, ranges, *sizes = handle
             assert sizes == [most, HIDDEN, mixture.experts]
             for local in range(PER_RANK):

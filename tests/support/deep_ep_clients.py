@@ -3,9 +3,11 @@
 Each client runs a mixture of experts whose expert e multiplies by e + 1, so that `expected` says what must come out.
 
 - vLLM: vllm/model_executor/layers/fused_moe/deepep_{ht,ll}_prepare_finalize.py, and
-  vllm/distributed/device_communicators/all2all.py for how it makes buffers
-- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py
+  vllm/distributed/device_communicators/all2all.py for how it makes buffers; of DeepEP 2
+  vllm/model_executor/layers/fused_moe/prepare_finalize/deepep_v2.py
+- SGLang: python/sglang/srt/layers/moe/token_dispatcher/deepep.py, and of DeepEP 2 deepep_v2.py beside it
 - Megatron-LM: megatron/core/transformer/moe/fused_a2a.py
+- NeMo: nemo_automodel/components/moe/megatron/fused_a2a.py
 """
 
 from __future__ import annotations
@@ -350,6 +352,148 @@ def megatron(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
     return output.detach(), tokens.grad, weights.grad
 
 
+def vllm_elastic(group: Any, mixture: Mixture, *, float8: bool, decoding: bool) -> Tensor:
+    """vLLM's paths of DeepEP 2: expanded rows for prompts, and rows without a wait on the CPU for decoding."""
+    buffer = deep_ep.ElasticBuffer(
+        group=group,
+        num_max_tokens_per_rank=mixture.most_tokens,
+        hidden=mixture.tokens.shape[1],
+        num_topk=mixture.ids.shape[1],
+        use_fp8_dispatch=float8,
+        explicitly_destroy=True,
+    )
+    first = buffer.rank_idx * mixture.experts // buffer.num_ranks
+    received, ids, weights, handle, event = buffer.dispatch(
+        x=quantized(mixture.tokens) if float8 else mixture.tokens,
+        topk_idx=mixture.ids,
+        topk_weights=mixture.weights,
+        num_experts=mixture.experts,
+        num_max_tokens_per_rank=1 << (mixture.most_tokens - 1).bit_length() if decoding else None,
+        do_expand=not decoding,
+        do_cpu_sync=not decoding,
+        async_with_compute_stream=False,
+    )
+    assert event.event is None
+    rows = dequantized(*received) if float8 else received.float()
+    counts = handle.num_recv_tokens_per_expert_list
+    if decoding:
+        assert counts == []
+        places = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+        came = places < handle.psum_num_recv_tokens_per_scaleup_rank[-1]
+        ids, weights, rows = torch.where(came, ids, -1), torch.where(came, weights, 0), torch.where(came, rows, 0)
+    else:
+        assert ids is None
+        numbers = torch.arange(len(counts), device=rows.device)
+        ids = numbers.repeat_interleave(torch.tensor(counts, device=rows.device), output_size=sum(counts)).unsqueeze(1)
+        weights = weights.unsqueeze(1)
+    combined, _, event = buffer.combine(
+        x=sums_of_experts(rows, ids, weights, first),
+        handle=handle,
+        topk_weights=None,
+        async_with_compute_stream=True,
+        allocate_on_comm_stream=True,
+    )
+    event.current_stream_wait()
+    output = torch.empty_like(mixture.tokens)
+    output.copy_(combined, non_blocking=True)
+    buffer.destroy()
+    return output
+
+
+def sglang_elastic(group: Any, mixture: Mixture) -> Tensor:
+    """SGLang's path of DeepEP 2: asynchronous calls, and scales as DeepGEMM takes them."""
+    sizes = {"num_topk": mixture.ids.shape[1], "use_fp8_dispatch": True, "allow_hybrid_mode": True}
+    hidden = mixture.tokens.shape[1]
+    hint = deep_ep.ElasticBuffer.get_buffer_size_hint(group, mixture.most_tokens, hidden, **sizes)
+    buffer = deep_ep.ElasticBuffer(group, num_max_tokens_per_rank=mixture.most_tokens, hidden=hidden, **sizes)
+    assert buffer.num_bytes >= hint
+    num_sms = buffer.get_theoretical_num_sms(mixture.experts, mixture.ids.shape[1])
+    received, ids, weights, handle, event = buffer.dispatch(
+        quantized(mixture.tokens),
+        topk_idx=mixture.ids,
+        topk_weights=mixture.weights,
+        num_experts=mixture.experts,
+        num_max_tokens_per_rank=mixture.most_tokens,
+        expert_alignment=128,
+        num_sms=num_sms,
+        previous_event=deep_ep.ElasticBuffer.capture(),
+        async_with_compute_stream=True,
+        allocate_on_comm_stream=True,
+        use_tma_aligned_col_major_sf=True,
+    )
+    event.current_stream_wait()
+    assert all(count % 128 == 0 for count in handle.num_recv_tokens_per_expert_list)
+    first = buffer.rank_idx * len(handle.num_recv_tokens_per_expert_list)
+    combined, _, event = buffer.combine(
+        sums_of_experts(dequantized(*received), ids, weights, first),
+        handle=handle,
+        num_sms=num_sms,
+        previous_event=deep_ep.ElasticBuffer.capture(),
+        async_with_compute_stream=True,
+        allocate_on_comm_stream=True,
+    )
+    event.current_stream_wait()
+    return combined
+
+
+class _NemoDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ids: Tensor, probs: Tensor, experts: int, buffer: Any) -> Any:
+        rows, _, row_probs, handle, _ = buffer.dispatch(
+            x,
+            topk_idx=ids,
+            topk_weights=probs,
+            num_experts=experts,
+            do_cpu_sync=False,
+            do_expand=True,
+            do_zero_padding=True,
+            async_with_compute_stream=False,
+        )
+        ctx.buffer, ctx.handle = buffer, handle
+        return rows, row_probs, handle.num_unaligned_recv_tokens_per_expert, handle
+
+    @staticmethod
+    def backward(ctx: Any, rows_grad: Tensor, probs_grad: Tensor, _counts: Any, _handle: Any) -> Any:
+        grad, probs, _ = ctx.buffer.combine(
+            rows_grad.contiguous(), ctx.handle, topk_weights=probs_grad.float(), async_with_compute_stream=False
+        )
+        return grad, None, probs, None, None
+
+
+class _NemoCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Any, handle: Any) -> Tensor:
+        combined, _, _ = buffer.combine(x, handle)
+        ctx.buffer, ctx.handle = buffer, handle
+        return combined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        rows, _, _, _, _ = ctx.buffer.dispatch(
+            grad.contiguous(), handle=ctx.handle, do_cpu_sync=False, do_expand=True, do_zero_padding=True
+        )
+        return rows, None, None
+
+
+def nemo(group: Any, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    """NeMo's dispatch and combine without a wait on the CPU, with their backward passes; as `megatron`."""
+    buffer = deep_ep.ElasticBuffer(
+        group,
+        num_max_tokens_per_rank=mixture.most_tokens,
+        hidden=mixture.tokens.shape[1],
+        num_topk=mixture.ids.shape[1],
+    )
+    tokens, weights = mixture.tokens.clone().requires_grad_(), mixture.weights.clone().requires_grad_()
+    rows, row_weights, counts, handle = _NemoDispatch.apply(tokens, mixture.ids, weights, mixture.experts, buffer)
+    ends = counts.cumsum(0)
+    places = torch.arange(len(rows), device=rows.device)
+    ids = torch.searchsorted(ends, places, right=True).clamp(max=len(counts) - 1)
+    factors = row_weights * (ids + buffer.rank_idx * len(counts) + 1)
+    output = _NemoCombine.apply((rows.float() * factors.unsqueeze(1)).to(torch.bfloat16), buffer, handle)
+    output.sum().backward()
+    return output.detach(), tokens.grad, weights.grad
+
+
 CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "vLLM high throughput": lambda group, mixture: vllm_high_throughput(group, mixture, float8=False),
     "vLLM high throughput, float8": lambda group, mixture: vllm_high_throughput(group, mixture, float8=True),
@@ -359,6 +503,11 @@ CLIENTS: dict[str, Callable[[Any, Mixture], Tensor]] = {
     "SGLang low latency, hooks": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=True),
     "SGLang low latency, events": lambda group, mixture: SGLang(group, mixture).low_latency(hooks=False),
     "Megatron-LM": lambda group, mixture: megatron(group, mixture)[0],
+    "vLLM elastic": lambda group, mixture: vllm_elastic(group, mixture, float8=False, decoding=False),
+    "vLLM elastic, float8": lambda group, mixture: vllm_elastic(group, mixture, float8=True, decoding=False),
+    "vLLM elastic decoding": lambda group, mixture: vllm_elastic(group, mixture, float8=False, decoding=True),
+    "SGLang elastic": sglang_elastic,
+    "NeMo elastic": lambda group, mixture: nemo(group, mixture)[0],
 }
 """Each client's output for a rank's mixture."""
 

@@ -1,6 +1,6 @@
 """Spawns two ranks with a process group of gloo; each runs clients with `import deep_ep` alone.
 
-On the host runtime they are two of vLLM's, on a GPU, which the ranks may share, all.
+On the host runtime they are three of vLLM's, on a GPU, which the ranks may share, all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def run(rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mixture = Mixture.of(rank, RANKS, device)
     assert deep_ep.Buffer(dist.group.WORLD).communicator.timeout >= 100  # ranks compile between their calls
-    for name in ("vLLM high throughput", "vLLM low latency, float8") if ON_HOST else CLIENTS:
+    for name in ("vLLM high throughput", "vLLM low latency, float8", "vLLM elastic") if ON_HOST else CLIENTS:
         require_close(CLIENTS[name](dist.group.WORLD, mixture), mixture, float8="float8" in name or "SGLang" in name)
     dist.destroy_process_group()
 

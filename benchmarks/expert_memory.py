@@ -1,0 +1,150 @@
+"""Memory of an expert-parallel layer on each rank, beside what DeepEP's own formulas say: python expert_memory.py
+
+Nothing is allocated and no GPU is needed: both are computed from the same numbers. Ours is the workspace that peers
+reach (`Geometry`), for the layouts that the modes of `proxyccl.deep_ep` use. DeepEP's are the sizes that its callers
+pass to its buffers, by the formulas of its sources, with the chunks that it recommends for that number of ranks:
+
+- normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), the
+  larger of its dispatch and combine configurations. It sends in chunks, so tokens don't count.
+- low-latency mode, DeepEP 1.2.1: `get_low_latency_rdma_size_hint` (csrc/config.hpp).
+- elastic, DeepEP 2.1.0: `ElasticBuffer.get_buffer_size_hint` (csrc/elastic/buffer.hpp), in bfloat16, without its
+  workspace of fixed size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from proxyccl import EPConfig
+from proxyccl.channels.expert_parallel.geometry import Geometry, aligned, blocks_for
+from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.device._native import lib
+
+HIDDEN, TOPK, EXPERTS, NUM_SMS = 7168, 8, 256, 24
+TOKENS = (4096, 128)
+WORLDS = ((1, 2), (1, 4), (1, 8), (2, 8))
+"""Nodes, and ranks of each."""
+_BFLOAT16, _MIB = 2, 1 << 20
+_COLUMNS = (
+    Column("tokens", "", 8),
+    Column("ranks", "", 8, left=True),
+    Column("mode", "", 12, left=True),
+    Column("ProxyCCL", "(MiB)", 10, ".1f"),
+    Column("DeepEP", "(MiB)", 10, ".1f"),
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks, and how many tokens each has at most."""
+
+    nodes: int
+    local_size: int
+    tokens: int
+
+    @property
+    def ranks(self) -> int:
+        """Of all nodes."""
+        return self.nodes * self.local_size
+
+    @property
+    def name(self) -> str:
+        """How the table shows the ranks."""
+        return f"{self.nodes} x {self.local_size}" if self.nodes > 1 else str(self.local_size)
+
+
+# -- ours ---
+
+
+def workspace(world: World, layout: str) -> int:
+    """Bytes of a layer with this layout."""
+    config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
+    per_rank = config.num_experts_per_rank
+    geometry = Geometry(
+        replace(config, num_experts=world.ranks) if layout == "rank" else config,
+        nodes=world.nodes,
+        local_size=world.local_size,
+        blocks=blocks_for(world.tokens, NUM_SMS),
+        threads=lib.PROXYCCL_EXPERT_THREADS,
+        local_combine=layout != "padded" and world.nodes == 1,
+        chosen_per_rank=per_rank if layout == "rank" else 0,
+        padded_rows=world.ranks * world.tokens if layout == "padded" else 0,
+        expert_alignment=1 if layout == "expert" else 0,
+    )
+    return geometry.workspace_bytes
+
+
+# -- DeepEP's ---
+
+_CHUNKS = {  # (received by NVLink, sent by RDMA, received by RDMA) of a dispatch and of a combine
+    2: ((256, 6, 128), (256, 6, 128)),
+    4: ((256, 6, 128), (256, 6, 128)),
+    8: ((256, 6, 128), (256, 6, 128)),
+    16: ((288, 20, 128), (288, 12, 128)),
+}
+_NODE, _MOST_TOPK, _MOST_SCALES, _SOURCE_BYTES = 8, 128, 128, 8
+
+
+def deep_ep_normal(world: World) -> int:
+    """Bytes for NVLink and RDMA together."""
+    return max(_of_chunks(world.ranks, *chunks) for chunks in _CHUNKS[world.ranks])
+
+
+def _of_chunks(ranks: int, by_nvlink: int, sent_by_rdma: int, by_rdma: int) -> int:
+    channels, nodes, peers = NUM_SMS // 2, max(1, ranks // _NODE), min(ranks, _NODE)
+    row = HIDDEN * _BFLOAT16 + _SOURCE_BYTES + _MOST_TOPK * (8 + 4) + _MOST_SCALES * 4
+    nvlink = aligned(channels * peers * ((2 * nodes + 3) * 4 + by_nvlink * row))
+    if nodes == 1:
+        return nvlink
+    by_rdma = aligned(by_rdma, sent_by_rdma)
+    rdma = channels * nodes * 2 * ((2 * _NODE + 2) * 4 + by_rdma * (row + 16)) + (1 << 20)
+    return nvlink + aligned(rdma)
+
+
+def deep_ep_low_latency(world: World) -> int:
+    """Bytes for RDMA, which NVLink uses too."""
+    scales = HIDDEN // 128
+    dispatched = 16 + max(HIDDEN * _BFLOAT16, HIDDEN + scales * 4)
+    combined = scales * 4 + HIDDEN * _BFLOAT16
+    sent = max(world.tokens * dispatched, EXPERTS * world.tokens * combined)
+    received = EXPERTS * world.tokens * max(dispatched, combined)
+    signals = aligned(EXPERTS * 4)
+    return (2 * (sent + received + signals) + 128) // 128 * 128
+
+
+def deep_ep_elastic(world: World) -> int:
+    """Bytes of an ElasticBuffer, with its defaults."""
+    most_channels, tokens, nodes, peers = 8 * 160, world.tokens, world.nodes, world.local_size
+    dispatched = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8 + (1 + TOPK) * 4, 32)
+    combined = aligned(HIDDEN * _BFLOAT16, 32) + aligned(TOPK * 8, 32)
+    if nodes == 1:
+        most = max(dispatched * peers * tokens, combined * min(peers, TOPK) * tokens)
+    else:
+        crossing = nodes * (tokens + most_channels)
+        most = max(
+            dispatched * (peers * nodes * tokens + tokens + crossing),
+            combined * (min(peers, TOPK) * nodes * tokens + min(nodes, TOPK) * tokens + crossing),
+        )
+    return aligned(most, 2 * _MIB)
+
+
+def main() -> None:
+    print(f"# hidden {HIDDEN}, top {TOPK} of {EXPERTS} experts, bfloat16, {NUM_SMS} multiprocessors; of each rank")
+    table = Table(_COLUMNS)
+    table.header()
+    for tokens in TOKENS:
+        for nodes, local_size in WORLDS:
+            world = World(nodes, local_size, tokens)
+            rows = [
+                ("normal", workspace(world, "rank"), deep_ep_normal(world)),
+                ("elastic", workspace(world, "rank"), deep_ep_elastic(world)),
+                ("expanded", workspace(world, "expert"), deep_ep_elastic(world)),
+            ]
+            if tokens == min(TOKENS):
+                rows.append(("low latency", 2 * workspace(world, "padded"), deep_ep_low_latency(world)))
+            for mode, ours, theirs in rows:
+                table.row(tokens, world.name, mode, ours / _MIB, theirs / _MIB)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What DeepEP's buffers have in common: a communicator, its layers, and a stream for asynchronous calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from proxyccl.channels.communicator import Communicator, timeout_from
+from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.handles import routing_of
+from proxyccl.deep_ep.layers import Layers
+from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.errors import ArgumentError, ClosedError
+
+T = TypeVar("T")
+LEAST_TIMEOUT_SECONDS = 100.0
+"""Callers compile kernels between their calls, each rank at its own pace."""
+
+
+class Connected:
+    """A buffer's ranks and memory.
+
+    Args:
+        source: a process group of torch, an MPI communicator, or a `Communicator`.
+        explicitly_destroy: whether the caller calls `destroy`.
+        timeout: seconds that a wait takes at most, if the environment doesn't give more.
+
+    Attributes:
+        group, explicitly_destroy: as given.
+        communicator: the ranks, for what DeepEP has no call for.
+    """
+
+    def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
+        self.group, self.explicitly_destroy = source, explicitly_destroy
+        self._owned = not isinstance(source, Communicator)
+        self.communicator = _connected(source, timeout) if self._owned else source
+        self._stream: Any = torch.cuda.Stream() if self.communicator.runtime.name != "host" else None
+        self._layers: Layers | None = Layers(self.communicator)
+
+    def destroy(self) -> None:
+        """Releases the memory. All ranks call it together; calling it twice does nothing.
+
+        Raises:
+            ArgumentError: the buffer was made without `explicitly_destroy`.
+        """
+        if not self.explicitly_destroy:
+            raise ArgumentError("explicitly_destroy", "must be True to destroy a buffer")
+        layers, self._layers = self._layers, None
+        if layers is not None:
+            layers.close()
+            if self._owned:
+                self.communicator.close()
+
+    def get_comm_stream(self) -> Any:
+        """The stream of asynchronous calls, a torch.cuda.Stream; None for CPU tensors."""
+        return self._stream
+
+    def _usable(self) -> Layers:
+        if self._layers is None:
+            raise ClosedError("the buffer was destroyed")
+        return self._layers
+
+    def _require_current(self, handle: Any) -> None:
+        layers = self._usable()
+        routing = routing_of(handle)
+        if not layers.made(routing.layer):
+            raise ArgumentError(
+                "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
+            )
+
+    def _run(
+        self, call: Callable[[], T], events: tuple[EventHandle | EventOverlap | None, ...], used: Any, *, apart: bool
+    ) -> tuple[T, EventOverlap]:
+        """Makes a call on the current stream, or one `apart` from it on the stream of the buffer.
+
+        Args:
+            call: what to do.
+            events: what it waits for. An asynchronous call without a first one waits for the current stream.
+            used: tensors of the call, in tuples.
+            apart: whether the current stream does not wait for the call.
+        """
+        awaited = [each.event if isinstance(each, EventOverlap) else each for each in events]
+
+        def wait() -> None:
+            for event in awaited:
+                if event is not None:
+                    event.current_stream_wait()
+
+        if self._stream is None or not apart:
+            wait()
+            return call(), EventOverlap(EventHandle() if apart else None)
+        current = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            if awaited[0] is None:
+                self._stream.wait_stream(current)
+            wait()
+            result = call()
+            event = EventHandle()
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            for tensor in _tensors(used):
+                tensor.record_stream(self._stream)
+            for tensor in _tensors(result):
+                tensor.record_stream(current)
+        return result, EventOverlap(event)
+
+
+def _connected(source: Any, timeout: float) -> Communicator:
+    """A communicator of the group's ranks, on the GPU where torch works now."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return Communicator(source, device=device, timeout=max(timeout, timeout_from(None)))
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples and lists, and those of which a handle computes its attributes."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for each in values:
+            yield from _tensors(each)
+    elif isinstance(values, EPHandle):
+        yield from _tensors(values.routing.desc.table_owners)

@@ -1,0 +1,367 @@
+"""ElasticBuffer: the calls of DeepEP 2.1.0 for mixtures of experts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from proxyccl.channels.communicator import Communicator
+from proxyccl.deep_ep import elastic_calls
+from proxyccl.deep_ep.config import elastic_size_hint
+from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS, Connected
+from proxyccl.deep_ep.elastic_calls import Options
+from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.handles import Rows
+from proxyccl.deep_ep.refusals import refuse, refuse_unknown
+from proxyccl.deep_ep.utils import EventHandle, EventOverlap
+from proxyccl.device.errors import ArgumentError
+
+_SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
+
+
+def _refused(call: str, reason: str) -> Callable[..., NoReturn]:
+    """A method that can't be had."""
+
+    def method(*arguments: Any, **options: Any) -> NoReturn:
+        raise refuse(f"ElasticBuffer.{call}", reason)
+
+    method.__name__, method.__doc__ = call, f"Not to be had: {reason}."
+    return method
+
+
+_ENGRAM = "its memory belongs to layers; there is no store of entries"
+_PIPELINE = "use send and recv of the buffer's communicator"
+_SESSIONS = "use all_gather and reduce_scatter of the buffer's communicator"
+
+
+class ElasticBuffer(Connected):
+    """What the ranks of a group dispatch and combine with. All ranks make it together and make the same calls.
+
+    Args:
+        group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
+        num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is made when a call needs
+            it.
+        num_cpu_bytes: must be 0.
+        num_max_tokens_per_rank: the most tokens of one rank, for calls that don't say; the same on all.
+        hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
+        deterministic: without effect: rows always have the order that it gives.
+        allow_hybrid_mode: whether nodes count as scaleout ranks, or all ranks as scaleup ranks. Rows travel the same
+            way.
+        allow_multiple_reduction: with do_expand on one node, sum a token's rows on each rank first, which sends less
+            and rounds twice. Across nodes it must be True.
+        prefer_overlap_with_compute: 24 multiprocessors for calls that don't say how many, and not 64.
+        sl_idx, num_allocated_qps: not needed.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, or what PROXYCCL_TIMEOUT says
+            if that is more. A `Communicator` has a time-out of its own.
+        explicitly_destroy: whether the caller calls `destroy`. Else the memory lives until the process ends.
+
+    Attributes:
+        rank_idx, num_ranks: of the ranks.
+        num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of a node.
+        num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same as dispatches count them.
+        communicator: the ranks, for what DeepEP has no call for. Other attributes are as given.
+
+    Raises:
+        ArgumentError: the group is None.
+        NotImplementedError: num_cpu_bytes, or across nodes allow_multiple_reduction=False.
+        CommunicatorError: a peer failed or did not come; see its subclasses.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        num_bytes: int | None = None,
+        num_cpu_bytes: int = 0,
+        num_max_tokens_per_rank: int = 0,
+        hidden: int = 0,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        deterministic: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+        prefer_overlap_with_compute: bool = True,
+        sl_idx: int = 3,
+        num_allocated_qps: int = 0,
+        num_cpu_timeout_secs: int = 300,
+        num_gpu_timeout_secs: int = 100,
+        explicitly_destroy: bool = False,
+        **others: Any,
+    ) -> None:
+        refuse_unknown("ElasticBuffer", others)
+        if group is None:
+            raise ArgumentError("group", "must be a process group, not None")
+        if num_cpu_bytes:
+            raise refuse("ElasticBuffer(num_cpu_bytes=)", _ENGRAM)
+        timeout = max(LEAST_TIMEOUT_SECONDS, num_cpu_timeout_secs, num_gpu_timeout_secs)
+        super().__init__(group, explicitly_destroy=explicitly_destroy, timeout=timeout)
+        self.rank_idx, self.num_ranks = self.communicator.rank, self.communicator.world_size
+        self.num_nvlink_ranks = self.communicator.local_world_size
+        self.num_rdma_ranks = self.num_ranks // self.num_nvlink_ranks
+        if self.num_rdma_ranks > 1 and not allow_multiple_reduction:
+            raise refuse("allow_multiple_reduction=False across nodes", "each node sends a rounded sum")
+        self.allow_hybrid_mode, self.allow_multiple_reduction = allow_hybrid_mode, allow_multiple_reduction
+        self.deterministic, self.prefer_overlap_with_compute = deterministic, prefer_overlap_with_compute
+        self.num_allocated_qps, self.num_max_tokens_per_rank = num_allocated_qps, num_max_tokens_per_rank
+        self.num_scaleout_ranks = self.num_rdma_ranks if allow_hybrid_mode else 1
+        self.num_scaleup_ranks = self.num_ranks // self.num_scaleout_ranks
+        self.scaleout_rank_idx = self.rank_idx // self.num_scaleup_ranks
+        self.scaleup_rank_idx = self.rank_idx % self.num_scaleup_ranks
+        if num_bytes is None:
+            num_bytes = elastic_size_hint(
+                self.num_ranks, num_max_tokens_per_rank, hidden, num_topk, float8=use_fp8_dispatch
+            )
+        self.num_bytes = num_bytes
+
+    # -- what callers ask a buffer ---
+
+    @staticmethod
+    def get_buffer_size_hint(
+        group: Any,
+        num_max_tokens_per_rank: int,
+        hidden: int,
+        num_topk: int = 0,
+        use_fp8_dispatch: bool = False,
+        allow_hybrid_mode: bool = True,
+        allow_multiple_reduction: bool = True,
+    ) -> int:
+        """Bytes that callers compare with `num_bytes`, a multiple of 2 MiB; see `elastic_size_hint`."""
+        ranks = group.world_size if isinstance(group, Communicator) else _size_of(group)
+        return elastic_size_hint(ranks, num_max_tokens_per_rank, hidden, num_topk, float8=use_fp8_dispatch)
+
+    @staticmethod
+    def capture() -> EventHandle:
+        """An event behind what the current stream has been given so far."""
+        return EventHandle()
+
+    def get_physical_domain_size(self) -> tuple[int, int]:
+        """(nodes, ranks of a node)."""
+        return self.num_rdma_ranks, self.num_nvlink_ranks
+
+    def get_logical_domain_size(self) -> tuple[int, int]:
+        """(scaleout ranks, scaleup ranks)."""
+        return self.num_scaleout_ranks, self.num_scaleup_ranks
+
+    def get_theoretical_num_sms(
+        self,
+        num_experts: int,
+        num_topk: int,
+        num_scaleout_topk: int = 0,
+        rdma_gbs: float = 0,
+        nvlink_gbs: float = 0,
+        sm_read_gbs: float = 200,
+        sm_write_gbs: float = 50,
+    ) -> int:
+        """The most multiprocessors of a kernel, for calls that don't say; the arguments are not looked at."""
+        return _SMS_BESIDE_OTHERS if self.prefer_overlap_with_compute else _SMS_ALONE
+
+    def get_theoretical_num_qps(self, num_sms: int) -> int:
+        """Always 0, which leaves the choice to the buffer: its proxies have queue pairs of their own."""
+        return 0
+
+    def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
+        """Makes the current stream wait until all ranks have made this call.
+
+        Args:
+            use_comm_stream, sequential: without effect.
+            with_cpu_sync: wait on the CPU too, for all streams of the GPU, before and after it.
+        """
+        self._usable()
+        on_gpu = self._stream is not None
+        if on_gpu and with_cpu_sync:
+            torch.cuda.synchronize()
+        self.communicator.barrier(stream=torch.cuda.current_stream() if on_gpu else None)
+        if on_gpu and with_cpu_sync:
+            torch.cuda.synchronize()
+
+    get_engram_storage_size_hint = _refused("get_engram_storage_size_hint", _ENGRAM)
+    engram_write = _refused("engram_write", _ENGRAM)
+    engram_fetch = _refused("engram_fetch", _ENGRAM)
+    get_pp_buffer_size_hint = _refused("get_pp_buffer_size_hint", _PIPELINE)
+    pp_set_config = _refused("pp_set_config", _PIPELINE)
+    pp_send = _refused("pp_send", _PIPELINE)
+    pp_recv = _refused("pp_recv", _PIPELINE)
+    get_agrs_num_max_session_bytes = _refused("get_agrs_num_max_session_bytes", _SESSIONS)
+    get_agrs_buffer_size_hint = _refused("get_agrs_buffer_size_hint", _SESSIONS)
+    agrs_set_config = _refused("agrs_set_config", _SESSIONS)
+    agrs_get_inplace_tensor = _refused("agrs_get_inplace_tensor", _SESSIONS)
+    agrs_new_session = _refused("agrs_new_session", _SESSIONS)
+    create_agrs_session = _refused("create_agrs_session", _SESSIONS)
+    destroy_agrs_session = _refused("destroy_agrs_session", _SESSIONS)
+    all_gather = _refused("all_gather", _SESSIONS)
+
+    # -- mixtures of experts ---
+
+    @torch.no_grad()
+    def dispatch(
+        self,
+        x: Rows,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        num_experts: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        expert_alignment: int | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        handle: EPHandle | None = None,
+        do_handle_copy: bool = True,
+        do_cpu_sync: bool | None = None,
+        do_expand: bool = False,
+        do_zero_padding: bool = False,
+        use_tma_aligned_col_major_sf: bool = False,
+        **others: Any,
+    ) -> tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle, EventOverlap]:
+        """Sends each token once to every rank that has one of its experts.
+
+        Args:
+            x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
+                [T, n] of float32, or of int32 for packed exponents, with any strides.
+            topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 for none. None with a handle.
+            topk_weights: float32 [T, topk], or None. All ranks give it, or none.
+            cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
+            num_experts: experts of all ranks together.
+            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's. All ranks give the same.
+            expert_alignment: the rows of an expert count as a multiple of it, and begin at one with do_expand; None
+                for 1.
+            num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
+            num_qps: not looked at.
+            previous_event: what the call waits for, instead of the current stream.
+            previous_event_before_epilogue: the call waits for it too, at its start.
+            async_with_compute_stream: the current stream does not wait for the call, but the caller for the event.
+            allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
+            handle: of an earlier dispatch, whose routing is used again. The numbers above may be left out then.
+            do_handle_copy: whether the handle keeps a copy of topk_idx.
+            do_cpu_sync: whether outputs have the exact size, for which the CPU waits; None for True. With False they
+                have room for the most rows that can come. With a handle they have the size that they had.
+            do_expand: give a row for each token and expert of this rank, ordered by expert.
+            do_zero_padding: with do_expand, zero the rows that no token has.
+            use_tma_aligned_col_major_sf: return scales such that those of consecutive rows lie side by side, and each
+                column begins at a multiple of 16 bytes.
+
+        Returns:
+            recv_x, like x, ordered by source rank and token; with do_expand by expert, then source rank and token, with
+            gaps up to the alignment. recv_topk_idx, the experts' numbers on this rank, or -1; None with do_expand.
+            recv_topk_weights [rows, topk], 0 where recv_topk_idx is -1; with do_expand [rows]; None without
+            topk_weights. The handle, with `handle` the same one. The event, which is none without
+            async_with_compute_stream.
+
+        Raises:
+            ArgumentError: an argument is wrong; an expert id is out of range on any rank.
+            CapacityError: a rank has more than num_max_tokens_per_rank tokens.
+            MismatchError: another rank makes another call.
+            NotImplementedError: do_expand is not as in the dispatch that the handle is of.
+            CommunicatorError: a peer failed; see its subclasses.
+        """
+        refuse_unknown("dispatch", others)
+        layers = self._usable()
+        if do_zero_padding and not do_expand:
+            raise ArgumentError("do_zero_padding", "needs do_expand=True")
+        if handle is not None:
+            self._require_current(handle)
+            if topk_idx is not None:
+                raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
+            if do_cpu_sync:
+                raise ArgumentError("do_cpu_sync", "can't be True with a handle, which has the sizes")
+            elastic_calls.require_like(
+                handle,
+                num_experts=num_experts,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                expert_alignment=expert_alignment,
+                do_expand=do_expand,
+            )
+            receive = functools.partial(elastic_calls.repeat, x, topk_weights, handle)
+        elif topk_idx is None:
+            raise ArgumentError("topk_idx", "must be given without a handle")
+        else:
+            experts = _positive("num_experts", num_experts)
+            options = Options(
+                num_experts=experts,
+                expert_alignment=_positive("expert_alignment", expert_alignment, 1),
+                num_sms=num_sms or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
+                max_tokens=_positive("num_max_tokens_per_rank", num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+                ranks=self.num_ranks,
+                scaleup_ranks=self.num_scaleup_ranks,
+                waits=do_cpu_sync is not False,
+                expands=do_expand,
+                sums_rows=self.allow_multiple_reduction,
+                copies_ids=do_handle_copy,
+            )
+            receive = functools.partial(elastic_calls.dispatch, layers, x, topk_idx, topk_weights, options)
+
+        def call() -> elastic_calls.Received:
+            received = receive(clears_gaps=do_zero_padding, scales_by_columns=use_tma_aligned_col_major_sf)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(received[3].num_unaligned_recv_tokens_per_expert)
+            return received
+
+        received, event = self._run(
+            call,
+            (previous_event, previous_event_before_epilogue),
+            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats),
+            apart=async_with_compute_stream,
+        )
+        return *received, event
+
+    @torch.no_grad()
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: EPHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor | None, torch.Tensor | None] | None = None,
+        num_sms: int = 0,
+        num_qps: int = 0,
+        previous_event: EventHandle | EventOverlap | None = None,
+        previous_event_before_epilogue: EventHandle | EventOverlap | None = None,
+        async_with_compute_stream: bool = False,
+        allocate_on_comm_stream: bool = False,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sends rows back and sums those of each token, in float32.
+
+        Args:
+            x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
+            handle: of that dispatch.
+            topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. All ranks give it, or none. It is not
+                applied to x.
+            bias: one or two tensors [T, hidden], added to the sum after it was rounded.
+            num_sms, num_qps: not looked at: a combine uses as many multiprocessors as its dispatch.
+            previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as for
+                `dispatch`.
+
+        Returns:
+            [T, hidden]; for each slot the weight that its expert's rank gave, float32 [T, topk], zero for -1, or None;
+            and the event. Raises as `dispatch`.
+        """
+        refuse_unknown("combine", others)
+        self._require_current(handle)
+        combined, event = self._run(
+            lambda: elastic_calls.combine(x, handle, topk_weights, bias),
+            (previous_event, previous_event_before_epilogue),
+            (x, topk_weights, bias),
+            apart=async_with_compute_stream,
+        )
+        return *combined, event
+
+    def _require_current(self, handle: Any) -> None:
+        if not isinstance(handle, EPHandle):
+            raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+        super()._require_current(handle)
+
+
+def _positive(argument: str, value: int | None, default: int = 0) -> int:
+    number = default if value is None else value
+    if not isinstance(number, int) or number < 1:
+        raise ArgumentError(argument, f"must be a positive number, not {value!r}")
+    return number
+
+
+def _size_of(group: Any) -> int:
+    return int(group.Get_size() if hasattr(group, "Get_size") else group.size())

@@ -1,0 +1,146 @@
+"""ElasticBuffer's dispatch and combine: a row for each token and rank, or, expanded, for each token and expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from proxyccl.deep_ep import normal
+from proxyccl.deep_ep.elastic_handle import EPHandle
+from proxyccl.deep_ep.handles import Routing, Rows
+from proxyccl.deep_ep.layers import Layers, Shape
+from proxyccl.deep_ep.refusals import refuse
+from proxyccl.deep_ep.tokens import Tokens
+from proxyccl.device.errors import ArgumentError
+
+Received = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a dispatch works.
+
+    Attributes:
+        num_experts, expert_alignment, num_sms: as for `ElasticBuffer.dispatch`.
+        max_tokens: of one rank.
+        ranks, scaleup_ranks: of the buffer.
+        waits: whether the CPU waits for the number of rows.
+        expands: whether there is a row for each expert.
+        sums_rows: as for `Shape`.
+        copies_ids: whether the handle gets a copy of the expert ids.
+    """
+
+    num_experts: int
+    expert_alignment: int
+    num_sms: int
+    max_tokens: int
+    ranks: int
+    scaleup_ranks: int
+    waits: bool
+    expands: bool
+    sums_rows: bool
+    copies_ids: bool
+
+    def most_rows(self, topk: int) -> tuple[int, int]:
+        """The most rows that a rank can get, and the most expanded rows with the gaps between experts."""
+        alignment, experts = self.expert_alignment, self.num_experts // self.ranks
+        rows = self.ranks * self.max_tokens
+        expanded = rows * min(topk, experts) + (alignment - 1) * experts
+        return rows, -(-expanded // alignment) * alignment
+
+
+def dispatch(
+    layers: Layers,
+    x: Rows,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    options: Options,
+    *,
+    clears_gaps: bool,
+    scales_by_columns: bool,
+) -> Received:
+    """What `ElasticBuffer.dispatch` returns for a call without a handle, but for the event.
+
+    With clears_gaps rows that no token has are zeroed; with scales_by_columns scales of consecutive rows lie side by
+    side.
+    """
+    tokens = Tokens.of(x)
+    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError("topk_idx", f"is {topk_idx.dtype} {list(topk_idx.shape)}; expected integers [tokens, topk]")
+    hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
+    most = None if options.waits else options.most_rows(topk)
+    shape = Shape(
+        "expert" if options.expands else "rank",
+        hidden,
+        topk,
+        options.num_experts,
+        tokens.dtype,
+        options.num_sms,
+        tokens.scale_elements,
+        None if most is None else most[options.expands],
+        options.expert_alignment if options.expands else None,
+        options.expands and options.sums_rows,
+    )
+    layer = layers.of_size(shape, options.max_tokens, hooked=False)
+    ids = torch.where(topk_idx < 0, options.num_experts, topk_idx).to(torch.int32) if options.expands else topk_idx
+    received, weights, desc = layer.dispatch(tokens.moved, ids, topk_weights)
+    handle = EPHandle(
+        Routing(layer, desc),
+        topk_idx.clone() if options.copies_ids else topk_idx,
+        do_expand=options.expands,
+        num_experts=options.num_experts,
+        expert_alignment=options.expert_alignment,
+        num_max_tokens_per_rank=options.max_tokens,
+        num_sms=options.num_sms,
+        most_rows=most,
+        scaleup_ranks=options.scaleup_ranks,
+    )
+    rows = tokens.as_given(received, by_columns=scales_by_columns)
+    return _finished(handle, rows, weights, clears_gaps=clears_gaps)
+
+
+def repeat(
+    x: Rows, topk_weights: torch.Tensor | None, handle: EPHandle, *, clears_gaps: bool, scales_by_columns: bool
+) -> Received:
+    """What `ElasticBuffer.dispatch` returns for a call with a handle, but for the event."""
+    layer, desc = handle.routing.layer, handle.routing.desc
+    rows = normal.repeat(x, handle, scales_by_columns=scales_by_columns)
+    weights = None if topk_weights is None else layer.weights_by_row(topk_weights, desc)
+    return _finished(handle, rows, weights, clears_gaps=clears_gaps)
+
+
+def combine(
+    x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None, bias: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `ElasticBuffer.combine` returns, but for the event."""
+    if topk_weights is not None and not handle.do_expand:
+        topk_weights = topk_weights.masked_fill(handle.routing.desc.local_expert_ids < 0, 0)
+    return normal.combine(x, handle, topk_weights, bias)
+
+
+def require_like(handle: EPHandle, **given: Any) -> None:
+    """Refuses arguments of a repeated dispatch that differ from those of the first.
+
+    Raises:
+        ArgumentError: a number differs.
+        NotImplementedError: one is expanded and the other is not.
+    """
+    for argument, value in given.items():
+        if value is not None and value != getattr(handle, argument):
+            if argument == "do_expand":
+                raise refuse("dispatch(do_expand=) unlike the handle's", "a handle has rows of one kind; dispatch anew")
+            raise ArgumentError(argument, f"is {value!r}; expected the handle's, {getattr(handle, argument)!r}")
+
+
+def _finished(handle: EPHandle, rows: Rows, weights: torch.Tensor | None, *, clears_gaps: bool) -> Received:
+    desc = handle.routing.desc
+    if clears_gaps:
+        gaps = desc.row_slots < 0
+        for tensor in (*(rows if isinstance(rows, tuple) else (rows,)), weights):
+            if tensor is not None:
+                bits = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+                bits.masked_fill_(gaps.view(-1, *(1,) * (bits.dim() - 1)), 0)
+    ids = None if handle.do_expand else desc.local_expert_ids.to(handle.topk_idx.dtype)
+    return rows, ids, weights, handle

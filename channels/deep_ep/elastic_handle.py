@@ -1,0 +1,124 @@
+"""EPHandle: what an `ElasticBuffer`'s dispatch leaves for its combine, and for callers to inspect."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from proxyccl.deep_ep.handles import Routing
+
+
+class EPHandle:
+    """A dispatch. Only `ElasticBuffer.dispatch` makes handles.
+
+    Tensors are computed when they are read first, on the current stream, since most callers read few of them.
+
+    Args:
+        routing: the dispatch.
+        topk_idx: the expert ids that the handle keeps.
+        do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: of the dispatch.
+        most_rows: (rows, expanded rows) of the outputs if nothing waited on the CPU; else None.
+        scaleup_ranks: ranks of a logical node.
+
+    Attributes:
+        routing, topk_idx, do_expand, num_experts, expert_alignment, num_max_tokens_per_rank, num_sms: as given.
+        num_recv_tokens_per_expert_list: for each expert of this rank its rows, rounded up to a multiple of the
+            alignment; [] if nothing waited on the CPU.
+        num_expanded_tokens: their sum; if nothing waited on the CPU, the most that it can be.
+        dst_buffer_slot_idx, token_metadata_at_forward, channel_linked_list: None. DeepEP keeps the state of its own
+            buffers there.
+    """
+
+    dst_buffer_slot_idx = token_metadata_at_forward = channel_linked_list = None
+
+    def __init__(
+        self,
+        routing: Routing,
+        topk_idx: torch.Tensor,
+        *,
+        do_expand: bool,
+        num_experts: int,
+        expert_alignment: int,
+        num_max_tokens_per_rank: int,
+        num_sms: int,
+        most_rows: tuple[int, int] | None,
+        scaleup_ranks: int,
+    ) -> None:
+        self.routing, self.topk_idx, self.do_expand = routing, topk_idx, do_expand
+        self.num_experts, self.expert_alignment = num_experts, expert_alignment
+        self.num_max_tokens_per_rank, self.num_sms = num_max_tokens_per_rank, num_sms
+        self._most_rows, self._scaleup_ranks = most_rows, scaleup_ranks
+        self.num_recv_tokens_per_expert_list: list[int] = []
+        if most_rows is None:
+            self.num_recv_tokens_per_expert_list = routing.desc.num_tokens_per_expert(expert_alignment)
+        self.num_expanded_tokens = sum(self.num_recv_tokens_per_expert_list) if most_rows is None else most_rows[1]
+
+    @cached_property
+    def num_recv_tokens(self) -> int:
+        """Received tokens, each counted once; waits for an expanded dispatch. The most if nothing waited on the CPU."""
+        if self._most_rows is not None:
+            return self._most_rows[0]
+        return int(self.psum_num_recv_tokens_per_scaleup_rank[-1]) if self.do_expand else self.routing.desc.rows
+
+    @cached_property
+    def psum_num_recv_tokens_per_scaleup_rank(self) -> torch.Tensor:
+        """int32 [scaleup ranks]: how many tokens came from the scaleup ranks up to each."""
+        of_ranks = self._slot_rows.ge(0).any(2).sum(1) if self.do_expand else self.routing.desc.counts[:, self._rank]
+        return of_ranks.view(-1, self._scaleup_ranks).sum(0).cumsum(0).to(torch.int32)
+
+    @cached_property
+    def num_unaligned_recv_tokens_per_expert(self) -> torch.Tensor:
+        """int32 [experts of this rank]: the rows of each."""
+        desc, experts = self.routing.desc, self.routing.layer.ep_config.num_experts_per_rank
+        if self.do_expand:
+            first = self._rank * experts
+            return desc.counts[:, first : first + experts].sum(0, dtype=torch.int32)
+        ids = torch.where(desc.local_expert_ids < 0, experts, desc.local_expert_ids).flatten().long()
+        counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
+        return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:experts].contiguous()
+
+    @cached_property
+    def psum_num_recv_tokens_per_expert(self) -> torch.Tensor:
+        """int32 [experts of this rank]: the rows of the experts up to each, each expert's rounded up to a multiple of
+        the alignment. If expanded, the last one's are not rounded up: where its rows end.
+        """
+        rows = self.num_unaligned_recv_tokens_per_expert
+        aligned = (rows + self.expert_alignment - 1) // self.expert_alignment * self.expert_alignment
+        ends = aligned.cumsum(0, dtype=torch.int32)
+        return ends - aligned + rows if self.do_expand else ends
+
+    @cached_property
+    def recv_src_metadata(self) -> torch.Tensor:
+        """int32 [received tokens, 2 + topk], ordered by source rank and token; waits for the dispatch. If nothing
+        waited on the CPU, there are as many as can come; those that did come are first, and nothing waits.
+
+        In column 0 the token's number among those of all ranks: its rank times num_max_tokens_per_rank plus its number
+        there. In column 1 its scaleup rank times topk plus its first slot that came here. The others are the rows of
+        its slots, or -1; without do_expand all of them are -1.
+        """
+        rows = self._slot_rows
+        ranks, tokens, topk = rows.shape
+        came = rows.ge(0).any(2).flatten()
+        order = came.logical_not().to(torch.int32).sort(stable=True).indices
+        if self._most_rows is None:
+            order = order[: self.num_recv_tokens]
+        of_tokens = rows.view(ranks * tokens, topk)[order]
+        first = of_tokens.ge(0).to(torch.int32).argmax(1)
+        source = order // tokens
+        numbers = source * self.num_max_tokens_per_rank + order % tokens
+        places = source % self._scaleup_ranks * topk + first
+        slots = of_tokens if self.do_expand else torch.full_like(of_tokens, -1)
+        return torch.cat([numbers.unsqueeze(1), places.unsqueeze(1), slots], 1).to(torch.int32)
+
+    @property
+    def _rank(self) -> int:
+        return self.routing.layer.ep_config.rank
+
+    @cached_property
+    def _slot_rows(self) -> torch.Tensor:
+        """int32 [ranks, most tokens, topk]: this rank's row of each slot, or -1."""
+        desc = self.routing.desc
+        rows: torch.Tensor = desc.slot_rows
+        beyond = torch.arange(rows.shape[1], device=rows.device) >= desc.num_input_tokens_per_rank.unsqueeze(1)
+        return rows.masked_fill(beyond.unsqueeze(2), -1).clamp(min=-1)

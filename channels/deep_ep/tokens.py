@@ -1,0 +1,72 @@
+"""What a caller dispatches: rows, or float8 rows and their scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from proxyccl.deep_ep.float8 import Rows as Pair
+from proxyccl.deep_ep.float8 import carried, column_major
+from proxyccl.deep_ep.handles import Rows
+from proxyccl.device.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A caller's rows, and how a layer takes them.
+
+    Attributes:
+        rows: [T, hidden].
+        scales: as the caller gave them, or None.
+        moved: what a layer takes: the rows, or a pair of them and float32 scales [T, n].
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    moved: Rows
+
+    @staticmethod
+    def of(x: Rows) -> Tokens:
+        """Those of the argument `x`.
+
+        Raises:
+            ArgumentError: it has another shape, or scales of another type.
+        """
+        rows, scales = x if isinstance(x, tuple) else (x, None)
+        if rows.dim() != 2:
+            raise ArgumentError("x", f"has shape {list(rows.shape)}; expected two dimensions")
+        return Tokens(rows, scales, rows if scales is None else (rows, carried(scales, len(rows))))
+
+    @property
+    def dtype(self) -> str:
+        """The token type of the layer that takes them, which is also that of its combine."""
+        return str(self.rows.dtype).removeprefix("torch.") if self.scales is None else "bfloat16"
+
+    @property
+    def scale_elements(self) -> int:
+        """Elements that share a scale; 0 without scales."""
+        if not isinstance(self.moved, tuple):
+            return 0
+        hidden, scales = self.rows.shape[1], self.moved[1].shape[1]
+        elements: int = hidden // max(1, scales)
+        if scales * elements != hidden:
+            raise ArgumentError("x", f"has {scales} scales of a row, which do not divide its {hidden} elements")
+        return elements
+
+    def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
+        """What a layer returned, with scales in the type and number of dimensions of those that were given.
+
+        Args:
+            received: the layer's rows.
+            by_columns: put those of consecutive rows side by side.
+        """
+        if self.scales is None or not isinstance(received, tuple):
+            return received
+        values: Pair = received
+        scales = values[1].view(self.scales.dtype)
+        if self.scales.dim() == 1:
+            scales = scales.squeeze(1)
+        elif by_columns:
+            scales = column_major(scales).copy_(scales)
+        return values[0], scales

@@ -1,0 +1,91 @@
+"""What a rank gets of everyone's mixture, in plain torch, for the tests of DeepEP's interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from proxyccl import Communicator
+from support.deep_ep_clients import Mixture
+from support.devices import torch_device
+
+Tensor = Any
+
+
+def signature(call: Callable[..., Any]) -> str:
+    """A call's arguments with their defaults, without self and other keywords."""
+    return " ".join(
+        each.name if each.default is each.empty else f"{each.name}={each.default}"
+        for each in inspect.signature(call).parameters.values()
+        if each.name != "self" and each.kind is not each.VAR_KEYWORD
+    )
+
+
+def same(got: Tensor, expected: Tensor) -> None:
+    """Equal values, shape and type; of float8 equal bits."""
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape)
+    if got.dtype == torch.float8_e4m3fn:
+        got, expected = got.view(torch.uint8), expected.view(torch.uint8)
+    assert torch.equal(got, expected)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The tokens that have an expert on a rank, ordered by source rank and token.
+
+    Attributes:
+        tokens: bfloat16 [N, hidden].
+        ids: int64 [N, topk]: the experts' numbers on the rank, -1 for others.
+        weights: float32 [N, topk], zero for others.
+        sources, numbers: int64 and int32 [N]: each token's rank, and its number there.
+        experts: of the rank.
+    """
+
+    tokens: Tensor
+    ids: Tensor
+    weights: Tensor
+    sources: Tensor
+    numbers: Tensor
+    experts: int
+
+    @staticmethod
+    def at(comm: Communicator) -> Arrived:
+        """Those of all ranks' `Mixture` at this rank."""
+        parts = []
+        for source in range(comm.world_size):
+            mixture = Mixture.of(source, comm.world_size, torch_device(comm))
+            per_rank = mixture.experts // comm.world_size
+            here = (mixture.ids >= 0) & (mixture.ids // per_rank == comm.rank)
+            came = here.any(1)
+            numbers = came.nonzero().flatten()
+            parts.append(
+                (
+                    mixture.tokens[came],
+                    torch.where(here, mixture.ids - comm.rank * per_rank, -1)[came],
+                    torch.where(here, mixture.weights, 0)[came],
+                    torch.full_like(numbers, source),
+                    numbers.to(torch.int32),
+                )
+            )
+        return Arrived(*(torch.cat(column) for column in zip(*parts, strict=True)), per_rank)
+
+    @property
+    def per_expert(self) -> list[int]:
+        """How many tokens chose each expert."""
+        return [int((self.ids == expert).sum()) for expert in range(self.experts)]
+
+    def expanded(self, alignment: int) -> tuple[Tensor, Tensor]:
+        """Where each slot's row is if there is one for each, int64 [N, topk], -1 for others; and bool [R], which rows
+        are no gap.
+        """
+        slots, end = torch.full_like(self.ids, -1), 0
+        for expert, count in enumerate(self.per_expert):
+            slots[self.ids == expert] = torch.arange(end, end + count, device=slots.device)
+            end += -(-count // alignment) * alignment
+        filled = torch.zeros(end, dtype=torch.bool, device=slots.device)
+        filled[slots[slots >= 0]] = True
+        return slots, filled
