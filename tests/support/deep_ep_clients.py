@@ -263,6 +263,7 @@ class SGLang:
         hook() if hooks else event.current_stream_wait()
         assert scales.dtype == torch.int32
         assert scales.stride()[-2] == 1
+        assert scales.stride()[-1] % 4 == 0  # DeepGEMM's bulk copies need 16 bytes
         exponents = scales.contiguous().view(torch.uint8).view(*rows.shape[:2], -1)
         values = dequantized(rows, (exponents.to(torch.int32) << 23).view(torch.float32))
         values = only_received(values, counts)

@@ -172,13 +172,15 @@ def expert_parallel() -> None:
 
 
 def expert_layouts() -> None:
-    """A row for each rank, and padded rows: ids that are announced and ids that are counted, and calls in halves."""
+    """A row for each rank, padded rows, rows with gaps: ids that are announced or counted, and calls in halves."""
 
     def body(comm: Communicator) -> None:
         experts, node = 2 * comm.world_size, (comm.local_world_size, comm.world_size)
-        for layout, most in (("rank", 40), ("rank", 8), ("padded", 8)):
+        layouts: list[tuple[str, int, int | None]] = [("rank", 40, None), ("rank", 8, None), ("padded", 8, None)]
+        for layout, most, alignment in (*layouts, ("expert", 40, 4), ("expert", 8, 4)):
             sizes = (most, 33, 3, comm.rank, experts, *node)
-            layer = EPAll2AllLayer(comm, *sizes, dtype="float32", num_sm=3, layout=layout)
+            options = {"dtype": "float32", "num_sm": 3, "layout": layout, "expert_alignment": alignment}
+            layer = EPAll2AllLayer(comm, *sizes, **options)
             for tokens in (most, comm.rank):
                 x = np.full((tokens, 33), 1 + comm.rank, np.float32)
                 ids = (np.arange(3 * tokens, dtype=np.int32) % (experts + 1)).reshape(tokens, 3)
