@@ -1,51 +1,59 @@
 """Kernels in Triton beside C++ and NCCL: mpiexec -n 2 python -m mpi4py triton_kernels.py
 
-- put_signal: half of a ping-pong's round trip, by one kernel of a program, or of a thread, on each rank.
+- put + signal: half of a ping-pong's round trip, by one kernel of a program, or of a thread, on each rank.
 - diffusion: a step of `examples/triton_diffusion.py` and of `examples/custom_kernel.py`.
-- all_reduce: one-shot, of 64 KiB; ours in C++ is ``algorithm="one_shot"``.
-- gemm_all_reduce, all_gather_gemm: `examples/triton_overlapped_gemm.py` beside ``torch.matmul`` and NCCL, one after the
-  other, in float16.
+- all_reduce: one-shot, of 64 KiB, by `examples/triton_all_reduce.py`; ours in C++ is ``algorithm="one_shot"``.
+- all_to_all: `examples/triton_all_to_all.py` and `examples/all_to_all.py`, 64 KiB to each peer.
+- GEMM + all_reduce, all_gather + GEMM: `examples/triton_overlapped_gemm.py` in float16 beside ``torch.matmul`` and
+  NCCL, one after the other. The products alone, by cuBLAS and by the same tiles in Triton, tell what the overlap gains
+  and what Triton's product loses.
 
-Times are by the GPU's events, of many calls; those of the last three are calls in a CUDA graph. The result is the
-median over repetitions of the slowest rank's time. Contenders take turns.
+side_by_side.py says how contenders take turns and how results are checked, gpu_job.py how times are measured. On the
+host runtime kernels run in Triton's interpreter, which shows that the program works, and says nothing about speed.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
-import statistics
 import sys
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-# NVLink multicast must not be used. torch and NCCL read these variables when they are loaded.
-os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
+if os.environ.get("PROXYCCL_RUNTIME") == "host":
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # chosen when triton is imported
 
-import torch
-import torch.distributed as dist
+import numpy as np
 import triton
-from mpi4py import MPI
-from program import common_arguments, describe, end_if_it_hangs, heading
+import triton.language as tl
+from jobs import open_job
+from program import common_arguments
+from side_by_side import Contender, Job, absent, differing, fresh_seed
 
 import proxyccl.triton as pt
-from proxyccl import Communicator
-from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.results import Fields
+from proxyccl.channels.tools.tables import Column, Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 from triton_all_reduce import one_shot
+from triton_all_to_all import all_to_all
 from triton_diffusion import diffuse
-from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce
+from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_TIMEOUT = 20.0  # seconds, of each wait
-_ROUNDS = 2000
-_STEPS = 2000
+_SECONDS = 45  # the program takes less; one that hangs is ended after two and a half minutes
+_CPP, _TRITON = "C++", "Triton"
+_OVERLAPPED = "Triton, overlapped"
+_AIMS = {"put + signal": 1.05, "all_reduce": 1.15}
+"""The most that Triton's kernel may take, as a multiple of the first contender's time."""
+_NO_PEER = "it needs GPUs"
 _CELLS = 1000
-_CALLS = 20
-_TILES = {"BM": 128, "BN": 128, "BK": 64}
+_GEMM_ERROR = 5e-3
+"""Of the largest element: sums of products in float16."""
 _PING_PONG = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -57,6 +65,15 @@ extern "C" __global__ void ping_pong(DeviceHandle<ProxyChannel> channel, uint64_
   }
 }
 """
+COLUMNS = (
+    Column("what", "", 22, left=True),
+    Column("contender", "", 22, left=True),
+    Column("time", "(µs)", 9, ".2f"),
+    Column("best", "(µs)", 9, ".2f"),
+    Column("ratio", "to first", 8, ".3f"),
+    Column("aim", "at most", 8, ".2f"),
+    Column("#wrong", "", 6, "d"),
+)
 
 
 @triton.jit
@@ -69,176 +86,359 @@ def ping_pong(channel, nbytes, first, rounds):
             pt.put_with_signal(channel, nbytes, 0, nbytes)
 
 
-Contenders = dict[str, Callable[[], object]]
+@triton.jit
+def multiply(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    for tile in range(tl.program_id(0), M // BM * (N // BN), tl.num_programs(0)):
+        multiply_tile(a, b, c, tile // (N // BN) * BM, tile % (N // BN) * BN, N, K, BM, BN, BK)
 
 
-class Measurement:
-    """Times of contenders that take turns.
+class Report:
+    """The table, row by row, and what is written as JSON.
 
     Args:
-        comm: the ranks.
-        repetitions: of each contender.
+        job: the ranks.
+        repeats: timed bursts of each contender.
     """
 
-    def __init__(self, comm: Communicator, repetitions: int) -> None:
-        self._comm = comm
-        self._repetitions = repetitions
-        self.results: list[Fields] = []
+    def __init__(self, job: Job, repeats: int) -> None:
+        self._job, self._repeats = job, repeats
+        self._table = Table(COLUMNS)
+        self.rows: list[Fields] = []
+        if job.first:
+            self._table.header()
 
-    def measure(self, what: str, contenders: Contenders, units: int) -> None:
-        """Times each contender's call, of `units` units, and prints and keeps the time of a unit."""
-        times: dict[str, list[float]] = {name: [] for name in contenders}
-        for call in contenders.values():  # compiles, and warms up
-            call()
-        torch.cuda.synchronize()
-        for _ in range(self._repetitions):
-            for name, call in contenders.items():
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self._comm.barrier()
-                torch.cuda.synchronize()
-                start.record()
-                call()
-                end.record()
-                torch.cuda.synchronize()
-                self._comm.check()
-                times[name].append(MPI.COMM_WORLD.allreduce(start.elapsed_time(end) * 1e3 / units, MPI.MAX))
-        for name, found in times.items():
-            median = statistics.median(found)
-            self.results.append({"what": what, "contender": name, "us": median, "least_us": min(found)})
-            if self._comm.rank == 0:
-                print(f"{what:18s} {name:22s} {median:10.2f} us", flush=True)
+    def measure(self, what: str, contenders: Sequence[Contender], units: int = 1) -> None:
+        """Checks and times contenders, and shows the time of one of so many units of a call."""
+        timings = self._job.measure(contenders, self._repeats)
+        reference = next((timing.time_us for timing in timings if timing.time_us), None)
+        for timing in timings:
+            time, best = (us / units if us else None for us in (timing.time_us, timing.best_us))
+            ratio = timing.time_us / reference if timing.time_us and reference else None
+            aim = _AIMS.get(what.split(",", maxsplit=1)[0]) if timing.name == _TRITON else None
+            row = {"what": what, "name": timing.name, "time_us": time, "best_us": best, "ratio": ratio, "aim": aim}
+            self.rows.append({**row, "wrong": timing.wrong, "ours": timing.ours, "reason": timing.reason})
+            if self._job.first:
+                self._table.row(*row.values(), timing.wrong)
+                if timing.reason:
+                    self._job.say_once(f"#   {timing.name}: {timing.reason}")
 
 
-def in_graph(call: Callable[[], object]) -> Callable[[], object]:
-    """Calls in a CUDA graph, and what replays it."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(_CALLS):
-            call()
-    return graph.replay
+def together(job: Job, write: Callable[[], object]) -> Callable[[], None]:
+    """A refill: no rank writes while a peer's kernel still puts, and no kernel puts while a rank still writes."""
+
+    def refill() -> None:
+        for step in (lambda: None, write):
+            step()
+            job.synchronize()
+            job.world.Barrier()
+
+    return refill
 
 
-def measure_put_signal(comm: Communicator, measurement: Measurement) -> None:
-    nbytes, first = 1024, int(comm.rank == 0)
-    (channel,) = comm.proxy_channels(comm.empty(2 * nbytes, "uint8"), peers=[1 - comm.rank])
+def on_gpus(job: Job) -> bool:
+    """Whether there are torch and NCCL beside us."""
+    return job.comm.runtime.name != "host"
+
+
+def on_cpu(x: Any) -> np.ndarray:
+    """A copy of an array."""
+    return np.array(x.cpu() if hasattr(x, "cpu") else x)
+
+
+def kernel_of(example: str) -> str:
+    """The C++ source of an example, without running it."""
+    for node in ast.parse((EXAMPLES / example).read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL":
+            return str(ast.literal_eval(node.value))
+    raise ValueError(f"{example} has no KERNEL")
+
+
+def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
+    """1 KiB there and back."""
+    comm, nbytes, first = job.comm, 1024, int(job.rank == 0)
+    seed = fresh_seed(job)
+    given = [job.random(nbytes // 4, "float32", seed + rank) for rank in range(job.ranks)]
+    memory = job.registered(nbytes // 2, "float32")
+    target = memory[nbytes // 4 :]
+    memory[: nbytes // 4] = given[job.rank]
+    (channel,) = comm.proxy_channels(memory)
     cpp, ours = comm.compile(_PING_PONG, "ping_pong"), comm.triton(ping_pong, grid=1, num_warps=1)
-    contenders: Contenders = {
-        "C++": lambda: cpp(1, 1, channel, nbytes, first, _ROUNDS, stream=torch.cuda.current_stream()),
-        "Triton": lambda: ours(channel, nbytes, first, _ROUNDS, stream=torch.cuda.current_stream()),
-    }
-    measurement.measure("put_signal 1 KiB", contenders, 2 * _ROUNDS)
-
-
-def measure_diffusion(comm: Communicator, measurement: Measurement) -> None:
-    rank, ranks = comm.rank, comm.world_size
-    tree = ast.parse((EXAMPLES / "custom_kernel.py").read_text())
-    (source,) = (
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "KERNEL"
+    model = Contender(
+        _CPP,
+        True,
+        lambda: cpp(1, 1, channel, nbytes, first, rounds, stream=job.handle),
+        together(job, lambda: job.poison(target)),
+        lambda _: differing(target, given[1 - job.rank]),
     )
-    u = comm.empty((2, _CELLS + 2), "float32").fill(1)
+    triton_s = replace(model, name=_TRITON, call=lambda: ours(channel, nbytes, first, rounds, stream=job.handle))
+    report.measure("put + signal, 1 KiB", [model, triton_s], 2 * rounds)
+
+
+def measure_diffusion(job: Job, report: Report, steps: int) -> None:
+    """So many steps, an even number, so that the result lies where the start lay."""
+    comm, rank, ranks, n, seed = job.comm, job.rank, job.ranks, _CELLS, fresh_seed(job)
+    starts = [job.random(n, "float32", seed + each) for each in range(ranks)]
+    heat = np.concatenate([on_cpu(start) for start in starts]).astype(np.float64)
+    for _ in range(steps):
+        heat += 0.25 * (np.roll(heat, 1) - 2 * heat + np.roll(heat, -1))
+    expected = heat[rank * n : (rank + 1) * n]
+    u = job.registered(2 * (n + 2), "float32")
     channels = comm.proxy_channels(u)
     left, right = channels.to((rank - 1) % ranks), channels.to((rank + 1) % ranks)
-    cpp, ours = comm.compile(source, "diffuse"), comm.triton(diffuse, grid=1)
-    contenders: Contenders = {
-        "C++": lambda: cpp(1, 128, left, right, u, _CELLS, _STEPS, stream=torch.cuda.current_stream()),
-        "Triton": lambda: ours(left, right, u, _CELLS, _STEPS, BLOCK=1024, stream=torch.cuda.current_stream()),
-    }
-    measurement.measure("diffusion", contenders, _STEPS)
+    cpp, ours = comm.compile(kernel_of("custom_kernel.py"), "diffuse"), comm.triton(diffuse, grid=1)
+    results: list[np.ndarray] = []
+
+    def start_again() -> None:
+        job.poison(u)
+        u[1 : n + 1] = starts[rank]
+
+    def wrong(calls: int) -> int:
+        found = on_cpu(u[1 : n + 1])
+        if calls > 1:  # a later call began with the result of the one before
+            return 0
+        results.append(found)
+        return int((~(np.abs(found - expected) <= 1e-4)).sum())
+
+    model = Contender(
+        _CPP,
+        True,
+        lambda: cpp(1, 128, left, right, u, n, steps, stream=job.handle),
+        together(job, start_again),
+        wrong,
+    )
+    triton_s = replace(model, name=_TRITON, call=lambda: ours(left, right, u, n, steps, BLOCK=1024, stream=job.handle))
+    report.measure("diffusion, a step", [model, triton_s], steps)
+    same = all(job.world.allgather(all(np.array_equal(result, results[0]) for result in results)))
+    job.say_once(f"#   the diffusion's results of C++ and Triton have {'the same' if same else 'different'} bits")
 
 
-def measure_all_reduce(comm: Communicator, measurement: Measurement) -> None:
-    n, block = 16 * 1024, 1024
-    programs = n // block
-    x, calls = torch.zeros(n, device="cuda"), comm.empty(programs, "int32").fill(0)
-    channels = comm.sm_channels(comm.empty(2 * comm.world_size * n, "uint64").fill(0))
+def measure_all_reduce(job: Job, report: Report) -> None:
+    """In place: n calls multiply the sum by world_size ** (n - 1), which is exact for a power of two."""
+    comm, ranks, n, block, seed = job.comm, job.ranks, (16 if on_gpus(job) else 2) * 1024, 1024, fresh_seed(job)
+    given = [job.random(n, "float32", seed + rank) for rank in range(ranks)]
+    x, programs = job.empty(n, "float32"), n // block
+    calls = comm.empty(programs, "int32").fill(0)
+    channels = comm.sm_channels(comm.empty(2 * ranks * n, "uint64").fill(0))
     ours = comm.triton(one_shot, grid=programs)
-    contenders: Contenders = {
-        "C++": in_graph(lambda: comm.all_reduce(x, algorithm="one_shot")),
-        "Triton": in_graph(lambda: ours(x, channels, calls, comm.rank, comm.world_size, n, BLOCK=block)),
-        "NCCL": in_graph(lambda: dist.all_reduce(x)),
-    }
-    measurement.measure("all_reduce 64 KiB", contenders, _CALLS)
+
+    def fill() -> None:
+        x[:] = given[job.rank]
+
+    model = Contender(
+        _CPP,
+        True,
+        lambda: comm.all_reduce(x, algorithm="one_shot", stream=job.handle),
+        together(job, fill),
+        lambda calls: differing(x, sum(given) * float(ranks ** (calls - 1))),
+    )
+
+    def by_triton() -> None:
+        ours(x, channels, calls, job.rank, ranks, n, BLOCK=block, stream=job.handle)
+
+    nccl = absent("NCCL", _NO_PEER)
+    if on_gpus(job):
+        import torch.distributed as dist
+
+        nccl = replace(model, name=nccl.name, ours=False, call=lambda: dist.all_reduce(x))
+    report.measure(f"all_reduce, {n // 256} KiB", [model, replace(model, name=_TRITON, call=by_triton), nccl])
 
 
-def measure_gemms(comm: Communicator, measurement: Measurement, size: int) -> None:
-    rank, ranks = comm.rank, comm.world_size
-    programs = torch.cuda.get_device_properties(comm.runtime.device).multi_processor_count
-    barrier = pt.GridBarrier(comm)
-    m = n = size
-    k = size // ranks
-
-    a, b = (torch.randn(shape, device="cuda", dtype=torch.float16) / 64 for shape in ((m, k), (k, n)))
-    memory, done = comm.empty((3, m, n), "float16"), comm.empty(ranks, "int32").fill(0)
-    channels = comm.proxy_channels(memory)
-    fused = comm.triton(gemm_all_reduce, grid=programs, num_warps=8, num_stages=3)
-    product = torch.empty((m, n), device="cuda", dtype=torch.float16)
-
-    def one_after_the_other() -> None:
-        torch.matmul(a, b, out=product)
-        dist.all_reduce(product)
-
-    contenders: Contenders = {
-        "matmul, then NCCL": in_graph(one_after_the_other),
-        "Triton, overlapped": in_graph(
-            lambda: fused(a, b, memory, done, channels, barrier, rank, ranks, m, n, k, **_TILES)
-        ),
-        "matmul alone": in_graph(lambda: torch.matmul(a, b, out=product)),
-    }
-    measurement.measure(f"gemm_all_reduce {size}", contenders, _CALLS)
-    one_after_the_other()
-    difference = (torch.from_dlpack(memory)[2].float() - product.float()).abs().max().item()
-    assert difference <= 2e-2 * product.abs().max().item(), difference
-
-    rows = comm.empty((m, size), "float16").fill(0.01)
-    gathered, own = torch.from_dlpack(rows), torch.full((m // ranks, size), 0.01, device="cuda", dtype=torch.float16)
-    weights = torch.randn((size, n // ranks), device="cuda", dtype=torch.float16)
-    result, there = (torch.empty((m, n // ranks), device="cuda", dtype=torch.float16) for _ in range(2))
-    row_channels = comm.proxy_channels(rows)
-    gathering = comm.triton(all_gather_gemm, grid=programs, num_warps=8, num_stages=3)
-
-    def gather_first() -> None:
-        dist.all_gather_into_tensor(gathered, own)
-        torch.matmul(gathered, weights, out=there)
-
-    contenders = {
-        "NCCL, then matmul": in_graph(gather_first),
-        "Triton, overlapped": in_graph(
-            lambda: gathering(rows, weights, result, row_channels, barrier, rank, ranks, m, n // ranks, size, **_TILES)
-        ),
-        "matmul alone": in_graph(lambda: torch.matmul(gathered, weights, out=there)),
-    }
-    measurement.measure(f"all_gather_gemm {size}", contenders, _CALLS)
-    difference = (result.float() - there.float()).abs().max().item()
-    assert difference <= 2e-2 * there.abs().max().item(), difference
+def measure_all_to_all(job: Job, report: Report) -> None:
+    """64 KiB from each rank to each other; a rank's own part stays where it is."""
+    comm, rank, ranks, count, seed = job.comm, job.rank, job.ranks, 16 * 1024, fresh_seed(job)
+    given = [job.random(ranks * count, "float32", seed + each) for each in range(ranks)]
+    send, receive = (job.registered(ranks * count, "float32") for _ in range(2))
+    send[:] = given[rank]
+    part = [slice(each * count, (each + 1) * count) for each in range(ranks)]
+    channels, barrier = comm.proxy_channels(receive, send), pt.GridBarrier(comm)
+    cpp, ours = (
+        comm.compile(kernel_of("all_to_all.py"), "alltoall"),
+        comm.triton(all_to_all, grid=ranks - 1, num_warps=1),
+    )
+    model = Contender(
+        _CPP,
+        True,
+        lambda: cpp(ranks - 1, 32, channels, rank, ranks, count, stream=job.handle),
+        together(job, lambda: job.poison(receive)),
+        lambda _: sum(differing(receive[part[peer]], given[peer][part[rank]]) for peer in channels.peers),
+    )
+    triton_s = replace(
+        model, name=_TRITON, call=lambda: ours(channels, barrier, rank, ranks, count * 4, stream=job.handle)
+    )
+    report.measure("all_to_all, 64 KiB", [model, triton_s])
 
 
-def main() -> None:
-    options = common_arguments(__doc__.splitlines()[0]).parse_args()
-    end_if_it_hangs(options.seconds)
-    with Communicator(timeout=_TIMEOUT) as comm:
-        if comm.world_size != 2 or comm.runtime.name == "host":
-            raise SystemExit("triton_kernels.py needs 2 ranks on GPUs: mpiexec -n 2 python -m mpi4py ...")
-        torch.cuda.set_device(comm.runtime.device)
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29551")
-        dist.init_process_group("nccl", rank=comm.rank, world_size=comm.world_size, timeout=timedelta(seconds=60))
-        heading(comm, "kernels in Triton", f"Triton {triton.__version__}, torch {torch.__version__}")
-        measurement = Measurement(comm, 5 if options.quick else 20)
-        measure_put_signal(comm, measurement)
-        measure_diffusion(comm, measurement)
-        stream = torch.cuda.Stream()  # graphs are captured on a stream of their own
-        with torch.cuda.stream(stream):
-            measure_all_reduce(comm, measurement)
-            for size in (4096,) if options.quick else (4096, 8192):
-                measure_gemms(comm, measurement, size)
-        dist.destroy_process_group()
-        if options.json and comm.rank == 0:
-            write_json(options.json, {"benchmark": "triton_kernels", **describe(comm), "results": measurement.results})
+class Products:
+    """What both overlapped products share: tiles, grid, random matrices, and the count of wrong elements.
+
+    Args:
+        job: the ranks.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job, self.on_gpus = job, on_gpus(job)
+        self.programs = job.comm.runtime.info.multiprocessors if self.on_gpus else 2
+        tiles = [(128, 128, 64), (128, 256, 64)] if self.on_gpus else [(16, 16, 16)]
+        self._configs = [
+            triton.Config(dict(zip(("BM", "BN", "BK"), tile, strict=True)), num_warps=8, num_stages=3) for tile in tiles
+        ]
+        self.barrier = pt.GridBarrier(job.comm)
+
+    def kernel(self, function: Any) -> Any:
+        """A kernel, whose tiles are chosen by measuring."""
+        return self.job.comm.triton(function, grid=self.programs, configs=self._configs)
+
+    def matrix(self, rows: int, columns: int, seed: int) -> Any:
+        """A random matrix in float16, with more than the few bits of whole numbers, which cost the GPU less power."""
+        return self.job.random(rows * columns, "float16", seed).reshape(rows, columns) * 0.037
+
+    def product(self, a: Any, b: Any) -> Any:
+        """In float32."""
+        return a.float() @ b.float() if self.on_gpus else a.astype(np.float32) @ b.astype(np.float32)
+
+    def wrong(self, found: Any, expected: Any) -> int:
+        """The number of elements of two matrices that differ by more than rounding."""
+        difference = abs(found - expected)
+        return int((~(difference <= _GEMM_ERROR * abs(expected).max())).sum())
+
+    def alone(self, a: Any, b: Any, out: Any) -> list[Contender]:
+        """The product of two matrices without communication, by cuBLAS and by Triton."""
+        (m, k), n = a.shape, b.shape[1]
+        kernel, expected = self.kernel(multiply), self.product(a, b)
+        ours = Contender(
+            "Triton, product alone",
+            True,
+            lambda: kernel(a, b, out, m, n, k, stream=self.job.handle),
+            lambda: self.job.poison(out),
+            lambda _: self.wrong(out, expected),
+        )
+        if not self.on_gpus:
+            return [ours]
+        import torch
+
+        return [replace(ours, name="matmul alone", ours=False, call=lambda: torch.matmul(a, b, out=out)), ours]
+
+
+def measure_gemm_all_reduce(products: Products, report: Report, size: int) -> None:
+    """The sum over ranks of [size, size / ranks] * [size / ranks, size]."""
+    job, m, n, k = products.job, size, size, size // products.job.ranks
+    comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
+    pairs = [(products.matrix(m, k, seed + 2 * r), products.matrix(k, n, seed + 2 * r + 1)) for r in range(ranks)]
+    a, b = pairs[rank]
+    expected = sum(products.product(*pair) for pair in pairs)
+    memory, done = job.registered(3 * m * n, "float16"), comm.empty(ranks, "int32").fill(0)
+    own, _, total = memory.reshape(3, m, n)
+    channels, barrier = comm.proxy_channels(memory), products.barrier
+    kernel = products.kernel(gemm_all_reduce)
+    ours = Contender(
+        _OVERLAPPED,
+        True,
+        lambda: kernel(a, b, memory, done, channels, barrier, rank, ranks, m, n, k, stream=job.handle),
+        together(job, lambda: job.poison(memory)),
+        lambda _: products.wrong(total, expected),
+    )
+    first = absent("matmul, then NCCL", _NO_PEER)
+    if products.on_gpus:
+        import torch
+        import torch.distributed as dist
+
+        out = torch.empty_like(own)
+
+        def one_after_the_other() -> None:
+            torch.matmul(a, b, out=out)
+            dist.all_reduce(out)
+
+        first = Contender(
+            first.name,
+            False,
+            one_after_the_other,
+            lambda: job.poison(out),
+            lambda _: products.wrong(out, expected),
+        )
+    report.measure(f"GEMM+all_reduce, {size}", [first, ours, *products.alone(a, b, own)])
+    tell_configurations(job, kernel)
+
+
+def measure_all_gather_gemm(products: Products, report: Report, size: int) -> None:
+    """[size, size], of which each rank has a share of the rows, * [size, size / ranks]."""
+    job, m, n, k = products.job, size, size // products.job.ranks, size
+    comm, rank, ranks, seed = job.comm, job.rank, job.ranks, fresh_seed(job)
+    rows, weights = products.matrix(m, k, seed), products.matrix(k, n, seed + 1 + rank)
+    share = m // ranks
+    mine = slice(rank * share, (rank + 1) * share)
+    expected = products.product(rows, weights)
+    a = job.registered(m * k, "float16").reshape(m, k)
+    out = job.empty(m * n, "float16").reshape(m, n)
+    channels, barrier = comm.proxy_channels(a), products.barrier
+    kernel = products.kernel(all_gather_gemm)
+
+    def keep_own_rows() -> None:
+        job.poison(a)
+        job.poison(out)
+        a[mine] = rows[mine]
+
+    ours = Contender(
+        _OVERLAPPED,
+        True,
+        lambda: kernel(a, weights, out, channels, barrier, rank, ranks, m, n, k, stream=job.handle),
+        together(job, keep_own_rows),
+        lambda _: products.wrong(out, expected),
+    )
+    first = absent("NCCL, then matmul", _NO_PEER)
+    if products.on_gpus:
+        import torch
+        import torch.distributed as dist
+
+        gathered, own = torch.empty_like(rows), rows[mine].clone()
+
+        def gather_first() -> None:
+            dist.all_gather_into_tensor(gathered, own)
+            torch.matmul(gathered, weights, out=out)
+
+        def poison() -> None:
+            job.poison(gathered)
+            job.poison(out)
+
+        first = replace(ours, name=first.name, ours=False, call=gather_first, refill=poison)
+    report.measure(f"all_gather+GEMM, {size}", [first, ours, *products.alone(rows, weights, out)])
+    tell_configurations(job, kernel)
+
+
+def tell_configurations(job: Job, kernel: Any) -> None:
+    """Says which tiles were chosen for the kernel that was measured."""
+    for config in kernel.chosen.values():
+        job.say_once(f"#   {kernel.name}: {config.kwargs}, {config.num_warps} warps, {config.num_stages} stages")
+
+
+def arguments() -> argparse.Namespace:
+    """Those of the command line."""
+    parser = common_arguments(__doc__.splitlines()[0])
+    parser.set_defaults(seconds=_SECONDS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measures, and returns the exit code: 1 if a result was wrong."""
+    options = arguments()
+    with open_job(options.seconds) as job:
+        if job.ranks != 2:
+            raise SystemExit("triton_kernels.py needs 2 ranks: mpiexec -n 2 python -m mpi4py ...")
+        job.heading("kernels in Triton", f"Triton {triton.__version__}; {job.timing}")
+        report = Report(job, (5 if options.quick else 15) if on_gpus(job) else 1)
+        rounds = 200 if on_gpus(job) else 2  # of the interpreter, each takes milliseconds
+        measure_put_signal(job, report, rounds)
+        measure_diffusion(job, report, rounds)
+        measure_all_reduce(job, report)
+        measure_all_to_all(job, report)
+        products, skipped = Products(job), []
+        for size in (4096, 8192) if on_gpus(job) else (32,):
+            for measure in (measure_gemm_all_reduce, measure_all_gather_gemm):
+                if job.in_time():
+                    measure(products, report, size)
+                else:
+                    skipped.append(f"{measure.__name__.removeprefix('measure_')} {size}")
+        return job.finish(options, report.rows, skipped, {"benchmark": "triton_kernels"})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

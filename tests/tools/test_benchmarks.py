@@ -89,6 +89,22 @@ def test_communicators_of_fewer_ranks_are_made_on_the_host() -> None:
     )
 
 
+@pytest.mark.host_only(reason="it runs Triton's interpreter")
+def test_kernels_in_triton_are_checked_beside_cpp_on_the_host(tmp_path: Path) -> None:
+    path, program = tmp_path / "triton.json", BENCHMARKS / "triton_kernels.py"
+    environment = {"PROXYCCL_RUNTIME": "host", "OPENBLAS_NUM_THREADS": "1"}
+    done = run_mpi(2, program, "--seconds", "120", "--json", str(path), env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "# out of bounds values: 0 OK" in done.stdout
+    results = json.loads(path.read_text())
+    measured = {(row["what"].split(",")[0], row["name"]) for row in results["results"] if row["time_us"]}
+    for what in ("put + signal", "diffusion", "all_reduce", "all_to_all"):
+        assert {(what, "C++"), (what, "Triton")} <= measured
+    for what in ("GEMM+all_reduce", "all_gather+GEMM"):
+        assert (what, "Triton, overlapped") in measured
+    assert results["not_measured"] == []
+
+
 def test_put_and_signal_refuse_another_number_of_ranks() -> None:
     done = run_mpi(1, BENCHMARKS / "put_signal.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode != 0
