@@ -29,7 +29,7 @@ RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CP
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -113,10 +113,15 @@ test-torch: $(TORCH_VENVS:%=%/.installed)
 test-triton: .venv-triton-older/.installed
 	.venv-triton-older/bin/python -m pytest -p no:cacheprovider tests/triton_kernels
 
+# The tests of kernels in Numba, in an environment of its own. They compile and link for GPUs; without one no kernel runs.
+test-numba: .venv-numba/.installed
+	.venv-numba/bin/python -m pytest -p no:cacheprovider tests/numba_kernels
+
+.venv-numba/.installed: requirements-numba.lock
 .venv-triton-older/.installed: requirements-triton-older.lock
 .venv-torch/.installed: requirements-torch.lock
 .venv-torch-older/.installed: requirements-torch-older.lock
-OWN_VENVS := $(TORCH_VENVS) .venv-triton-older
+OWN_VENVS := $(TORCH_VENVS) .venv-triton-older .venv-numba
 SITE_PACKAGES := import sysconfig; print(sysconfig.get_path("purelib"))
 $(OWN_VENVS:%=%/.installed): | $(VENV)/.installed
 	$(PYTHON) -m venv $(@D)

@@ -29,6 +29,7 @@ class CudaCompiler:
     """
 
     runtime = "cuda"
+    _image = "CUBIN"
 
     def __init__(self) -> None:
         compiler_version()
@@ -43,7 +44,7 @@ class CudaCompiler:
         return (f"-arch={architecture}", "-std=c++17", "-default-device")
 
     def compile(self, source: str, options: tuple[str, ...]) -> bytes:
-        """A cubin from NVRTC."""
+        """An image from NVRTC."""
         program = _nvrtc("nvrtcCreateProgram", nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
         try:
             encoded = [option.encode() for option in options]
@@ -52,11 +53,22 @@ class CudaCompiler:
                 log = bytearray(_nvrtc("nvrtcGetProgramLogSize", nvrtc.nvrtcGetProgramLogSize(program)))
                 _nvrtc("nvrtcGetProgramLog", nvrtc.nvrtcGetProgramLog(program, log))
                 raise CompileError("NVRTC could not compile the kernel source", log.rstrip(b"\0").decode())
-            image = bytearray(_nvrtc("nvrtcGetCUBINSize", nvrtc.nvrtcGetCUBINSize(program)))
-            _nvrtc("nvrtcGetCUBIN", nvrtc.nvrtcGetCUBIN(program, image))
+            size, get = f"nvrtcGet{self._image}Size", f"nvrtcGet{self._image}"
+            image = bytearray(_nvrtc(size, getattr(nvrtc, size)(program)))
+            _nvrtc(get, getattr(nvrtc, get)(program, image))
             return bytes(image)
         finally:
             _nvrtc("nvrtcDestroyProgram", nvrtc.nvrtcDestroyProgram(program))
+
+
+class CudaLinkCompiler(CudaCompiler):
+    """NVRTC for code that a linker inlines into that of another compiler. Its images are LTO-IR."""
+
+    _image = "LTOIR"
+
+    def options(self, architecture: str) -> tuple[str, ...]:
+        """Those of other code, with optimisation left to the linker."""
+        return (*super().options(architecture), "-dlto", "-rdc=true")
 
 
 def _nvrtc(call: str, result: tuple[Any, ...]) -> Any:

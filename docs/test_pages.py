@@ -5,8 +5,8 @@ The first line of a Python block is a comment with the command that runs it:
     # mpiexec -n 4 python -m mpi4py sums.py      as many ranks; also `python sums.py`
     # torchrun --nproc-per-node 2 program.py     where torch is installed
 
-A program with `device="cuda"` needs a GPU. A C++ block is a kernel's source, which must compile. Commands in other
-blocks must exist.
+A program with `device="cuda"`, or in Numba, needs a GPU. A C++ block is a kernel's source, which must compile. Commands
+in other blocks must exist.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def test_a_program_runs(block: Block, tmp_path: Path) -> None:
     path.write_text(block.text)
     if 'device="cuda"' in block.text:
         pytest.skip("needs a GPU")
+    if "import proxyccl.numba" in block.text:
+        pytest.skip("needs a GPU and Numba-CUDA")
     if "import torch" in block.text and not HAS_TORCH:
         pytest.skip("needs torch")
     match command[::-1]:

@@ -1,0 +1,31 @@
+"""Kernels in Numba-CUDA: ``import proxyccl.numba as pn``.
+
+A thread of a ``@cuda.jit`` function calls what is named here: it pushes triggers, signals and waits over ProxyChannels.
+Numba compiles and launches the kernel.
+"""
+
+from proxyccl.numba.proxy_channel import (
+    address,
+    channel,
+    ended,
+    flush,
+    poll,
+    put,
+    put_with_signal,
+    put_with_signal_and_flush,
+    signal,
+    wait,
+)
+
+__all__ = [
+    "address",
+    "channel",
+    "ended",
+    "flush",
+    "poll",
+    "put",
+    "put_with_signal",
+    "put_with_signal_and_flush",
+    "signal",
+    "wait",
+]

@@ -1,0 +1,56 @@
+"""The device headers' functions are linked into kernels of Numba's, for devices that are not here."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from cuda.core import Linker, LinkerOptions, ObjectCode
+from numba import cuda, int64, types
+
+import proxyccl.numba as pn
+from proxyccl import ArgumentError
+from support import numba_kernels as kernels
+
+pytestmark = pytest.mark.host_only(reason="a compiler alone")
+
+SIGNATURE = (int64, int64, int64, types.Array(types.int32, 1, "C"))
+
+
+def linked(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str) -> bytes:
+    """The kernel that uses everything, as Numba compiles and links it, as "ptx" or "cubin"."""
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=capability))
+    (own, ours), _ = cuda.compile_all(
+        kernels.everything, SIGNATURE, device=False, abi="numba", cc=capability, output="ltoir"
+    )
+    options = LinkerOptions(
+        arch="sm_{}{}".format(*capability), link_time_optimization=True, ptx=True if kind == "ptx" else None
+    )
+    return bytes(Linker(ObjectCode.from_ltoir(own), ObjectCode.from_ltoir(ours.data), options=options).link(kind).code)
+
+
+@pytest.mark.parametrize(
+    ("capability", "push"),
+    [
+        ((8, 0), r"st\.relaxed\.sys\.b64.*\n(?:.*\n){0,3}?.*st\.release\.sys\.b64"),
+        ((9, 0), r"st\.relaxed\.sys\.global\.b128 \["),
+    ],
+    ids=["sm_80", "sm_90"],
+)
+def test_the_functions_are_inlined(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], push: str) -> None:
+    ptx = linked(monkeypatch, capability, "ptx").rstrip(b"\0").decode()
+    assert len(re.findall(r"^\.visible \.entry \w*everything", ptx, re.MULTILINE)) == 1
+    assert ".extern .func" not in ptx
+    assert not re.findall(r"\bproxyccl_(?!default_control)\w+", ptx)
+    assert len(re.findall(push, ptx)) == 8  # five calls, three of which may push several triggers
+    assert len(re.findall(r"ld\.acquire\.sys\.b64", ptx)) >= 5  # what is waited for
+
+
+def test_a_kernel_links_to_a_cubin(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert linked(monkeypatch, (9, 0), "cubin").startswith(b"\x7fELF")
+
+
+def test_only_proxy_channels_have_an_address() -> None:
+    with pytest.raises(ArgumentError, match="channels: expected a ProxyChannel or a set of them, not 5"):
+        pn.address(5)  # type: ignore[arg-type]

@@ -1,0 +1,29 @@
+"""Kernels in Numba for tests, before ``cuda.jit``: some are only compiled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+
+import proxyccl.numba as pn
+
+
+def everything(channels: Any, i: Any, nbytes: Any, out: Any) -> None:
+    """Every function of `proxyccl.numba`: five pushes by thread 0."""
+    if cuda.threadIdx.x == 0:
+        channel = pn.channel(channels, i)
+        pn.put(channel, nbytes, 0, nbytes)
+        pn.signal(channel)
+        pn.put_with_signal(channel, nbytes, 0, nbytes)
+        out[0] = pn.put_with_signal_and_flush(channel, nbytes, 0, nbytes)
+        for _ in range(2):
+            out[1] += pn.wait(channel)
+        while not pn.poll(channel) and not pn.ended(channel):
+            pass
+        out[2] = pn.flush(channel)
+
+
+def waits(channel: Any, out: Any) -> None:
+    """A wait, and what it returned."""
+    out[0] = pn.wait(channel)
