@@ -12,12 +12,18 @@ from proxyccl.triton.kernel import TritonKernel
 from proxyccl.triton.proxy_channel import (
     ended,
     flush,
+    flush_async,
+    is_flushed,
     poll,
     put,
+    put_value,
+    put_value_with_signal,
     put_with_signal,
     put_with_signal_and_flush,
     signal,
     wait,
+    wait_flushed,
+    wait_until,
 )
 from proxyccl.triton.sm_channel import (
     PACKET_BYTES,
@@ -30,6 +36,7 @@ from proxyccl.triton.sm_channel import (
     sm_relaxed_signal,
     sm_signal,
     sm_wait,
+    sm_wait_until,
 )
 from proxyccl.triton.target import sync_threads_system
 
@@ -40,10 +47,14 @@ __all__ = [
     "channel",
     "ended",
     "flush",
+    "flush_async",
     "get_packets",
+    "is_flushed",
     "poll",
     "put",
     "put_packets",
+    "put_value",
+    "put_value_with_signal",
     "put_with_signal",
     "put_with_signal_and_flush",
     "remote",
@@ -54,9 +65,12 @@ __all__ = [
     "sm_relaxed_signal",
     "sm_signal",
     "sm_wait",
+    "sm_wait_until",
     "sync_grid",
     "sync_threads_system",
     "wait",
+    "wait_flushed",
+    "wait_until",
 ]
 
 kernel_languages.register("triton", TritonKernel)

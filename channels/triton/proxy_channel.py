@@ -41,13 +41,15 @@ from proxyccl.triton.layout import (
     SRC_OFFSET_SHIFT,
     TAIL_8,
     TAIL_CACHE_8,
+    VALUE_1_BYTE,
+    VALUE_8_BYTES,
     WAIT_FLUSH,
     WAIT_NONE,
     WAIT_PROXY_SIGNAL,
     WAIT_RING_ROOM,
     WINDOW_BYTES,
 )
-from proxyccl.triton.semaphores import poll_for_signal, wait_for_signal
+from proxyccl.triton.semaphores import poll_for_signal, wait_for_count, wait_for_signal
 from proxyccl.triton.target import (
     SPINS_PER_CHECK,
     load_acquire_device,
@@ -60,6 +62,9 @@ from proxyccl.triton.target import (
 )
 from proxyccl.triton.waits import aborted, check_wait, record_error, wait_at_least
 from proxyccl.triton.words import longs_at, u32, u64, words_at
+
+NO_TICKET = tl.constexpr(-1)
+"""In place of the ticket of a trigger that was not pushed: all bits, as kNoTicket of fifo.h."""
 
 
 @jit
@@ -197,6 +202,52 @@ def _push_word(channel, operation: tl.constexpr):
 
 
 @jit
+def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
+    # A value in the place of a source: its low half where a size is, its high half where the source's offset is.
+    low, high = value & 0xFFFFFFFF, value >> 32
+    return _push_trigger(
+        channel, _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
+    )
+
+
+@jit
+def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.constexpr):
+    typed = (tl.full([], 0, dtype) + value).to(dtype)
+    bits: tl.constexpr = typed.dtype.primitive_bitwidth
+    if bits == 8:
+        carried = typed.to(tl.uint8, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE
+    elif bits == 16:
+        carried = typed.to(tl.uint16, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE + 1
+    elif bits == 32:
+        carried = typed.to(tl.uint32, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE + 2
+    else:
+        tl.static_assert(bits == 64, "expected a type of 1, 2, 4 or 8 bytes")
+        carried = typed.to(tl.uint64, bitcast=True)
+        kind = VALUE_8_BYTES
+    dst_id = _number(channel, DST_MEMORY_4)
+    dst = u64(dst_offset)
+    size = u64(bits // 8)
+    if _reaches(channel, dst_id, dst, size):
+        _push_value(channel, operation, dst_id, dst, kind, carried)
+    else:
+        record_error(
+            _long(channel, CONTROL_8),
+            u32(ERROR_BAD_TRIGGER),
+            u32(WAIT_NONE),
+            _number(channel, PEER_4),
+            _number(channel, CHANNEL_4),
+            u64(0),
+            u64(0),
+            u32(operation),
+            dst,
+            size,
+        )
+
+
+@jit
 def _wait_flushed(channel, ticket, pushed):
     done = pushed
     if pushed != 0:
@@ -231,10 +282,40 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 
 @jit
-def signal(channel):
-    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel."""
+def put_value(channel, dst_offset, value, dtype: tl.constexpr):
+    """Writes a value to the peer's memory. It travels in the trigger, so nothing is read later.
+
+    Args:
+        channel: a ProxyChannel.
+        dst_offset: where in the peer's memory, in bytes, of any alignment.
+        value: a number.
+        dtype: its type, of 1, 2, 4 or 8 bytes.
+    """
     _require(channel)
-    _push_word(channel, OP_SIGNAL)
+    _put_value(channel, OP_DATA, dst_offset, value, dtype)
+
+
+@jit
+def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
+    """`put_value` and `signal` as one operation. Arguments as of `put_value`."""
+    _require(channel)
+    _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
+
+
+@jit
+def signal(channel, value=None):
+    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel.
+
+    Args:
+        channel: a ProxyChannel.
+        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
+            before, or the communicator ends with a TriggerError.
+    """
+    _require(channel)
+    if value is None:
+        _push_word(channel, OP_SIGNAL)
+    else:
+        _push_value(channel, OP_SIGNAL, u32(0), u64(0), VALUE_8_BYTES, u64(value))
 
 
 @jit
@@ -265,6 +346,34 @@ def flush(channel):
 
 
 @jit
+def flush_async(channel):
+    """Asks for a flush and returns at once: the kernel may work on before it needs the sources again.
+
+    Returns its ticket, for `is_flushed` and `wait_flushed`.
+    """
+    _require(channel)
+    ticket, pushed = _push_word(channel, OP_FLUSH)
+    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
+
+
+@jit
+def is_flushed(channel, ticket):
+    """Whether the flush with this ticket is complete. It never waits, as `poll`."""
+    _require(channel)
+    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, FLUSHED_8)) > ticket)
+    if done == 0:
+        pause(0)
+    return done
+
+
+@jit
+def wait_flushed(channel, ticket):
+    """Waits for the flush with this ticket. Returns as `flush`."""
+    _require(channel)
+    return _wait_flushed(channel, ticket, (ticket != u64(NO_TICKET)).to(tl.int32))
+
+
+@jit
 def wait(channel):
     """Waits for the peer's next signal and consumes it. Behind it, the data that the peer put before may be read.
 
@@ -280,6 +389,26 @@ def wait(channel):
         u32(WAIT_PROXY_SIGNAL),
         _number(channel, PEER_4),
         _number(channel, CHANNEL_4),
+    )
+
+
+@jit
+def wait_until(channel, value):
+    """Waits until the peer's signals have come to a count, and consumes them. Otherwise as `wait`.
+
+    Args:
+        channel: a ProxyChannel.
+        value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
+    """
+    _require(channel)
+    return wait_for_count(
+        _pointer(channel, INBOUND_8),
+        _pointer(channel, EXPECTED_8),
+        _long(channel, CONTROL_8),
+        u32(WAIT_PROXY_SIGNAL),
+        _number(channel, PEER_4),
+        _number(channel, CHANNEL_4),
+        value,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import triton.language as tl
 
 from proxyccl.triton.jit import INTERPRETED, jit
-from proxyccl.triton.layout import ERROR_SHARED_WAIT
+from proxyccl.triton.layout import ERROR_SHARED_WAIT, ERROR_SIGNAL_VALUE
 from proxyccl.triton.target import (
     load_acquire_system,
     load_relaxed_device,
@@ -43,16 +43,32 @@ else:
 
 
 @jit
-def wait_for_signal(inbound, expected, control, kind, peer, channel):
-    """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
-    target = load_relaxed_device(expected) + 1
+def _consume(inbound, expected, control, kind, peer, channel, target):
     came = tl.full([], 0, tl.int32)
     if _begin_wait(expected, control, kind, peer, channel, target):
         came = wait_at_least(inbound, target, control, kind, peer, channel)
         if came != 0:
             tl.store(expected, target)
         _end_wait(expected)
+    return came
+
+
+@jit
+def wait_for_signal(inbound, expected, control, kind, peer, channel):
+    """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
+    came = _consume(inbound, expected, control, kind, peer, channel, load_relaxed_device(expected) + 1)
     tl.debug_barrier()  # no thread may read `expected` for a next wait before it is stored
+    return came != 0
+
+
+@jit
+def wait_for_count(inbound, expected, control, kind, peer, channel, count):
+    """Waits until the signals have come to a count, and consumes them; see `wait_until` and `sm_wait_until`."""
+    target = u64(count)
+    came = tl.full([], 1, tl.int32)
+    if load_relaxed_device(expected) < target:
+        came = _consume(inbound, expected, control, kind, peer, channel, target)
+    tl.debug_barrier()
     return came != 0
 
 
@@ -76,6 +92,20 @@ def signal_peer(remote_inbound, outbound):
     sent = load_relaxed_device(outbound) + 1
     store_release_system(remote_inbound, sent)
     tl.store(outbound, sent)
+    tl.debug_barrier()
+
+
+@jit
+def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
+    """Raises the peer's count to one above all before, behind what all threads of the program stored."""
+    sync_threads_system()
+    target = u64(count)
+    sent = load_relaxed_device(outbound)
+    if target > sent:
+        store_release_system(remote_inbound, target)
+        tl.store(outbound, target)
+    else:
+        record_error(control, u32(ERROR_SIGNAL_VALUE), kind, peer, channel, sent, target, u32(0), u64(0), u64(0))
     tl.debug_barrier()
 
 

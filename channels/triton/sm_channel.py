@@ -29,7 +29,14 @@ from proxyccl.triton.layout import (
     WAIT_PACKET,
     WAIT_SM_SIGNAL,
 )
-from proxyccl.triton.semaphores import poll_for_signal, signal_peer, signal_peer_relaxed, wait_for_signal
+from proxyccl.triton.semaphores import (
+    poll_for_signal,
+    signal_peer,
+    signal_peer_relaxed,
+    signal_peer_up_to,
+    wait_for_count,
+    wait_for_signal,
+)
 from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, store_packets
 from proxyccl.triton.waits import aborted, check_wait, record_error
 from proxyccl.triton.words import longs_at, u32, u64
@@ -77,13 +84,29 @@ def remote_bytes(channel):
 
 
 @jit
-def sm_signal(channel):
+def sm_signal(channel, value=None):
     """Adds one to the peer's semaphore of this channel. One program at a time calls it.
 
     The peer that waits for the signal sees what all threads of this program stored before.
+
+    Args:
+        channel: an SmChannel.
+        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
+            before, or the communicator ends with a TriggerError.
     """
     _require(channel)
-    signal_peer(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+    if value is None:
+        signal_peer(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+    else:
+        signal_peer_up_to(
+            _pointer(channel, SM_REMOTE_INBOUND_8),
+            _pointer(channel, SM_OUTBOUND_8),
+            _long(channel, SM_CONTROL_8),
+            u32(WAIT_SM_SIGNAL),
+            _number(channel, SM_PEER_4),
+            _number(channel, SM_CHANNEL_4),
+            value,
+        )
 
 
 @jit
@@ -104,6 +127,21 @@ def sm_wait(channel):
         u32(WAIT_SM_SIGNAL),
         _number(channel, SM_PEER_4),
         _number(channel, SM_CHANNEL_4),
+    )
+
+
+@jit
+def sm_wait_until(channel, value):
+    """Waits until the peer's signals have come to a count; as `wait_until` of a ProxyChannel."""
+    _require(channel)
+    return wait_for_count(
+        _pointer(channel, SM_INBOUND_8),
+        _pointer(channel, SM_EXPECTED_8),
+        _long(channel, SM_CONTROL_8),
+        u32(WAIT_SM_SIGNAL),
+        _number(channel, SM_PEER_4),
+        _number(channel, SM_CHANNEL_4),
+        value,
     )
 
 

@@ -38,6 +38,54 @@ def put_and_flush(channel, dst_offset, src_offset, size, out):
 
 
 @triton.jit
+def put_values(channel, base, number, out):
+    """Values of each size, one behind another, the last with a signal; and what the flushes returned."""
+    pt.put_value(channel, base, number, tl.int8)
+    pt.put_value(channel, base + 1, 1.5, tl.float16)
+    pt.put_value(channel, base + 3, number * 0.5, tl.float32)
+    pt.put_value_with_signal(channel, base + 7, -number, tl.int64)
+    ticket = pt.flush_async(channel)
+    pt.wait(channel)
+    tl.store(out, pt.wait_flushed(channel, ticket).to(tl.int32))
+    tl.store(out + 1, pt.is_flushed(channel, ticket).to(tl.int32))
+
+
+@triton.jit
+def put_one_value(channel, offset):
+    """Eight bytes."""
+    pt.put_value(channel, offset, 1, tl.int64)
+
+
+@triton.jit
+def counts(channel, out):
+    """Raises the peer's count to 5 by one signal, which is as five, and awaits the same."""
+    pt.signal(channel)
+    pt.signal(channel, 5)
+    tl.store(out, pt.wait_until(channel, 4).to(tl.int32))
+    tl.store(out + 1, pt.wait_until(channel, 3).to(tl.int32))  # consumed already
+    tl.store(out + 2, pt.wait(channel).to(tl.int32))
+    tl.store(out + 3, pt.poll(channel).to(tl.int32))
+
+
+@triton.jit
+def sm_counts(channel, out):
+    """The same over an SmChannel."""
+    pt.sm_signal(channel)
+    pt.sm_signal(channel, 5)
+    tl.store(out, pt.sm_wait_until(channel, 4).to(tl.int32))
+    tl.store(out + 1, pt.sm_wait_until(channel, 3).to(tl.int32))
+    tl.store(out + 2, pt.sm_wait(channel).to(tl.int32))
+    tl.store(out + 3, pt.sm_poll(channel).to(tl.int32))
+
+
+@triton.jit
+def sm_signals_twice(channel, value):
+    """Two signals of one count, the second of which is refused."""
+    pt.sm_signal(channel, value)
+    pt.sm_signal(channel, value)
+
+
+@triton.jit
 def put_elsewhere(channel, dst_memory, src_memory, size):
     """A put between other memories than the channel's own."""
     pt.put_with_signal(channel, 0, 0, size, dst_memory=dst_memory, src_memory=src_memory)

@@ -184,6 +184,8 @@ def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
 
 
 @pytest.mark.parametrize("architecture", sorted({"sm_90", "gfx942"} & set(ARCHITECTURES)))
-@pytest.mark.parametrize("kernel", ["diffuse", "all_to_all", "one_shot", "gemm_all_reduce", "all_gather_gemm"])
-def test_the_examples_compile(compiled: Path, architecture: str, kernel: str) -> None:
+@pytest.mark.parametrize(
+    "kernel", ["values", "diffuse", "all_to_all", "one_shot", "gemm_all_reduce", "all_gather_gemm"]
+)
+def test_values_and_the_examples_compile(compiled: Path, architecture: str, kernel: str) -> None:
     assert kernel in (compiled / architecture / kernel).read_text()

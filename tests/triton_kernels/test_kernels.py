@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
 import threading
@@ -99,6 +100,55 @@ def test_a_put_goes_between_other_memories() -> None:
         assert target.numpy().tolist() == [10 + peer] * 4 + [20 + comm.rank] * 4
 
     run_ranks(2, body)
+
+
+def test_values_travel_in_triggers() -> None:
+    def body(comm: Communicator) -> None:
+        u, out = uploaded(comm, np.zeros(32, np.int8)), uploaded(comm, np.zeros(2, np.int32))
+        (channel,) = comm.proxy_channels(u)
+        comm.triton(kernels.put_values, grid=1)(channel, 3, 20 + comm.rank, out)
+        comm.synchronize()
+        number = 20 + 1 - comm.rank
+        expected = b"\0\0\0" + struct.pack("<befq", number, 1.5, number / 2, -number)
+        assert u.numpy().tobytes().rstrip(b"\0") == expected
+        assert out.numpy().tolist() == [1, 1]
+        assert (channel.counters.puts, channel.counters.flushes) == (4, 1)
+
+    run_ranks(2, body)
+
+
+def test_a_value_that_leaves_its_memory_is_not_written() -> None:
+    def body(comm: Communicator) -> None:
+        (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int64)))
+        if comm.rank == 0:
+            comm.triton(kernels.put_one_value, grid=1)(channel, 5 << 32)
+
+    for error in errors_of(2, body):
+        assert isinstance(error, TriggerError)
+        assert (error.rank, error.offset) == (0, 5 << 32)
+
+
+@pytest.mark.parametrize("kind", ["proxy", "sm"])
+def test_a_signal_raises_the_count(kind: str) -> None:
+    def body(comm: Communicator) -> None:
+        u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.full(4, 7, np.int32))
+        (channel,) = comm.proxy_channels(u) if kind == "proxy" else comm.sm_channels(u)
+        comm.triton(kernels.counts if kind == "proxy" else kernels.sm_counts, grid=1)(channel, out)
+        comm.synchronize()
+        assert out.numpy().tolist() == [1, 1, 1, 0]
+
+    run_ranks(2, body)
+
+
+def test_a_count_that_does_not_grow_is_refused() -> None:
+    def body(comm: Communicator) -> None:
+        (channel,) = comm.sm_channels(uploaded(comm, np.zeros(4, np.int32)))
+        if comm.rank == 0:
+            comm.triton(kernels.sm_signals_twice, grid=1)(channel, 3)
+
+    for error in errors_of(2, body):
+        assert isinstance(error, TriggerError)
+        assert "with the value 3; expected one above the count of signals, 3" in str(error)
 
 
 def test_a_poll_consumes_one_signal() -> None:
