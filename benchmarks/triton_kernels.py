@@ -45,7 +45,7 @@ from triton_diffusion import diffuse
 from triton_overlapped_gemm import all_gather_gemm, gemm_all_reduce, multiply_tile
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-_SECONDS = 45  # the program takes less; one that hangs is ended after two and a half minutes
+_SECONDS = 60  # after which no section begins; a program that hangs is ended after three minutes
 _CPP, _TRITON = "C++", "Triton"
 _OVERLAPPED = "Triton, overlapped"
 _AIMS = {"put + signal": 1.05, "all_reduce": 1.15}

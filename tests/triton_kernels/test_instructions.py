@@ -5,6 +5,7 @@ What the compiler makes of the accesses that synchronise is read back: widths, o
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import pytest
 import triton
+from triton.backends.compiler import GPUTarget
 
+from proxyccl import RuntimeUnavailableError
 from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
+from proxyccl.triton import compiled as compiled_kernels
+from proxyccl.triton.compiled import target_of
 from support.once import one_at_a_time, shared_directory
 from support.paths import PROGRAMS
 from support.triton_compiling import compile_accesses, without_interpreter
@@ -166,6 +171,24 @@ def test_a_kernel_s_parameters_are_those_that_a_launch_passes(compiled: Path, ar
     bits = [int(each) for each in re.findall(r"^\s*\.param \.[a-z](\d+)", code, re.MULTILINE)]
     assert bits[:5] == [64, 64, 64, 64, 32]  # three channels or barriers, an array and a number
     assert bits[5:] in ([64], [64, 64])  # what Triton adds, for which a launch has two null pointers
+
+
+def test_a_triton_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.find_spec("proxyccl.triton.jit")
+    assert spec is not None
+    assert spec.loader is not None
+    monkeypatch.setattr(triton, "__version__", "3.3.1")
+    with pytest.raises(RuntimeUnavailableError, match=r"needs Triton 3\.4 or later, not 3\.3\.1"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_amd_needs_a_newer_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_kernels, "VERSION", (3, 8))
+    assert target_of("sm_90") == GPUTarget("cuda", 90, 32)
+    with pytest.raises(RuntimeUnavailableError, match=r"needs Triton 3\.9 or later on AMD"):
+        target_of("gfx942")
+    monkeypatch.setattr(compiled_kernels, "VERSION", (3, 10))
+    assert target_of("gfx942:sramecc+:xnack-") == GPUTarget("hip", "gfx942", 64)
 
 
 def test_a_variant_is_loaded_once_and_launched_with_its_arguments() -> None:
