@@ -330,6 +330,9 @@ class _ProxycclExperts:
     expert_alignment: int
     id_packets: int
     weight_packets: int
+    output_buffers: int
+    output_rows: int
+    senders: int
     segment_bytes: int
     return_segment_bytes: int
     counts_offset: int
@@ -347,11 +350,15 @@ class _ProxycclExperts:
     partial_in: int
     partial_out: int
     partial_bytes: int
+    outputs: int
+    output_bytes: int
+    output_scales: int
     routed: int
     sent: int
     read: int
     returned: int
     summed: int
+    loadable: int
     control: PointerField[ProxycclControlPointer]
     workspace: PointerField[CharPointer]
     peers: PointerField[PointerTo[CharPointer]]
@@ -378,6 +385,7 @@ class _ProxycclExpertLayout:
     row_tokens: PointerField[Int32Pointer]
     row_experts: PointerField[Int32Pointer]
     expert_rows: PointerField[Int32Pointer]
+    sent_rows: PointerField[Int32Pointer]
 
 class ProxycclExpertLayout(_ProxycclExpertLayout, CData): ...
 class ProxycclExpertLayoutPointer(_ProxycclExpertLayout, ItemPointer[ProxycclExpertLayout]): ...
@@ -390,9 +398,11 @@ class _ProxycclDispatch:
     ticket: int
     wanted_tokens: int
     scale_bytes: int
+    id_bytes: int
+    output_buffer: int
     row_bytes: int
     input: PointerField[CharPointer]
-    expert_ids: PointerField[Int32Pointer]
+    expert_ids: PointerField[CharPointer]
     weights: PointerField[CharPointer]
     scatter: PointerField[Int32Pointer]
     output: PointerField[CharPointer]
@@ -408,6 +418,7 @@ class _ProxycclCombine:
     phases: int
     tokens: int
     hidden: int
+    rows_buffer: int
     rows: PointerField[CharPointer]
     weights: PointerField[FloatPointer]
     slot_weights: PointerField[FloatPointer]

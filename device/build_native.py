@@ -135,12 +135,14 @@ typedef struct {
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
-  uint32_t expert_alignment; uint32_t id_packets; uint32_t weight_packets;
+  uint32_t expert_alignment; uint32_t id_packets; uint32_t weight_packets; uint32_t output_buffers;
+  uint32_t output_rows; uint32_t senders;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
   uint64_t announced; uint64_t inbox;
   uint64_t rail; uint64_t outbox; uint64_t returns; uint64_t return_rails; uint64_t partial_in; uint64_t partial_out;
-  uint64_t partial_bytes; uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t summed;
+  uint64_t partial_bytes; uint64_t outputs; uint64_t output_bytes; uint64_t output_scales;
+  uint64_t routed; uint64_t sent; uint64_t read; uint64_t returned; uint64_t summed; uint64_t loadable;
   ProxycclControl *control; char *workspace; char *const *peers; const ProxycclProxyChannel *out_channels;
   const ProxycclProxyChannel *back_channels; uint32_t *bases; ProxycclReceivedRows *received_rows;
   uint32_t *chosen_rows; ProxycclExpertCounters *counters; ...;
@@ -148,18 +150,18 @@ typedef struct {
 typedef struct {
   int32_t *tokens; int32_t *counts; int32_t *rows; int32_t *places; int32_t *sent_places; int32_t *expert_ids;
   int32_t *first_rows; int32_t *token_rows; int32_t *row_slots; int32_t *row_tokens; int32_t *row_experts;
-  int32_t *expert_rows; ...;
+  int32_t *expert_rows; int32_t *sent_rows; ...;
 } ProxycclExpertLayout;
 typedef struct {
   uint32_t phases; uint32_t tokens; uint32_t capacity; uint32_t redispatch; uint64_t ticket; uint32_t wanted_tokens;
-  uint32_t scale_bytes;
+  uint32_t scale_bytes; uint32_t id_bytes; uint32_t output_buffer;
   uint64_t row_bytes;
-  const char *input; const int32_t *expert_ids; const char *weights; const int32_t *scatter; char *output;
+  const char *input; const char *expert_ids; const char *weights; const int32_t *scatter; char *output;
   char *output_scales; char *output_weights; int32_t *received; ProxycclExpertLayout layout; ...;
 } ProxycclDispatch;
 typedef struct {
-  uint32_t phases; uint32_t tokens; uint64_t hidden; const char *rows; const float *weights; const float *slot_weights;
-  char *output;
+  uint32_t phases; uint32_t tokens; uint64_t hidden; uint32_t rows_buffer; const char *rows; const float *weights;
+  const float *slot_weights; char *output;
   ProxycclExpertLayout layout; ...;
 } ProxycclCombine;
 

@@ -11,6 +11,8 @@ from proxyccl.device.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError
 
 TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
+SCALED_DTYPES = ("float16", "bfloat16")
+"""Of tokens that a dispatch makes float8 rows of while it stores them."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""

@@ -14,7 +14,7 @@ from proxyccl.channels.collectives.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
-from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
@@ -47,11 +47,9 @@ class DispatchInputs:
 
     Attributes:
         tokens: [T, elements of a row].
-        expert_ids: int32 [T, topk].
+        expert_ids: int32 [T, topk]; with a row for each rank also int64.
         weights: [T, topk], or None.
         scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
-        choices: int32 [T, topk, 2], the ProxycclExpertChoice of each slot, with a row for each rank. expert_ids are
-            ranks then.
         lost_slots: bool [T, topk]: the slots whose experts' ranks are lost; None if the layer knows of no lost ranks.
         wanted_tokens: how many tokens this rank would have sent if the layer were large enough, or 0 if it is.
     """
@@ -60,7 +58,6 @@ class DispatchInputs:
     expert_ids: ArrayView
     weights: ArrayView | None = None
     scatter: ArrayView | None = None
-    choices: ArrayView | None = None
     lost_slots: ArrayView | None = None
     wanted_tokens: int = 0
 
@@ -102,6 +99,8 @@ class DispatchCombineContext:
         chosen_per_rank: int = 0,
         padded_rows: int = 0,
         expert_alignment: int = 0,
+        output_buffers: int = 0,
+        output_rows: int = 0,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -127,7 +126,6 @@ class DispatchCombineContext:
         quantizes = scale_elements == SCALED_ELEMENTS
         quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("expert_quantize.h", "expert_pack") if scale_elements else None
-        self._choose = shipped("expert_choices.h", "expert_choices") if chosen_per_rank else None
         if use_aot:  # load now what is used later
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
@@ -141,6 +139,9 @@ class DispatchCombineContext:
             chosen_per_rank=chosen_per_rank,
             padded_rows=padded_rows,
             expert_alignment=expert_alignment,
+            output_buffers=output_buffers,
+            output_rows=output_rows,
+            scale_bytes=4 * config.hidden // scale_elements if scale_elements else 0,
         )
         self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
         self.expert_alignment = expert_alignment
@@ -153,8 +154,13 @@ class DispatchCombineContext:
         experts = bytes(ffi.buffer(self.workspace.experts))
         self.grid = (self.blocks, threads)
         dispatch = by_announcements if self.workspace.experts.id_packets else by_counts
-        self._dispatch = dispatch.prepare(*self.grid, experts, bytes(ffi.buffer(self._dispatch_call)))
-
+        empty = bytes(ffi.buffer(self._dispatch_call))
+        self._dispatch = dispatch.prepare(*self.grid, experts, empty)
+        self._dispatch_scaled: Launch | None = None
+        if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
+            name = "expert_dispatch_announced_scaled" if self.workspace.experts.id_packets else "expert_dispatch_scaled"
+            scaled = shipped("expert_dispatch.h", name, config.token.name)
+            self._dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
         self._scale = scale.prepare(*self.grid, experts, filled)
@@ -232,12 +238,14 @@ class DispatchCombineContext:
 
     # -- dispatch ---
 
-    def describe(self, call: str, inputs: DispatchInputs) -> EPAllToAllLayoutDesc:
-        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ."""
+    def describe(self, call: str, inputs: DispatchInputs, *, buffered: bool = False) -> EPAllToAllLayoutDesc:
+        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ. `buffered`: its rows go to
+        the next output buffer, if there are any. Then one kernel must send and receive.
+        """
         self._number += 1
         name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
         self._agree(name, self.ep_config.token.name, self._number)
-        tokens = inputs.tokens
+        tokens, outputs = inputs.tokens, self.workspace.outputs
         return EPAllToAllLayoutDesc(
             self,
             self.arrays,
@@ -251,6 +259,7 @@ class DispatchCombineContext:
             padded=bool(self.padded_rows),
             expert_alignment=self.expert_alignment,
             lost_slots=inputs.lost_slots,
+            output_buffer=outputs.take() if buffered and outputs is not None else 0,
         )
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
@@ -330,16 +339,15 @@ class DispatchCombineContext:
             self._fill_output(call, rows, output)
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
-        # Rows that nobody writes must show it: one that the caller's indices leave out, past the received, or in a gap.
-        cleared, size = ("first_rows", 4 * rows) if inputs.scatter is not None else ("", 0)
-        if self.chosen_per_rank and received is not None:
-            cleared, size = "row_experts", 4 * rows * self.ep_config.topk
-        if self.expert_alignment:
-            cleared, size = "row_slots", 4 * rows
-        at = desc.pointer(cleared) if size and desc.rows else 0
-        fill = (lambda handle: self._fill(at, size, handle)) if at else None
+        # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
+        cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.expert_alignment else ""
+        at = desc.pointer(cleared) if cleared and desc.rows else 0
+        fill = (lambda handle: self._fill(at, 4 * rows, handle)) if at else None
         kept = (desc, desc.table_owners, inputs, output, received)
-        self._launch(self._dispatch, call, stream, kept, before=fill)
+        launch, config = self._dispatch, self.ep_config
+        if output is not None and self._dispatch_scaled is not None and inputs.tokens.dtype == config.token:
+            launch, call.row_bytes = self._dispatch_scaled, config.hidden + self._scale_bytes
+        self._launch(launch, call, stream, kept, before=fill)
 
     def repeat(
         self,
@@ -356,10 +364,15 @@ class DispatchCombineContext:
         call.redispatch = 1
         self._fill_output(call, desc.rows, (output, None, scales))
         own = desc.pointer("expert_ids") + 4 * self.workspace.node * self.ep_config.max_tokens * self.ep_config.topk
-        call.expert_ids = ffi.cast("int32_t *", own)
+        call.expert_ids, call.id_bytes = ffi.cast("char *", own), 4
         self._agree("redispatch", tokens.dtype.name, desc.number)
         kept = (desc, desc.table_owners, tokens.owner, output.owner, scales and scales.owner)
         self._launch(self._dispatch, call, stream, kept)
+
+    @property
+    def scales_while_storing(self) -> bool:
+        """Whether a dispatch to output buffers takes tokens of the layer's type, and makes float8 rows of them."""
+        return self._dispatch_scaled is not None
 
     def quantize(self, tokens: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the conversion of tokens to float8 rows with their scales behind them: uint8 [T, hidden + bytes of
@@ -372,22 +385,6 @@ class DispatchCombineContext:
         call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
         self._launch(self._quantize, call, stream, (tokens.owner, packed.owner))
         return packed
-
-    def choose(
-        self, expert_ids: ArrayView, weights: ArrayView | None, stream: StreamLike
-    ) -> tuple[ArrayView, ArrayView]:
-        """Queues what turns experts into ranks, with a row for each rank: the ranks that each token goes to, int32
-        [T, topk], and its choices.
-        """
-        assert self._choose is not None
-        like, shape = expert_ids.owner, expert_ids.shape
-        ranks = input_view(self.group, self.arrays.new(like, shape, "int32"), "exp_indices")
-        choices = input_view(self.group, self.arrays.new(like, (*shape, 2), "int32"), "exp_indices")
-        pointers = (expert_ids.ptr, 0 if weights is None else weights.ptr, ranks.ptr, choices.ptr)
-        sizes = (shape[0] * shape[1], shape[1], expert_ids.dtype.itemsize, self.ep_config.world_size)
-        launch = self._choose.prepare(*self.grid, *pointers, *sizes, self.chosen_per_rank)
-        self.group.launches.launch(launch, stream, (like, weights and weights.owner, ranks.owner, choices.owner))
-        return ranks, choices
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
         """Queues the same for rows that are already in float8, and their scales."""
@@ -404,11 +401,12 @@ class DispatchCombineContext:
 
     def _fill_inputs(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> Any:
         call = self._fill_dispatch(phases, inputs.tokens, desc)
-        call.expert_ids = ffi.cast("int32_t *", inputs.expert_ids.ptr)
-        weights = inputs.choices if inputs.choices is not None else inputs.weights
-        call.weights = ffi.cast("char *", weights.ptr if weights is not None else 0)
+        call.expert_ids = ffi.cast("char *", inputs.expert_ids.ptr)
+        call.id_bytes = inputs.expert_ids.dtype.itemsize
+        call.weights = ffi.cast("char *", inputs.weights.ptr if inputs.weights is not None else 0)
         call.scatter = ffi.cast("int32_t *", inputs.scatter.ptr if inputs.scatter is not None else 0)
         call.wanted_tokens = inputs.wanted_tokens
+        call.output_buffer = desc.output_buffer
         return call
 
     def _fill_output(self, call: Any, rows: int, output: tuple[ArrayView | None, ...]) -> None:
@@ -445,7 +443,10 @@ class DispatchCombineContext:
         filled = self._combine_call
         filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
         filled.hidden = rows.shape[-1]
-        filled.rows = ffi.cast("char *", rows.ptr)
+        filled.rows, filled.rows_buffer = ffi.cast("char *", rows.ptr), 0
+        loaded = desc.output_buffer and weights is None and phases == SEND | RECEIVE
+        if loaded and self.workspace.outputs is not None and not self.workspace.experts.local_combine:
+            filled.rows_buffer = self.workspace.outputs.holding(rows)
         filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
         filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)

@@ -44,7 +44,8 @@ class Geometry:
         config: of the layer.
         nodes, local_size: the kernels' nodes, and the ranks of each.
         blocks, threads: of the kernels.
-        local_combine, chosen_per_rank, padded_rows, expert_alignment: as for `ExpertWorkspace`.
+        local_combine, chosen_per_rank, padded_rows, expert_alignment, output_buffers, output_rows, scale_bytes: as for
+            `ExpertWorkspace`.
 
     Attributes:
         experts: a ProxycclExperts with its sizes and offsets; pointers and the rank's own numbers are left out.
@@ -63,6 +64,9 @@ class Geometry:
         chosen_per_rank: int = 0,
         padded_rows: int = 0,
         expert_alignment: int = 0,
+        output_buffers: int = 0,
+        output_rows: int = 0,
+        scale_bytes: int = 0,
     ) -> None:
         ranks = nodes * local_size
         e = self.experts = ffi.new("ProxycclExperts *")
@@ -70,6 +74,7 @@ class Geometry:
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
         e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, chosen_per_rank, padded_rows
         e.expert_alignment = expert_alignment
+        e.output_buffers, e.output_rows = (output_buffers, output_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
         self._cut(config, blocks)
@@ -78,8 +83,9 @@ class Geometry:
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
         e.partial_bytes = blocks * e.return_segment_bytes
-        if nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS:
-            self._cut(config, blocks - self._senders(config))
+        if nodes == 1 < local_size and blocks > 1 and e.segment_tokens > FEW_TOKENS and not e.output_buffers:
+            self._cut(config, blocks - self._apart(config))
+        e.senders = blocks - self._apart(config) if blocks > 1 else 0
 
         slots, routing = e.segment_tokens * config.topk, Areas()
         routing.take(ffi.sizeof("ProxycclExpertSegment"))
@@ -105,13 +111,18 @@ class Geometry:
         e.returns = areas.take(own_returns * e.partial_bytes)
         e.return_rails = areas.take(nodes * config.topk * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
+        e.loadable = areas.take(8 * local_size * blocks)
+        e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8
+        scaled = e.output_scales + e.output_rows * scale_bytes if scale_bytes else 0
+        e.output_bytes = aligned(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
+        e.outputs = areas.take(e.output_buffers * e.output_bytes)
         self.workspace_bytes = areas.end
 
     def _cut(self, config: EPConfig, segments: int) -> None:
         self.experts.segments, self.experts.segment_tokens = segments, -(-config.max_tokens // segments)
 
-    def _senders(self, config: EPConfig) -> int:
-        """How many blocks of a dispatch only send.
+    def _apart(self, config: EPConfig) -> int:
+        """How many blocks of a dispatch only send, or with output buffers store rows that stay on this rank.
 
         A multiprocessor issues stores in order, so stores to its own memory would wait behind those that wait for a
         link. Therefore a block either sends or receives. The blocks are divided in proportion to the bytes that each
@@ -120,8 +131,10 @@ class Geometry:
         """
         ranks, blocks = int(self.experts.local_size), int(self.experts.blocks)
         arriving = ranks * (1 - (1 - 1 / ranks) ** config.topk)  # number of ranks at which a token has an expert
-        sent, received = 1 + arriving * (1 - 1 / ranks) * 4 / 3, arriving + config.topk
-        return max(1, round(blocks * sent / (sent + received)))
+        crossing, by_rank = arriving * (1 - 1 / ranks) * 4 / 3, self.experts.chosen_per_rank != 0
+        sending, receiving = 1 + crossing, arriving + (arriving if by_rank else config.topk)
+        apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
+        return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> None:
         """Decides whether expert ids are announced, and in how many packets. All ranks decide alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType, TracebackType
 from typing import Any
@@ -38,6 +38,7 @@ from proxyccl.device.runtime import StreamLike
 _FLOAT8 = "float8_e4m3fn"
 _SCALES_ALIGNMENT = 16  # where a row's scales begin
 _LAYOUTS = ("expert", "rank", "padded")
+_MOST_BUFFERS = 64
 _OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 
 
@@ -128,6 +129,12 @@ class EPAll2AllLayer:
         expert_alignment: with layout="expert", each expert's rows begin at a multiple of it, so outputs have gaps,
             whose rows are not written; `desc.row_slots` is -1 there. In the exact mode `desc.num_tokens_per_expert`
             then tells how many rows each expert has. None for neither.
+        output_buffers: with layout="rank": for how many outputs the layer has memory. On one node whose ranks reach
+            each other's memory, senders then store rows right where the caller reads them. What `dispatch` returned
+            stays as it is until that many calls of `dispatch` later, and is gone after `finalize`. `combine` loads rows
+            that lie in that memory, as outputs and what `combine_input` gives do; others are sent. Each output takes
+            room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
+            through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and what torch records.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
@@ -166,6 +173,7 @@ class EPAll2AllLayer:
         grows: bool = False,
         lost_ranks: Sequence[int] = (),
         expert_alignment: int | None = None,
+        output_buffers: int = 0,
         capacity: int = 2,
     ) -> None:
         self._remade = functools.partial(
@@ -185,6 +193,7 @@ class EPAll2AllLayer:
             layout=layout,
             grows=grows,
             expert_alignment=expert_alignment,
+            output_buffers=output_buffers,
             capacity=capacity,
         )
         self.lost_ranks = tuple(sorted(lost_ranks))
@@ -254,6 +263,10 @@ class EPAll2AllLayer:
                     "num_tot_experts",
                     f'must be at most {MAX_CHOSEN_PER_RANK} of each rank with layout="rank", not {chosen_per_rank}',
                 )
+        if not isinstance(output_buffers, int) or not 0 <= output_buffers <= _MOST_BUFFERS:
+            raise ArgumentError("output_buffers", f"must be 0 to {_MOST_BUFFERS}, not {output_buffers!r}")
+        if output_buffers and layout != "rank":
+            raise ArgumentError("output_buffers", 'needs layout="rank"')
         communicator, owned = as_communicator(ep_group, config)
         options = {
             "num_sm": num_sm,
@@ -265,6 +278,7 @@ class EPAll2AllLayer:
             "grows": bool(grows),
             "lost_ranks": str(self.lost_ranks),
             "expert_alignment": expert_alignment,
+            "output_buffers": output_buffers,
         }
         self.ep_config = config
         self._num_tot_experts = config.num_experts_per_rank * all_ranks
@@ -286,6 +300,8 @@ class EPAll2AllLayer:
                 chosen_per_rank=chosen_per_rank,
                 padded_rows=padded_rows,
                 expert_alignment=expert_alignment or 0,
+                output_buffers=output_buffers + 1 if output_buffers else 0,  # one more for combine_input
+                output_rows=max_recv_tokens or world_size * max_tokens,
             )
         self._surviving: SurvivingExperts | None = None
         if lost_ranks:
@@ -408,13 +424,28 @@ class EPAll2AllLayer:
         """
         autograd = self._recording_dispatch(input, weight)
         if autograd is not None:
-            call = lambda: self.dispatch(input, exp_indices, weight, full_scatter_indices, stream=stream)  # noqa: E731
+            # What torch keeps for the backward pass must not be written over: the rows go to new arrays.
+            call = lambda: self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=False)  # noqa: E731
             recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, input, weight)
             return recorded
-        inputs, stream = self._dispatch_arguments(input, exp_indices, weight, full_scatter_indices, stream)
+        return self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
+
+    def _dispatch(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any,
+        full_scatter_indices: Any,
+        stream: StreamLike,
+        *,
+        buffered: bool,
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        inputs, stream = self._dispatch_arguments(
+            input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered
+        )
         if self.max_recv_tokens is None:
             self._refuse_capture(stream)
-        desc = self.ctx.describe("dispatch", inputs)
+        desc = self.ctx.describe("dispatch", inputs, buffered=buffered)
         pending = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs))
         if pending.output is not None:
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, pending.output, stream)
@@ -508,7 +539,7 @@ class EPAll2AllLayer:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
             self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
             raise bad
-        output = self._new_output(pending.inputs, rows)
+        output = self._new_output(desc, pending.inputs, rows)
         self.ctx.receive(phases, desc, pending.inputs, rows, output.views, None, stream)
         self._check_if_done(stream)
         return output.rows, output.weights, desc
@@ -529,24 +560,28 @@ class EPAll2AllLayer:
             return None
         desc.num_recv_tokens = self.ctx.arrays.new(inputs.tokens.owner, (1,), "int32")
         desc.size_rows(self.max_recv_tokens)
-        return self._new_output(inputs, self.max_recv_tokens)
+        return self._new_output(desc, inputs, self.max_recv_tokens)
 
-    def _new_output(self, inputs: DispatchInputs, rows: int) -> _Output:
+    def _new_output(self, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, rows: int) -> _Output:
         config, like, new = self.ep_config, inputs.tokens.owner, self.ctx.arrays.new
         leading = self._leading(rows)
         shape = (*leading, config.topk) if self.layout == "rank" else leading
         weights = None if inputs.weights is None else new(like, shape, config.weight)
-        output = self._new_rows(like, rows, float8=self.quantized)
+        output = self._new_rows(like, rows, float8=self.quantized, buffer=desc.output_buffer)
         made = output if self.quantized else (output, None)
         views = [None if array is None else self._view(array) for array in (made[0], weights, made[1])]
         return _Output(output, weights, tuple(views))
 
-    def _new_rows(self, like: Any, rows: int, *, float8: bool) -> Any:
-        """New rows; in float8 a pair of them and their scales."""
-        config, new, leading = self.ep_config, self.ctx.arrays.new, self._leading(rows)
+    def _new_rows(self, like: Any, rows: int, *, float8: bool, buffer: int = 0) -> Any:
+        """New rows, or those of an output buffer; in float8 a pair of them and their scales."""
+        config, leading, outputs = self.ep_config, self._leading(rows), self.ctx.workspace.outputs
+        new: Callable[..., Any] = self.ctx.arrays.new
+        new_scales = functools.partial(new, dtype="float32")
+        if buffer and outputs is not None:
+            new, new_scales = functools.partial(outputs.rows, buffer), functools.partial(outputs.scales, buffer)
         if not float8:
             return new(like, (*leading, config.hidden), config.token)
-        scales = new(like, (*leading, config.hidden // self._scale_elements), "float32")
+        scales = new_scales(like, (*leading, config.hidden // self._scale_elements))
         return new(like, (*leading, config.hidden), _FLOAT8), scales
 
     def _leading(self, rows: int) -> tuple[int, ...]:
@@ -595,6 +630,18 @@ class EPAll2AllLayer:
         output, target = self._combine_output(out, rows, desc)
         self.ctx.combine("combine", SEND | RECEIVE, desc, rows, scales, target, stream, slots)
         return output
+
+    def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
+        """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
+        send. It is the same memory for every dispatch, and free again behind `combine`.
+
+        Args:
+            ep_a2a_layout_desc: of the dispatch.
+        """
+        desc = self._own_desc(ep_a2a_layout_desc)
+        outputs = self.ctx.workspace.outputs
+        buffer = 0 if outputs is None else outputs.for_combine
+        return self._new_rows(desc.counts, desc.rows, float8=False, buffer=buffer)
 
     def combine_send(
         self,
@@ -715,7 +762,14 @@ class EPAll2AllLayer:
             self.check()
 
     def _dispatch_arguments(
-        self, input: Any, exp_indices: Any, weight: Any, full_scatter_indices: Any, stream: StreamLike
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any,
+        full_scatter_indices: Any,
+        stream: StreamLike,
+        *,
+        buffered: bool = False,
     ) -> tuple[DispatchInputs, StreamLike]:
         self._refuse_under_way()
         config, by_rank, wanted = self.ep_config, self.layout == "rank", 0
@@ -729,7 +783,7 @@ class EPAll2AllLayer:
             ids = index_array(self.ctx.group, exp_indices, "exp_indices", (count, config.topk))
         else:
             ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
-        weights = scatter = choices = None
+        weights = scatter = None
         if weight is not None:
             weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
         if full_scatter_indices is not None:
@@ -746,14 +800,12 @@ class EPAll2AllLayer:
         tokens = rows
         if scales is not None:
             tokens = self.ctx.pack(rows, scales, stream)
-        elif self.quantized:
+        elif self.quantized and not (buffered and self.ctx.scales_while_storing):
             tokens = self.ctx.quantize(rows, stream)
         lost = None
         if self._surviving is not None:
             ids, lost = self._surviving.renumber(ids, stream)
-        if by_rank:
-            ids, choices = self.ctx.choose(ids, weights, stream)
-        return DispatchInputs(tokens, ids, weights, scatter, choices, lost, wanted), stream
+        return DispatchInputs(tokens, ids, weights, scatter, lost, wanted), stream
 
     def _rows_of(self, input: Any, count: int) -> tuple[ArrayView, ArrayView | None]:
         """Views of the caller's rows and, of a pair, of their scales."""

@@ -34,6 +34,7 @@ class EPAllToAllLayoutDesc:
             has no lost ranks. Experts and ranks have the numbers of those that are left in all other fields.
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
+        output_buffer: the number, from 1, of the layer's output buffer in which the rows are; 0 if in none.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class EPAllToAllLayoutDesc:
         padded: bool = False,
         expert_alignment: int = 0,
         lost_slots: ArrayView | None = None,
+        output_buffer: int = 0,
     ) -> None:
         self.owner = owner
+        self.output_buffer = output_buffer
         self._by_rank, self._padded = by_rank, padded
         self._alignment = expert_alignment or 1
         self._arrays = arrays
@@ -71,6 +74,8 @@ class EPAllToAllLayoutDesc:
         }
         if nodes.count > 1:
             shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes.count, config.max_tokens)}
+        if output_buffer:
+            shapes["sent_rows"] = (config.max_tokens, config.topk)
         for name, shape in shapes.items():
             self._allocate(name, shape)
         self.number = number

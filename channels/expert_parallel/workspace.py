@@ -7,6 +7,7 @@ from typing import Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, aligned
+from proxyccl.channels.expert_parallel.output_buffers import OutputBuffers
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
@@ -58,15 +59,17 @@ class ExpertWorkspace:
     memory, if nodes have different numbers of ranks, or with `proxied`.
 
     With chosen_per_rank, dispatches give a row for each rank: the configuration's experts are the ranks, and each rank
-    has that many experts that tokens choose.
+    has that many experts that tokens choose. On one node output_buffers of output_rows rows are then part of the
+    workspace, for rows with scale_bytes of scales or as long as tokens, whichever is more.
 
     With expert_alignment, the rows of each expert begin at a multiple of it, and the CPU learns how many there are.
 
     Attributes:
-        experts: the ProxycclExperts.
+        experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.
         nodes: number of the kernels' nodes.
         node: this rank's.
         members: for each node its ranks.
+        outputs: the output buffers, or None.
     """
 
     def __init__(
@@ -81,6 +84,9 @@ class ExpertWorkspace:
         chosen_per_rank: int = 0,
         padded_rows: int = 0,
         expert_alignment: int = 0,
+        output_buffers: int = 0,
+        output_rows: int = 0,
+        scale_bytes: int = 0,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -106,6 +112,9 @@ class ExpertWorkspace:
             chosen_per_rank=chosen_per_rank,
             padded_rows=padded_rows,
             expert_alignment=expert_alignment,
+            output_buffers=output_buffers,
+            output_rows=output_rows,
+            scale_bytes=scale_bytes,
         )
         e = self.experts = geometry.experts
         e.rank, e.local_rank, e.node = rank, local_rank, self.node
@@ -117,11 +126,14 @@ class ExpertWorkspace:
         if self.nodes > 1:
             channels, self._kept = connect_handles(group, memory, memory, rails, 2 * blocks)
         self._group, self._channels = group, channels
+        self.outputs = OutputBuffers(runtime, self._workspace.memory, e) if e.output_buffers else None
 
         tables = Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
         places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        peers_at, bases_at = tables.take(8 * local_size), tables.take(8 * e.segments * config.num_experts)
+        first_rows = 4 * blocks * ranks * e.segments if e.output_buffers else 0
+        peers_at = tables.take(8 * local_size)
+        bases_at = tables.take(max(8 * e.segments * config.num_experts, first_rows))
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
@@ -173,6 +185,9 @@ class ExpertWorkspace:
         if not self._group.failure.closed:
             free_handles(self._group, self._channels)
         self._memory.close()
-        self._workspace.free()
+        if self.outputs is None:
+            self._workspace.free()
+        else:  # the caller may have outputs still: the last of them frees it
+            del self._workspace, self.outputs
         self._tables.close()
         self._received_rows.close()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from proxyccl.channels.collectives.table import COLLECTIVES
-from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES
+from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
 from proxyccl.device import find_runtime, open_compiler, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir, compiled_image, image_is_there, shipped_options, shipped_source
 from proxyccl.device.errors import ArgumentError
@@ -27,11 +27,15 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         for kernel in ("expert_dispatch", "expert_dispatch_announced", "expert_spread")
     ),
     *(
+        ("expert_dispatch.h", kernel, dtype, None)
+        for kernel in ("expert_dispatch_scaled", "expert_dispatch_announced_scaled")
+        for dtype in SCALED_DTYPES
+    ),
+    *(
         ("expert_combine.h", kernel, dtype, None)
         for kernel in ("expert_combine", "expert_scale")
         for dtype in TOKEN_DTYPES
     ),
-    ("expert_choices.h", "expert_choices", None, None),
     ("expert_survivors.h", "expert_survivors", None, None),
     ("expert_quantize.h", "expert_pack", None, None),
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),

@@ -6,8 +6,8 @@
 
 namespace proxyccl {
 
-// Called by one block: values[i] becomes the sum of values[0] to values[i - 1], plus added[i]. Returns the sum of all
-// values.
+// Called by one block: values[i] becomes the sum of values[0] to values[i - 1], plus added[i] if given. Returns the sum
+// of all values.
 PROXYCCL_DEVICE uint32_t exclusiveScan(uint32_t* values, const uint32_t* added, uint32_t n) {
   __shared__ uint32_t sums[PROXYCCL_EXPERT_THREADS / PROXYCCL_WARP_SIZE];
   const uint32_t share = (n + blockDim.x - 1) / blockDim.x;
@@ -34,7 +34,7 @@ PROXYCCL_DEVICE uint32_t exclusiveScan(uint32_t* values, const uint32_t* added, 
 #pragma unroll 1
   for (uint32_t i = begin; i < end; ++i) {
     const uint32_t value = values[i];
-    values[i] = before + added[i];
+    values[i] = before + (added != nullptr ? added[i] : 0);
     before += value;
   }
   __syncthreads();

@@ -8,25 +8,9 @@
 #ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
 #define PROXYCCL_EXPERT_ANNOUNCEMENT_H
 
-#include "expert_team.h"
+#include "expert_choices.h"
 
 namespace proxyccl {
-
-// An element of 2, 4 or 8 bytes of any type.
-PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
-  if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
-  if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
-  return *reinterpret_cast<const uint16_t*>(from);
-}
-PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
-  if (bytes == 4) {
-    *reinterpret_cast<uint32_t*>(to) = static_cast<uint32_t>(element);
-  } else if (bytes == 8) {
-    *reinterpret_cast<uint64_t*>(to) = element;
-  } else {
-    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(element);
-  }
-}
 
 class Announcement {
  public:
@@ -102,7 +86,13 @@ class Announcement {
     }
   }
 
-  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return static_cast<uint32_t>(payloads()[source]); }
+  // A packet of expert ids, as forEachSlot() takes them apart.
+  PROXYCCL_DEVICE uint64_t idsOf(uint32_t source, uint32_t packet) const {
+    return ids()[source * e_.id_packets + packet];
+  }
+  static PROXYCCL_DEVICE uint32_t idAt(uint64_t four, uint32_t k) { return four >> 16 * k & 0xffff; }
+  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return payloads()[source] & 0xffff; }
+  PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return payloads()[source] >> 16 & 0xffff; }
   PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const {
     return static_cast<uint32_t>(payloads()[source] >> 32);
   }
@@ -127,7 +117,6 @@ class Announcement {
     return words;
   }
   PROXYCCL_DEVICE const uint64_t* ids() const { return payloads() + e_.world_size; }
-  static PROXYCCL_DEVICE uint32_t idAt(uint64_t four, uint32_t k) { return four >> 16 * k & 0xffff; }
 
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return 1 + e_.id_packets + e_.weight_packets; }
   PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
@@ -141,22 +130,22 @@ class Announcement {
     return ranks * (1 + e_.id_packets) + rank * e_.weight_packets + packet - 1 - e_.id_packets;
   }
   PROXYCCL_DEVICE LL16Packet::Payload payload(const ProxycclDispatch& call, uint32_t packet) const {
-    if (packet == 0) return {call.tokens, call.wanted_tokens};
+    if (packet == 0) return {call.tokens | call.output_buffer << 16, call.wanted_tokens};
     const uint32_t slots = call.tokens * e_.topk, experts = e_.world_size * e_.experts_per_rank;
+    const Choices choices(e_, call);
     uint64_t bits = 0;
     if (packet <= e_.id_packets) {
       const uint32_t first = (packet - 1) * PROXYCCL_IDS_PER_PACKET;
 #pragma unroll
       for (uint32_t k = 0; k < PROXYCCL_IDS_PER_PACKET; ++k) {
-        const uint32_t id = first + k < slots ? static_cast<uint32_t>(call.expert_ids[first + k]) : experts;
+        const uint32_t id = first + k < slots ? static_cast<uint32_t>(choices.id(first + k)) : experts;
         bits |= static_cast<uint64_t>(id <= experts ? id : kBadExpert) << 16 * k;
       }
-    } else if (call.weights != nullptr) {
+    } else if (choices.areCarried()) {
       const uint32_t bytes = e_.weight_bytes, each = sizeof(LL16Packet::Payload) / bytes;
       const uint32_t first = (packet - 1 - e_.id_packets) * each;
 #pragma unroll 1
-      for (uint32_t k = 0; k < each && first + k < slots; ++k)
-        bits |= loadRaw(call.weights + static_cast<uint64_t>(first + k) * bytes, bytes) << 8 * bytes * k;
+      for (uint32_t k = 0; k < each && first + k < slots; ++k) bits |= choices.carried(first + k) << 8 * bytes * k;
     }
     return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
   }

@@ -4,6 +4,9 @@
 // token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
 // only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
 // k, in the accumulator's type, and rounded once.
+//
+// With output buffers, rows that lie in one are not sent: the token's rank loads them there. Each rank says with a flag
+// where its rows are, and ends only when the others have loaded them.
 #ifndef PROXYCCL_EXPERT_COMBINE_H
 #define PROXYCCL_EXPERT_COMBINE_H
 
@@ -45,7 +48,9 @@ PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
 template <class T, uint32_t kCount>
 PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
   using A = typename Element<T>::Accumulator;
-  constexpr uint32_t kWords = kCount == 1 ? 8 : 12 / kCount;  // with more loads in flight, registers run out
+  constexpr uint32_t kWords = kCount == 1   ? 8
+                              : kCount == 2 ? 7
+                                            : 12 / kCount;  // with more loads in flight, registers run out
   const Bytes16* from[kCount];
   A weight[kCount];
 #pragma unroll
@@ -154,6 +159,7 @@ enum class CombineStage : uint32_t {
   sum_nodes,  // sum the nodes' sums for this rank's tokens
 };
 constexpr uint32_t kCombineStages = 3;
+constexpr uint32_t kBufferBits = 16;  // of the flag `loadable`: an output buffer, below the number of the combine
 
 // One combine, as one block sees it.
 template <class T>
@@ -229,10 +235,28 @@ class Combine {
     syncThreadsSystem();
     if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
   }
+  // Called by the block: waits until all ranks of the node have sent their rows, or said that they can be loaded.
   PROXYCCL_DEVICE void awaitSenders() const {
-    if (threadIdx.x < team_->local_size)
-      team_.await(team_.returned(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
+    if (threadIdx.x < team_->local_size) {
+      const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
+      const bool loads = hasBuffers() && awaitLoadable(l);
+      if (!loads) team_.await(team_.returned(l, block_), number_, rank);
+    }
     __syncthreads();
+  }
+
+  // -- rows in output buffers ---
+  PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0; }
+  // Called by the block before it sends anything, when all have read what it said before: tells the node's ranks in
+  // which buffer its rows lie, or that it sends them.
+  PROXYCCL_DEVICE void raiseLoadable() const {
+    if (hasBuffers() && threadIdx.x < team_->local_size)
+      team_.raise(threadIdx.x, team_.loadable(team_->local_rank, block_), number_ << kBufferBits | call_.rows_buffer);
+  }
+  // Called by the block: waits until all have loaded the rows that they load from here.
+  PROXYCCL_DEVICE void awaitLoaded() const {
+    if (call_.rows_buffer != 0 && threadIdx.x < team_->local_size)
+      team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
   }
 
   // Called by a group when no item is left. The last group acquires the sums of all others and posts them; the proxy
@@ -261,6 +285,20 @@ class Combine {
   }
 
  private:
+  // Called by one thread: waits until a rank of the node has said where its rows are, and keeps it for the block.
+  // Returns whether they can be loaded.
+  PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
+    const uint64_t flag = team_.loadable(local, block_);
+    team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
+    const uint64_t said = loadRelaxedSystem(reinterpret_cast<const uint64_t*>(team_->workspace + flag));
+    buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
+    return buffers()[local] != 0;
+  }
+  // By rank of the node: the buffer in which its rows lie, or 0.
+  static PROXYCCL_DEVICE uint32_t* buffers() {
+    __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
+    return buffers;
+  }
   PROXYCCL_DEVICE const int32_t* rowsOfToken(uint32_t source, uint64_t token) const {
     return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
   }
@@ -356,6 +394,11 @@ class Combine {
         if (rank >= team_->world_size || !team_.isNear(rank)) return false;
         if (rank == team_->rank) {
           if (!ownRow(rows[k], entry)) return false;
+        } else if (hasBuffers() && buffers()[team_.localOf(rank)] != 0) {
+          const int32_t row = call_.layout.sent_rows[token * topk_ + k];
+          if (row < 0) return false;
+          entry->at = team_.outputOf(team_.localOf(rank), buffers()[team_.localOf(rank)]) + row * row_bytes_;
+          entry->weight = 1;
         } else {
           entry->at = team_->workspace + slotRow(source, i, k);
           entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
@@ -410,12 +453,15 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
   if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
   if (threadIdx.x == 0) finished = 0;
-  if (sends) combine.awaitSummed();
+  if (sends) {
+    combine.awaitSummed();
+    combine.raiseLoadable();
+  }
   __syncthreads();
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {
     const CombineStage stage = static_cast<CombineStage>(number);
-    if (stage == CombineStage::send ? !sends : !receives) continue;
+    if (stage == CombineStage::send ? !sends || call.rows_buffer != 0 : !receives) continue;
     if (stage == CombineStage::sum_nodes && experts.nodes == 1) continue;
     if (stage == CombineStage::sum_node) combine.awaitSenders();
     if (stage == CombineStage::sum_nodes) combine.awaitNodes();
@@ -424,6 +470,7 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
     if (stage == CombineStage::sum_node) combine.post(group, &finished);
   }
   if (receives) combine.acknowledge();
+  combine.awaitLoaded();
   finishExperts(experts, &experts.counters->combines, receives);
 }
 

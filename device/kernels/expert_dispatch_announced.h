@@ -8,27 +8,39 @@
 
 namespace proxyccl {
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE bool Dispatch<kAnnounced>::awaitAnnouncements(Gathered* gathered) const {
+template <class Mode>
+PROXYCCL_DEVICE bool Dispatch<Mode>::awaitAnnouncements(Gathered* gathered) const {
   const uint32_t ranks = team_->world_size, per_rank = team_->experts_per_rank, own = team_->rank * per_rank;
   const uint32_t n = team_.experts();
   uint32_t *first = bases(), *before = first + n;
   AnnouncedState& state = announcedState();
   if (!announced_.awaitAnnouncements()) state.incomplete = true;
-  syncThreadsSystem();  // also for what the block has sent: publishSent() follows
+  if (storesRows()) {
+    __syncthreads();
+  } else {
+    syncThreadsSystem();  // also for what the block has sent: publishSent() follows
+  }
   if (state.incomplete) return false;
   setSegments();
+  for (uint32_t rank = threadIdx.x; storesRows() && rank < ranks; rank += blockDim.x)
+    outgoing()[rank].buffer = announced_.outputBuffer(rank);
+  if (blockIdx.x == 0) countWanted();
+  if (blockIdx.x == 0 && tellsChosen()) countChosen();
   uint32_t rows_before = 0;  // rows of lower ranks
+  const bool by_rank = !PROXYCCL_ON_HOST && team_->chosen_per_rank != 0;
+  if (by_rank) countAnnouncedRanks(first, before);
   announced_.forEachSlot(0, ranks, threadIdx.x, blockDim.x, [&](uint32_t source, uint32_t slot, uint32_t expert) {
     if (expert == Announcement::kBadExpert) atomicMin(&state.bad_slot, source << 16 | slot);
+    if (by_rank) return;
     rows_before += expert < own;
+    const bool earlier = source < team_->rank || (source == team_->rank && slot < own_.begin * topk_);
+    if (storesRows() && earlier && expert < n) atomicAdd(&outgoing()[expert].row, 1u);
     if (expert - own >= per_rank) return;
     const uint32_t i = (expert - own) * ranks + source;
     atomicAdd(&first[i], 1u);
     // The segment's begin is computed again: another thread sets it, and no barrier is in between.
     if (slot < announced_.tokens(source) * segment_ / team_->segments * topk_) atomicAdd(&before[i], 1u);
   });
-  if (blockIdx.x == 0) countChosen();
   if (call_.scatter != nullptr && rows_before != 0) atomicAdd(&ownRows().first, rows_before);
   __syncthreads();
   numberOwnSlots();
@@ -40,13 +52,46 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::awaitAnnouncements(Gathered* gathered
   return true;
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::countChosen() const {
-  const uint32_t ranks = team_->world_size, per_rank = team_->chosen_per_rank;
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::countAnnouncedRanks(uint32_t* first, uint32_t* before) const {
+  const uint32_t ranks = team_->world_size, own = team_->rank, packets = team_->id_packets;
+  const uint32_t lane = threadIdx.x % PROXYCCL_WARP_SIZE;
+  auto add = [&](uint32_t* counter, bool counts) {
+    const uint64_t all = ballotWarp(counts);
+    if (lane == 0 && all != 0) atomicAdd(counter, countBits(all));
+  };
 #pragma unroll 1
-  for (uint32_t s = threadIdx.x; s < ranks; s += blockDim.x)
+  for (uint32_t source = 0; source < ranks; ++source) {
+    const uint32_t begin = announced_.tokens(source) * segment_ / team_->segments * topk_;
+#pragma unroll 1
+    for (uint32_t start = 0; start < packets; start += blockDim.x) {
+      const uint32_t packet = start + threadIdx.x, slot = packet * PROXYCCL_IDS_PER_PACKET;
+      const uint64_t four = packet < packets ? announced_.idsOf(source, packet) : ~0ull;
+#pragma unroll 1
+      for (uint32_t rank = source > own ? own : 0; rank < (source > own ? own + 1 : ranks); ++rank)
+#pragma unroll
+        for (uint32_t k = 0; k < PROXYCCL_IDS_PER_PACKET; ++k) {
+          const bool chosen = Announcement::idAt(four, k) == rank, is_before = chosen && slot + k < begin;
+          if (rank == own) {
+            add(&first[source], chosen);
+            add(&before[source], is_before);
+          }
+          if (storesRows() && source <= own) add(&outgoing()[rank].row, source == own ? is_before : chosen);
+        }
+    }
+  }
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::countWanted() const {
+#pragma unroll 1
+  for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x)
     if (announced_.wantedTokens(s) != 0) atomicMax(&announcedState().wanted_tokens, announced_.wantedTokens(s));
-  if (per_rank == 0) return;
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
+  const uint32_t ranks = team_->world_size, per_rank = team_->chosen_per_rank;
   const uint32_t slots = team_->max_tokens * topk_;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < ranks * slots; i += blockDim.x) {
@@ -58,8 +103,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::countChosen() const {
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::numberOwnSlots() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::numberOwnSlots() const {
   const uint32_t slots = segmentSlots(), per_rank = team_->experts_per_rank;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < team_->world_size * slots; i += blockDim.x) {
@@ -67,7 +112,7 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::numberOwnSlots() const {
     const Segment& segment = team_.segmentOf(source);
     if (slot >= segment.tokens * topk_) continue;
     const uint32_t first = segment.begin * topk_, expert = announced_.expert(source, first + slot);
-    if (expert - team_->rank * per_rank >= per_rank) continue;
+    if (expert - team_->rank * per_rank >= per_rank && !(storesRows() && source == team_->rank)) continue;
     uint32_t position = 0;
 #pragma unroll 8
     for (uint32_t other = 0; other < slot; ++other) position += announced_.expert(source, first + other) == expert;
@@ -75,8 +120,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::numberOwnSlots() const {
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeAnnouncedCounts(const Group& group, uint32_t rows) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::writeAnnouncedCounts(const Group& group, uint32_t rows) const {
 #pragma unroll 1
   for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
     team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));

@@ -1,8 +1,8 @@
 // MoE dispatch as one block sees it: its data, where the data lies, and when it may be written.
 //
 // What the block does is in the other files, in the order of a row's way: expert_dispatch_counts.h or
-// expert_dispatch_announced.h, then expert_dispatch_send.h and expert_dispatch_receive.h. expert_dispatch.h calls them
-// in order.
+// expert_dispatch_announced.h, then expert_dispatch_send.h and expert_dispatch_receive.h, or expert_dispatch_store.h if
+// there are output buffers. expert_dispatch.h calls them in order.
 #ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 #define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 
@@ -10,10 +10,24 @@
 
 namespace proxyccl {
 
-// One dispatch, as one block sees it. With kAnnounced expert ids are announced, and there is one node.
-template <bool kAnnounced>
+// What a kernel for dispatches does: whether expert ids are announced, which needs one node; and of which elements it
+// makes float8 rows where it stores them in output buffers. With void it stores rows as they are.
+template <bool kAnnounces, class T = void>
+struct DispatchMode {
+  static constexpr bool kAnnounced = kAnnounces;
+  using Quantized = T;
+};
+template <class T>
+constexpr bool kIsVoid = false;
+template <>
+constexpr bool kIsVoid<void> = true;
+
+// One dispatch, as one block sees it.
+template <class Mode>
 class Dispatch {
  public:
+  static constexpr bool kAnnounced = Mode::kAnnounced;
+
   // The totals of all ranks' counts.
   struct Gathered {
     uint32_t rows;                // of this rank
@@ -25,6 +39,7 @@ class Dispatch {
       : team_(experts),
         call_(call),
         number_(experts.counters->dispatches + 1),
+        choices_(experts, call),
         announced_(experts, experts.counters->routings + 1),
         inbox_(static_cast<uint32_t>(experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
         segment_(blockIdx.x % experts.segments),
@@ -74,12 +89,37 @@ class Dispatch {
   // is left.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
+  // Called by the block: writes the descriptor's entries of all tokens of its segments, with a row for each rank on one
+  // node. A token has one row here at most, so each slot is the work of one thread.
+  PROXYCCL_DEVICE void describeSlots() const;
+
+  // Called by each of `blocks` blocks, with a row for each rank: says of the rows past the last that they chose
+  // nothing.
+  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t block, uint32_t blocks) const;
+
+  // -- rows in output buffers (expert_dispatch_store.h) ---
+  // Whether rows go to output buffers.
+  PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
+  // Called by every group, when all have announced: stores the rows of the block's segment on the ranks that get them.
+  PROXYCCL_DEVICE void storeAnnouncedRows(const Group& group, uint32_t* next_item) const;
+  // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers. The others
+  // store the rows that stay here, as a multiprocessor's stores to its own memory would wait behind those that a link
+  // holds up; then they write the descriptor's entries. Where rows are made in float8, that takes longer than storing
+  // them: all blocks do all. Groups take the next row from a counter, as not all multiprocessors store equally fast.
+  PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
+  // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
+  PROXYCCL_DEVICE void awaitStored(const Group& group) const;
+
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const;
 
   // Whether the block has no segment of its own.
   PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
   PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
+  // Whether describeSlots() writes the descriptor's entries, and not receive().
+  PROXYCCL_DEVICE bool describesSlots() const {
+    return team_->chosen_per_rank != 0 && team_->nodes == 1 && !call_.redispatch;
+  }
 
  private:
   // Numbers the slots of each expert in order. In a tile of slots each expert has one bit per slot; a slot's number is
@@ -88,13 +128,61 @@ class Dispatch {
                                   uint32_t experts) const;
   // For each node, numbers the segment's tokens that go there: their rows lie one behind the other.
   PROXYCCL_DEVICE void placeTokens() const;
+  // Called by the block, before counts are added to what it clears.
+  PROXYCCL_DEVICE void clearOutgoing() const;
+  // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not come.
+  PROXYCCL_DEVICE bool awaitRouting() const;
+  // Called by the block behind it: for each rank and segment of this rank's tokens, the first row there.
+  PROXYCCL_DEVICE void placeOutgoing() const;
+  // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
+  PROXYCCL_DEVICE uint32_t placeIncoming() const;
+  // What placeOutgoing() or placeIncoming() has found: [world_size][segments].
+  PROXYCCL_DEVICE uint32_t* firstRows() const {
+    const uint32_t n = team_->world_size * team_->segments;
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(blockIdx.x) * n;
+  }
+  enum class Stored { own, of_peers, all };  // rows that stay here, or go to peers
+  // Called by each group of the blocks that store such rows.
+  PROXYCCL_DEVICE void storeRowsInTurns(const Group& group, Stored stored) const;
+  // Called by each of `blocks` blocks: writes the descriptor's entries.
+  PROXYCCL_DEVICE void describeAll(uint32_t block, uint32_t blocks) const;
+  // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token. The
+  // segment's rows begin at `first`.
+  template <class SlotOf, class CarriedBy>
+  PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, uint32_t first, SlotOf slotOf,
+                                    CarriedBy carriedBy) const;
+  // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, wherever
+  // find(k, &rank, &row) says that slot k goes.
+  template <class Find>
+  PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
+                                Find find) const;
+  template <class Find>
+  PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
+                                      Find find) const;
+  // The row of a slot of this rank's tokens on its rank, where the rows of the slot's segment begin at `first`.
+  PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
+    if (slot.expert == PROXYCCL_NO_EXPERT) return PROXYCCL_NO_ROW;
+    const uint32_t row = first + slot.position;
+    return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
+  }
+  PROXYCCL_DEVICE char* bufferOn(uint32_t rank) const {
+    return team_.outputOf(team_.localOf(rank), outgoing()[rank].buffer);
+  }
+
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
 
+  // With a row for each rank: what awaitAnnouncements() counts by atomics, of which all would meet at few counters. A
+  // warp counts together and adds once.
+  PROXYCCL_DEVICE void countAnnouncedRanks(uint32_t* first, uint32_t* before) const;
   // A slot's position is how many slots before it in its segment have the same expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
-  // Called by block 0: adds up what the CPU is told of, beside the rows.
+  // Called by block 0: finds the most tokens that any rank wanted to send.
+  PROXYCCL_DEVICE void countWanted() const;
+  // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
+  // Whether the CPU asks for them: only if it also waits for the number of rows, and calls another kernel for these.
+  PROXYCCL_DEVICE bool tellsChosen() const { return team_->chosen_per_rank != 0 && !movesRows(); }
   // Called by a group of each block: does what writeCounts() does, from the announcements. Block b counts for the
   // sources b, b + segments, …; the last block also adds up all sources.
   PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const;
@@ -142,11 +230,11 @@ class Dispatch {
   PROXYCCL_DEVICE bool crossesNodes() const { return !kAnnounced && team_->nodes > 1; }
   PROXYCCL_DEVICE bool isNear(uint32_t source) const { return kAnnounced || team_.isNear(source); }
   // Whether receive() writes the descriptor's entries apart from copying rows.
-  PROXYCCL_DEVICE bool describesApart() const { return kAnnounced && !call_.redispatch; }
+  PROXYCCL_DEVICE bool describesApart() const { return !call_.redispatch && (kAnnounced || describesSlots()); }
 
-  // The expert ids of this block's tokens, from token i of its segment on.
+  // The ids under which the slots of this block's tokens count, from token i of its segment on.
   PROXYCCL_DEVICE const int32_t* ownIds(uint32_t i) const {
-    return (cachesIds() ? cachedIds() : call_.expert_ids + static_cast<uint64_t>(own_.begin) * topk_) + i * topk_;
+    return (cachesIds() ? cachedIds() : idsOf(team_->node, own_.begin)) + i * topk_;
   }
   PROXYCCL_DEVICE bool cachesIds() const { return own_.tokens * topk_ <= PROXYCCL_ANNOUNCED_SEGMENT_SLOTS; }
   static PROXYCCL_DEVICE int32_t* cachedIds() {
@@ -180,9 +268,13 @@ class Dispatch {
     return {expert, positions()[source * segmentSlots() + slot]};
   }
   PROXYCCL_DEVICE uint64_t weightOf(uint32_t source, uint32_t i, uint32_t k) const {
-    const uint32_t slot = i * topk_ + k, bytes = team_->weight_bytes;
+    const uint32_t slot = i * topk_ + k;
     if (kAnnounced) return announced_.weight(source, team_.segmentOf(source).begin * topk_ + slot);
-    return loadRaw(routingOf(source) + team_->weights_offset + static_cast<uint64_t>(slot) * bytes, bytes);
+    return weightIn(routingOf(source), slot);
+  }
+  PROXYCCL_DEVICE uint64_t weightIn(const char* routing, uint32_t slot) const {
+    const uint32_t bytes = team_->weight_bytes;
+    return loadRaw(routing + team_->weights_offset + static_cast<uint64_t>(slot) * bytes, bytes);
   }
 
   // -- a slab's routing ---
@@ -204,6 +296,11 @@ class Dispatch {
   }
 
   // -- the descriptor ---
+  // Writes the id of a slot of this block's tokens; one that is out of range drops its slot.
+  PROXYCCL_DEVICE void writeId(uint32_t slot, int32_t id) const {
+    const uint32_t experts = team_.experts();
+    idsOf(team_->node, own_.begin)[slot] = static_cast<uint32_t>(id) < experts ? id : static_cast<int32_t>(experts);
+  }
   PROXYCCL_DEVICE int32_t* idsOf(uint32_t node, uint32_t token) const {
     return call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
   }
@@ -215,6 +312,14 @@ class Dispatch {
   static PROXYCCL_DEVICE uint32_t* tokensOf() {
     __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
     return tokens;
+  }
+  // For each rank, the first row there of this rank's tokens, or of this block's; and the output buffer that it named.
+  struct Outgoing {
+    uint32_t row, buffer;
+  };
+  static PROXYCCL_DEVICE Outgoing* outgoing() {
+    __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
+    return outgoing;
   }
   // This rank's rows among those of all ranks.
   struct Range {
@@ -231,6 +336,7 @@ class Dispatch {
   // With a row for each rank: in block 0, choices of each of this rank's experts. Bases are few then.
   PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
   PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
+  static constexpr uint32_t kStoredPiecesLog2 = 1, kStoredPieces = 1u << kStoredPiecesLog2;  // of a row, in turns
   static constexpr uint32_t kScratch = PROXYCCL_EXPERT_COUNTERS;
   static PROXYCCL_DEVICE uint32_t* scratch() {
     __shared__ uint32_t words[kScratch];
@@ -253,22 +359,25 @@ class Dispatch {
   const ExpertTeam team_;
   const ProxycclDispatch& call_;
   const uint64_t number_;
+  const Choices choices_;
   const Announcement announced_;
   const uint32_t inbox_;  // which of the two, where ids are announced
   const uint32_t segment_, topk_;
   const Segment own_;
 };
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::begin() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
+  if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
   if (routes && kAnnounced) announced_.send(call_);
   if (!kAnnounced && (routes || sends)) awaitReaders();
   if (cachesIds())
 #pragma unroll 1
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
-      cachedIds()[s] = call_.expert_ids[own_.begin * topk_ + s];
+      cachedIds()[s] = choices_.id(own_.begin * topk_ + s);
   if (kAnnounced) {  // awaitAnnouncements() starts from these values, without a barrier
+    clearOutgoing();
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
     if (threadIdx.x == 0) {
@@ -283,30 +392,27 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::begin() const {
     __syncthreads();
   }
   if (!routes || onlySends()) return;
-  int32_t* layout_ids = idsOf(team_->node, own_.begin);
+  if (!kAnnounced) return route();
   const int32_t* ids = ownIds(0);
-  const uint32_t experts = team_.experts();
 #pragma unroll 1
-  for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
-    layout_ids[s] = static_cast<int32_t>(static_cast<uint32_t>(ids[s]) < experts ? ids[s] : experts);
-  if (!kAnnounced) route();
+  for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) writeId(s, ids[s]);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::acknowledge() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::acknowledge() const {
   __syncthreads();
   raiseRead(threadIdx.x, number_);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::raiseRead(uint32_t thread, uint64_t number) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
   for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
     team_.raise(l, team_.read(team_->local_rank, segment_), number);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitReaders() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::awaitReaders() const {
   const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
   const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
 #pragma unroll 1
@@ -314,8 +420,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitReaders() const {
     team_.await(team_.read(i / count, first + i % count), number_ - 1, team_.member(team_->node, i / count));
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::setSegments() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::setSegments() const {
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x) {
     const uint32_t tokens = call_.redispatch ? static_cast<uint32_t>(call_.layout.tokens[s])

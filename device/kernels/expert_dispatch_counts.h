@@ -12,12 +12,11 @@
 
 namespace proxyccl {
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
   ProxycclExpertSlot* slots = slotsOf(own);
   uint32_t* counts = countsOf(own);
-  const int32_t* ids = ownIds(0);
   const uint32_t n = own_.tokens * topk_, experts = team_.experts();
   const uint32_t chosen = team_->world_size * team_->chosen_per_rank;
 
@@ -26,29 +25,28 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
   for (uint32_t e = threadIdx.x; e < experts + chosen; e += blockDim.x) counts[e] = 0;
   __syncthreads();
 #pragma unroll 1
-  for (uint32_t s = threadIdx.x; chosen != 0 && s < n; s += blockDim.x) {
-    const auto* choices = reinterpret_cast<const ProxycclExpertChoice*>(call_.weights);
-    const uint32_t expert = static_cast<uint32_t>(choices[own_.begin * topk_ + s].expert);
-    if (expert < chosen) atomicAdd(&counts[experts + expert], 1u);
-  }
-#pragma unroll 1
   for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
-    const uint32_t expert = static_cast<uint32_t>(ids[s]);
+    const uint32_t expert = static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
+    writeId(s, static_cast<int32_t>(expert));
     slots[s] = {expert < experts ? expert : PROXYCCL_NO_EXPERT, 0};
     if (expert > experts) atomicMin(&bad_slot, own_.begin * topk_ + s);
+    if (!choices_.areCarried()) continue;
+    const uint64_t carried = choices_.carried(own_.begin * topk_ + s);
+    storeRaw(own + team_->weights_offset + s * static_cast<uint64_t>(team_->weight_bytes), carried,
+             team_->weight_bytes);
+    if (chosen == 0) continue;
+    const uint32_t choice = static_cast<uint32_t>(__builtin_bit_cast(ProxycclExpertChoice, carried).expert);
+    if (choice < chosen) atomicAdd(&counts[experts + choice], 1u);
   }
-  countSlots(ids, n, slots, counts, experts);
-  if (call_.weights != nullptr)
-    copyBytes(own + team_->weights_offset,
-              call_.weights + static_cast<uint64_t>(own_.begin) * topk_ * team_->weight_bytes,
-              static_cast<uint64_t>(n) * team_->weight_bytes, threadIdx.x, blockDim.x);
+  __syncthreads();
+  countSlots(idsOf(team_->node, own_.begin), n, slots, counts, experts);
   if (threadIdx.x == 0)
-    *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, call_.wanted_tokens, 0};
+    *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, call_.wanted_tokens, call_.output_buffer};
   if (crossesNodes()) placeTokens();
   syncThreadsDevice();
 
   const uint64_t head = team_->slots_offset + n * sizeof(ProxycclExpertSlot);
-  const uint64_t weights = call_.weights == nullptr ? 0 : static_cast<uint64_t>(n) * team_->weight_bytes;
+  const uint64_t weights = choices_.areCarried() ? static_cast<uint64_t>(n) * team_->weight_bytes : 0;
   auto copy = [&](char* to) {
     copyBytes(to, own, head, threadIdx.x, blockDim.x);
     copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
@@ -70,9 +68,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::route() const {
                team_.outbox(number_, threadIdx.x) + team_.routingAt(segment_), team_->routing_bytes);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots,
-                                                      uint32_t* counts, uint32_t experts) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots,
+                                                uint32_t* counts, uint32_t experts) const {
   uint32_t* bits = scratch();
   const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
   for (uint32_t start = 0; start < n; start += 32 * words) {
@@ -97,7 +95,7 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::countSlots(const int32_t* ids, uint32
       });
       for (uint32_t e = threadIdx.x; e < some && first + e < experts; e += blockDim.x) {
         uint32_t count = 0;
-        for (uint32_t w = 0; w < words; ++w) count += countBits(bits[e * words + w]);
+        for (uint32_t w = 0; 32 * w < size; ++w) count += countBits(bits[e * words + w]);
         counts[first + e] += count;
       }
       __syncthreads();
@@ -105,13 +103,13 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::countSlots(const int32_t* ids, uint32
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::placeTokens() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::placeTokens() const {
   const uint32_t node = threadIdx.x;
   if (node >= team_->nodes) return;
   int32_t place = 0;
   for (uint32_t i = 0; i < own_.tokens; ++i) {
-    const int32_t* ids = call_.expert_ids + static_cast<uint64_t>(own_.begin + i) * topk_;
+    const int32_t* ids = ownIds(i);
     bool goes = false;
     for (uint32_t k = 0; k < topk_; ++k) {
       const uint32_t expert = static_cast<uint32_t>(ids[k]);
@@ -121,8 +119,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::placeTokens() const {
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRouting() const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::forwardRouting() const {
   const uint32_t node = threadIdx.x;
   if (node >= team_->nodes || node == team_->node) return;
   team_.awaitPost(team_->out_channels, node);
@@ -130,8 +128,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRouting() const {
     team_.raise(l, team_.routed(team_.member(node, team_->local_rank), segment_), number_);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gathered* gathered) const {
+template <class Mode>
+PROXYCCL_DEVICE bool Dispatch<Mode>::gatherCounts(const Group& group, Gathered* gathered) const {
   __shared__ uint32_t bad_rank, wanted_tokens;
   __shared__ bool is_aborted;
   const uint32_t ranks = team_->world_size, segments = team_->segments, per_rank = team_->experts_per_rank;
@@ -161,7 +159,7 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gath
     }
     const uint32_t* choices = countsOf(routing) + n + team_->rank * team_->chosen_per_rank;
 #pragma unroll 1
-    for (uint32_t e = group.lane; blockIdx.x == 0 && e < team_->chosen_per_rank; e += kGroupLanes)
+    for (uint32_t e = group.lane; tellsChosen() && blockIdx.x == 0 && e < team_->chosen_per_rank; e += kGroupLanes)
       if (choices[e] != 0) atomicAdd(&chosen()[e], choices[e]);
   }
   if (threadIdx.x == 0) is_aborted = false;
@@ -175,8 +173,8 @@ PROXYCCL_DEVICE bool Dispatch<kAnnounced>::gatherCounts(const Group& group, Gath
   return !is_aborted;
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE uint32_t Dispatch<kAnnounced>::placeRows(uint32_t* first, const uint32_t* before) const {
+template <class Mode>
+PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeRows(uint32_t* first, const uint32_t* before) const {
   const uint32_t ranks = team_->world_size, experts = team_->experts_per_rank, room = team_->padded_rows;
   if (team_->expert_alignment != 0) alignExperts(first);
   if (room == 0) return exclusiveScan(first, before, ranks * experts);
@@ -198,8 +196,8 @@ PROXYCCL_DEVICE uint32_t Dispatch<kAnnounced>::placeRows(uint32_t* first, const 
   return rows;
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::alignExperts(uint32_t* rows) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
   const uint32_t ranks = team_->world_size;
   const bool tells = blockIdx.x == 0 && call_.phases & PROXYCCL_EXPERT_GATHER;
 #pragma unroll 1
@@ -212,8 +210,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::alignExperts(uint32_t* rows) const {
   syncThreadsSystem();  // any thread may have stored what publishReceivedRows() releases
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::prepareReceive(uint32_t rows) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
   if (kAnnounced && !call_.redispatch) return;  // awaitAnnouncements() did it
   setSegments();
   Range& range = ownRows();
@@ -232,20 +230,21 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::prepareReceive(uint32_t rows) const {
   __syncthreads();
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::publishReceivedRows(const Gathered& gathered) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::publishReceivedRows(const Gathered& gathered) const {
   ProxycclReceivedRows* to = team_->received_rows;
   storeRelaxedSystem(&to->rows, gathered.rows);
   storeRelaxedSystem(&to->bad_rank, gathered.bad_rank);
   storeRelaxedSystem(&to->bad_slot, gathered.bad_slot);
   storeRelaxedSystem(&to->wanted_tokens, gathered.wanted_tokens);
 #pragma unroll 1
-  for (uint32_t e = 0; e < team_->chosen_per_rank; ++e) storeRelaxedSystem(&team_->chosen_rows[e], chosen()[e]);
+  for (uint32_t e = 0; tellsChosen() && e < team_->chosen_per_rank; ++e)
+    storeRelaxedSystem(&team_->chosen_rows[e], chosen()[e]);
   storeReleaseSystem(&to->ticket, call_.ticket);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeCounts(uint32_t rows) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
   __shared__ uint32_t most;
   const uint32_t experts = team_.experts(), ranks = team_->world_size;
   __syncthreads();  // the sources have been read
@@ -281,8 +280,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeCounts(uint32_t rows) const {
   if (threadIdx.x == 0) writeRowTotals(rows, most);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::writeRowTotals(uint32_t rows, uint32_t most) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::writeRowTotals(uint32_t rows, uint32_t most) const {
   const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
   if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);
   if (most > loadRelaxedSystem(&team_->received_rows->most_rows))

@@ -7,20 +7,20 @@
 
 namespace proxyccl {
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::receive(const Group& group, uint32_t* next_item,
-                                                   const Gathered& gathered) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const {
   if (crossesNodes() && group.number == Group::count() - 1 && movesRows()) forwardRows(group);
   const uint32_t ranks = team_->world_size;
   // With announcements, groups without a row to copy write the descriptor's tables. The counts come before all rows, as
   // they take one group longest; the other tables come after the rows.
-  const bool describes = describesApart();
-  const uint32_t most = team_.mostItems(), copies = movesRows() || !describes ? most * ranks : 0;
-  const uint32_t described = describes ? team_->segment_tokens * ranks : 0;
+  const bool describes = describesApart(), counts = kAnnounced && describes;
+  const uint32_t most = team_.mostItems();
+  const uint32_t copies = (movesRows() && !storesRows()) || !describes ? most * ranks : 0;
+  const uint32_t described = describes && !describesSlots() ? team_->segment_tokens * ranks : 0;
   uint64_t arrived = 0;
   for (;;) {
     uint32_t next = group.next(next_item);
-    if (describes && next-- == 0) {
+    if (counts && next-- == 0) {
       writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
       // This rank's own rows come first, as they need no wait. Rows of other ranks arrive one by one, so sources take
@@ -35,8 +35,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::receive(const Group& group, uint32_t*
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRows(const Group& group) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::forwardRows(const Group& group) const {
   const uint32_t groups = Group::count();
   for (uint32_t node = 0; node < team_->nodes; ++node) {
     if (node == team_->node) continue;
@@ -49,9 +49,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::forwardRows(const Group& group) const
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitItem(const Group& group, uint32_t item, uint32_t source,
-                                                     uint64_t* arrived) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::awaitItem(const Group& group, uint32_t item, uint32_t source,
+                                               uint64_t* arrived) const {
   if (!kAnnounced) {
     const uint32_t number = item * team_->segments + segment_, parts = team_.parts();
     team_.await(group, team_.sent(source, number % parts), flagValue(number_, number / parts + 1), source);
@@ -71,9 +71,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::awaitItem(const Group& group, uint32_
   if (source < 64) *arrived |= 1ull << source;
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::receiveItem(const Group& group, uint32_t item, uint32_t source,
-                                                       uint64_t* arrived) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::receiveItem(const Group& group, uint32_t item, uint32_t source,
+                                                 uint64_t* arrived) const {
   const Segment& segment = team_.segmentOf(source);
   if (item >= segment.items()) return;
   GroupSpace& space = group.space();
@@ -113,9 +113,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::receiveItem(const Group& group, uint3
   group.sync();
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::findTokenRows(const Group& group, uint32_t source, uint32_t i,
-                                                         bool describe) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::findTokenRows(const Group& group, uint32_t source, uint32_t i,
+                                                   bool describe) const {
   GroupSpace& space = group.space();
   const uint64_t token = team_.segmentOf(source).begin + i;
   int32_t* rows = call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
@@ -136,9 +136,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::findTokenRows(const Group& group, uin
   group.sync();
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE int32_t Dispatch<kAnnounced>::rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token,
-                                                    uint32_t k) const {
+template <class Mode>
+PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token,
+                                              uint32_t k) const {
   const uint32_t expert = slot.expert - team_->rank * team_->experts_per_rank;
   if (slot.expert == PROXYCCL_NO_EXPERT || expert >= team_->experts_per_rank) return PROXYCCL_NO_ROW;
   uint64_t row = bases()[expert * team_->world_size + source] + slot.position;
@@ -157,9 +157,9 @@ PROXYCCL_DEVICE int32_t Dispatch<kAnnounced>::rowOf(const ProxycclExpertSlot& sl
   return row < call_.capacity ? static_cast<int32_t>(row) : PROXYCCL_PAST_END;
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::copyScales(const Group& group, const char* from, uint64_t begin,
-                                                      uint64_t end) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::copyScales(const Group& group, const char* from, uint64_t begin,
+                                                uint64_t end) const {
   const GroupSpace& space = group.space();
   const float* scales = reinterpret_cast<const float*>(from + begin);
   const uint64_t before = begin - (call_.row_bytes - call_.scale_bytes);
@@ -174,16 +174,70 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::copyScales(const Group& group, const 
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeToken(const Group& group, uint32_t source, uint32_t i) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeToken(const Group& group, uint32_t source, uint32_t i) const {
   if (i >= team_.segmentOf(source).tokens) return;
   findTokenRows(group, source, i, true);
   describeRows(group, source, i);
   group.sync();
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeRows(const Group& group, uint32_t source, uint32_t i) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeSlots() const {
+  const uint32_t slots = segmentSlots();
+#pragma unroll 1
+  for (uint32_t n = threadIdx.x; n < team_->world_size * slots; n += blockDim.x) {
+    const uint32_t source = n / slots, i = n % slots / topk_;
+    const Segment& segment = team_.segmentOf(source);
+    if (i < segment.tokens)
+      describeSlot(
+          source, segment.begin + i, n % topk_, bases()[source], [&](uint32_t k) { return slotOf(source, i, k); },
+          [&](uint32_t k) { return weightOf(source, i, k); });
+  }
+}
+
+template <class Mode>
+template <class SlotOf, class CarriedBy>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t token, uint32_t k, uint32_t first,
+                                                  SlotOf slotOf, CarriedBy carriedBy) const {
+  // The token's row, if it has one here, is that of the slot in which this rank stands.
+  const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carriedBy(k));
+  uint32_t at = topk_, position = 0;
+#pragma unroll 8
+  for (uint32_t other = 0; other < topk_; ++other) {
+    const ProxycclExpertSlot slot = slotOf(other);
+    if (slot.expert != team_->rank) continue;
+    at = other;
+    position = slot.position;
+  }
+  int32_t row = PROXYCCL_NO_ROW;
+  if (at < topk_) row = first + position < call_.capacity ? static_cast<int32_t>(first + position) : PROXYCCL_PAST_END;
+  const int32_t own_row = at == k ? row : static_cast<int32_t>(PROXYCCL_NO_ROW);
+  call_.layout.rows[(source * static_cast<uint64_t>(team_->max_tokens) + token) * topk_ + k] = own_row;
+  if (row < 0) return;
+  const uint64_t entry = static_cast<uint64_t>(row) * topk_ + k;
+  const uint32_t expert = static_cast<uint32_t>(choice.expert) - team_->rank * team_->chosen_per_rank;
+  const bool here = expert < team_->chosen_per_rank;
+  call_.layout.token_rows[entry] = own_row;
+  call_.layout.row_experts[entry] = here ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW;
+  if (call_.output_weights != nullptr) reinterpret_cast<float*>(call_.output_weights)[entry] = here ? choice.weight : 0;
+  if (at != k) return;
+  call_.layout.first_rows[row] = row;
+  call_.layout.row_slots[row] = static_cast<int32_t>(k);
+  call_.layout.row_tokens[row] = static_cast<int32_t>(token);
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t block, uint32_t blocks) const {
+  if (team_->chosen_per_rank == 0) return;
+  const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
+#pragma unroll 1
+  for (uint64_t i = first + block * blockDim.x + threadIdx.x; i < end; i += blocks * blockDim.x)
+    call_.layout.row_experts[i] = PROXYCCL_NO_ROW;
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeRows(const Group& group, uint32_t source, uint32_t i) const {
   const GroupSpace& space = group.space();
   int32_t first = PROXYCCL_NO_ROW;
 #pragma unroll 1
@@ -216,9 +270,9 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeRows(const Group& group, uint
   if (team_->chosen_per_rank != 0 && first >= 0) describeChoices(group, source, i, first);
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::describeChoices(const Group& group, uint32_t source, uint32_t i,
-                                                           int32_t row) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeChoices(const Group& group, uint32_t source, uint32_t i,
+                                                     int32_t row) const {
   const uint32_t per_rank = team_->chosen_per_rank, own = team_->rank * per_rank;
   int32_t* experts = call_.layout.row_experts + static_cast<uint64_t>(row) * topk_;
   float* weights = reinterpret_cast<float*>(call_.output_weights) + static_cast<uint64_t>(row) * topk_;

@@ -7,9 +7,9 @@
 
 namespace proxyccl {
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::send(const Group& group, uint32_t block, uint32_t blocks,
-                                                uint32_t* finished) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::send(const Group& group, uint32_t block, uint32_t blocks,
+                                          uint32_t* finished) const {
   const uint32_t parts = team_.parts(), segments = team_->segments;
   const uint32_t all = (Segment::longest(call_.tokens, segments) << own_.pieces_log2) * segments;
 #pragma unroll 1
@@ -28,8 +28,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::send(const Group& group, uint32_t blo
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::sendItem(const Group& group, uint32_t part, uint32_t round) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::sendItem(const Group& group, uint32_t part, uint32_t round) const {
   const uint32_t number = round * team_.parts() + part, item = number / team_->segments;
   const uint32_t at = kAnnounced ? segment_ : number % team_->segments;
   const Segment segment = kAnnounced ? own_ : Segment::of(call_.tokens, at, team_->segments);
@@ -37,12 +37,12 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::sendItem(const Group& group, uint32_t
   GroupSpace& space = group.space();
   const uint32_t i = segment.tokenOf(item);
   const uint64_t token = segment.begin + i;
-  const int32_t* ids = at == segment_ ? ownIds(i) : call_.expert_ids + token * topk_;
+  const bool own = at == segment_ && !onlySends();
   // Where each slot's row goes: a rank of this node by its number, or another node by its number with kOtherNode.
   constexpr int32_t kOtherNode = 1 << 16;
 #pragma unroll 1
   for (uint32_t k = group.lane; k < topk_; k += kGroupLanes) {
-    const uint32_t expert = static_cast<uint32_t>(ids[k]);
+    const uint32_t expert = static_cast<uint32_t>(own ? ownIds(i)[k] : choices_.id(token * topk_ + k));
     int32_t destination = PROXYCCL_NO_ROW;
     if (expert < team_.experts()) {
       const uint32_t rank = expert / team_->experts_per_rank, place = team_.placeOf(rank);
@@ -82,8 +82,8 @@ PROXYCCL_DEVICE void Dispatch<kAnnounced>::sendItem(const Group& group, uint32_t
   }
 }
 
-template <bool kAnnounced>
-PROXYCCL_DEVICE void Dispatch<kAnnounced>::publishSent(const Group& group) const {
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::publishSent(const Group& group) const {
 #pragma unroll 1
   for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
     team_.raise(l, team_.sent(team_->rank, segment_), flagValue(number_, kAllItems));

@@ -123,6 +123,10 @@ struct Segment {
 #endif
     return segment;
   }
+  // The number of the segment that a token is in.
+  static PROXYCCL_DEVICE uint32_t numberOf(uint32_t source_tokens, uint32_t token, uint32_t segments) {
+    return ((token + 1) * segments - 1) / source_tokens;
+  }
   PROXYCCL_DEVICE uint32_t pieces() const { return 1u << pieces_log2; }
   PROXYCCL_DEVICE uint32_t items() const { return tokens << pieces_log2; }
   PROXYCCL_DEVICE uint32_t tokenOf(uint32_t item) const { return item >> pieces_log2; }  // within the segment
@@ -217,6 +221,11 @@ class ExpertTeam {
     return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
   }
 
+  // The first row of a rank's output buffer. Buffers count from 1 here; 0 stands for none.
+  PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
+    return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
+  }
+
   // -- flags, as offsets in a workspace ---
   // Raised when block `block` of `source` has sent its counts.
   PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
@@ -237,6 +246,10 @@ class ExpertTeam {
   // Raised when the block of a rank of the node has summed what a combine brought it.
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
+  }
+  // Says that the rows of a rank of the node for a combine are there, and in which of its output buffers.
+  PROXYCCL_DEVICE uint64_t loadable(uint32_t local, uint32_t block) const {
+    return e_.loadable + 8ull * (local * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
@@ -297,14 +310,23 @@ PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bo
   if (threadIdx.x == 0 && last) advance(e, calls);
 }
 
-// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. They are read once.
+// What a kernel takes besides ProxycclExperts.
+template <class Kernel>
+struct CallOf;
+template <class Call>
+struct CallOf<void (*)(const ProxycclExperts&, const Call&)> {
+  using Type = Call;
+};
+
+// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. They are read once, kInFlight words of
+// 16 bytes of each thread at a time.
+template <uint32_t kInFlight = 4>
 PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
                                 uint32_t lane) {
 #if !PROXYCCL_ON_HOST
   uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
   for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);
   if (misaligned % 16 == 0) {
-    constexpr uint32_t kInFlight = 4;  // with more, registers run out, which costs more time than it saves
     const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(src));
     const uint32_t words = bytes / 16;
     for (uint32_t first = lane; first < words; first += kInFlight * kGroupLanes) {
@@ -328,11 +350,11 @@ PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t o
 }  // namespace proxyccl
 
 // A kernel `name` from the template `kernel` for one element type.
-#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                             \
-  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1) \
-      name(const ProxycclExperts experts, const ProxycclCombine call) {    \
-    ::proxyccl::kernel<T>(experts, call);                                  \
-  }                                                                        \
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                                     \
+  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)                                         \
+      name(const ProxycclExperts experts, const ::proxyccl::CallOf<decltype(&::proxyccl::kernel<T>)>::Type call) { \
+    ::proxyccl::kernel<T>(experts, call);                                                                          \
+  }                                                                                                                \
   PROXYCCL_EXPORT_KERNEL(name)
 
 #endif

@@ -9,9 +9,12 @@
  * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
  * segment its routing, then for each segment its tokens' rows.
  *
- * With a row for each rank, what these kernels call an expert is a rank, and experts_per_rank is 1: the ids are the
- * ranks that a token goes to, each once. What the token chose there, a ProxycclExpertChoice, takes the place of a
- * slot's weight, so every rank that gets the token's routing has all its choices.
+ * With a row for each rank, what these kernels call an expert is a rank, and experts_per_rank is 1. A dispatch counts
+ * the ranks that a token goes to, each once (expert_choices.h). What the token chose there, a ProxycclExpertChoice,
+ * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
+ *
+ * With a row for each rank on one node, a rank can also have output buffers in its workspace (expert_dispatch_store.h):
+ * senders store rows right there once they know all counts, and combine loads rows from there.
  *
  * - announced [2][…]: packets: the expert ids and weights of every rank
  * - inbox [local_size], where ids are announced [2][local_size]: what the ranks of the node send here
@@ -19,6 +22,7 @@
  * - outbox [2][nodes]: what this rank sends to its counterparts; the proxy reads it
  * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
  * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
+ * - outputs [output_buffers]: rows [output_rows], and their scales
  *
  * Data between nodes is double-buffered by the parity of the call. No flag guards it: a rank sends call n + 1 after its
  * node has read call n, and starts call n + 2 after it has received call n + 1 from every node. Within a node readers
@@ -64,7 +68,7 @@ typedef struct ProxycclExpertSegment {
   uint32_t tokens;        /* of the whole source */
   uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
   uint32_t wanted_tokens; /* see ProxycclDispatch */
-  uint32_t reserved;
+  uint32_t output_buffer; /* of the source, see ProxycclDispatch */
 } ProxycclExpertSegment;
 
 typedef struct ProxycclExpertSlot {
@@ -92,6 +96,7 @@ typedef struct ProxycclReceivedRows {
 typedef struct ProxycclExpertCounters {
   uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
   uint64_t routings;             /* dispatches that were no redispatch */
+  uint32_t next_item[2][2];      /* by the parity of the dispatch: of the rows that go to peers, and that stay here */
   uint32_t blocks_done;
 } ProxycclExpertCounters;
 
@@ -105,23 +110,26 @@ typedef struct ProxycclExperts {
   uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
-  uint32_t chosen_per_rank;            /* with a row for each rank: experts of each rank; else 0 */
-  uint32_t padded_rows;                /* with padded rows: how many each expert has room for; else 0 */
-  uint32_t expert_alignment;           /* each expert's rows begin at a multiple of it, if not 0 */
-  uint32_t id_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
-  uint64_t segment_bytes;              /* of the rows of a segment, at most */
-  uint64_t return_segment_bytes;       /* the same for a combine, with one row per token */
+  uint32_t chosen_per_rank;             /* with a row for each rank: experts of each rank; else 0 */
+  uint32_t padded_rows;                 /* with padded rows: how many each expert has room for; else 0 */
+  uint32_t expert_alignment;            /* each expert's rows begin at a multiple of it, if not 0 */
+  uint32_t id_packets, weight_packets;  /* packets of an announcement; 0: counts are sent instead */
+  uint32_t output_buffers, output_rows; /* how many, the last for a combine's rows; rows that each has room for */
+  uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint64_t segment_bytes;        /* of the rows of a segment, at most */
+  uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
   uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
   /* In a workspace. */
   uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
-  uint64_t routed, sent, read, returned, summed; /* flags; see expert_team.h */
+  uint64_t outputs, output_bytes, output_scales;           /* the last two: of a buffer, in a buffer */
+  uint64_t routed, sent, read, returned, summed, loadable; /* flags; see expert_team.h */
   ProxycclControl* control;
   char* workspace;
   char* const* peers;                        /* [local_size]: the workspaces of the node */
   const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch: across nodes segments == blocks */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
-  uint32_t* bases;                           /* [segments][2][experts] */
+  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][world_size][segments] */
   ProxycclReceivedRows* received_rows;
   /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
@@ -144,6 +152,8 @@ typedef struct ProxycclExpertLayout {
   int32_t* row_experts; /* with a row for each rank, [rows][topk]: this rank's experts that the token chose, by their
                            number here; -1 for others */
   int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert */
+  int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
+                           slot's rank */
 } ProxycclExpertLayout;
 
 typedef struct ProxycclDispatch {
@@ -154,15 +164,17 @@ typedef struct ProxycclDispatch {
   uint64_t ticket;        /* see ProxycclReceivedRows */
   uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
   uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
+  uint32_t id_bytes;      /* 4 or 8 */
+  uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
   uint64_t row_bytes;
-  const char* input;         /* [tokens][row_bytes] */
-  const int32_t* expert_ids; /* [tokens][topk] */
-  const char* weights;       /* [tokens][topk], or null; with a row for each rank the choices */
-  const int32_t* scatter;    /* [all ranks' tokens][topk], or null */
-  char* output;              /* [capacity][row_bytes - scale_bytes] */
-  char* output_scales;       /* [capacity][scale_bytes] */
-  char* output_weights;      /* [capacity], or null; with a row for each rank [capacity][topk] */
-  int32_t* received;         /* how many rows there are, or null */
+  const char* input;      /* [tokens][row_bytes] */
+  const char* expert_ids; /* [tokens][topk] of id_bytes each; -1 drops a slot with a row for each rank */
+  const char* weights;    /* [tokens][topk], or null; float32 with a row for each rank */
+  const int32_t* scatter; /* [all ranks' tokens][topk], or null */
+  char* output;           /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;    /* [capacity][scale_bytes] */
+  char* output_weights;   /* [capacity], or null; with a row for each rank [capacity][topk] */
+  int32_t* received;      /* how many rows there are, or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 
@@ -170,6 +182,7 @@ typedef struct ProxycclCombine {
   uint32_t phases;
   uint32_t tokens;
   uint64_t hidden;
+  uint32_t rows_buffer; /* 1 + the number of the output buffer in which `rows` lies; 0 if peers can't load them */
   const char* rows;     /* [R][hidden] */
   const float* weights; /* [R], or null */
   /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */

@@ -10,7 +10,8 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, EPAll2AllLayer
-from support.device_arrays import on_device, on_host
+from proxyccl.channels.expert_parallel import geometry
+from support.device_arrays import on_device, on_host, overwrite
 from support.reference import numpy_dtype
 from support.running import run_ranks
 
@@ -87,6 +88,35 @@ def test_a_fixed_maximum() -> None:
         count = int(on_host(desc.num_recv_tokens)[0])
         assert on_host(more)[:count].tobytes() == on_host(rows).tobytes()
         assert on_host(more_scales)[:count].tobytes() == on_host(scales).tobytes()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("announced", [True, False], ids=["announced", "counted"])
+@pytest.mark.parametrize("given", [False, True], ids=["quantised here", "given"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rows_in_output_buffers(dtype: str, given: bool, announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of a layer without: made while they are stored, before, or by the caller."""
+    if not announced:
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+
+    def body(comm: Communicator) -> None:
+        tokens, ids = inputs(comm.rank, PER_RANK * comm.world_size, dtype)
+        sent = tuple(on_device(comm, x) for x in quantized(tokens)) if given else on_device(comm, tokens)
+        for options in ({}, {"max_recv_tokens": 40}):
+            plain, stored = (
+                layer_of(comm, dtype, layout="rank", output_buffers=buffers, **options) for buffers in (0, 1)
+            )
+            (rows, scales), _, _ = plain.dispatch(sent, on_device(comm, ids))
+            (more, more_scales), _, desc = stored.dispatch(sent, on_device(comm, ids))
+            assert desc.output_buffer
+            count = int((on_host(desc.row_slots) >= 0).sum()) if not options else int(on_host(desc.num_recv_tokens)[0])
+            assert on_host(more)[:count].tobytes() == on_host(rows)[:count].tobytes()
+            assert on_host(more_scales)[:count].tobytes() == on_host(scales)[:count].tobytes()
+            ones = stored.combine_input(desc)
+            overwrite(ones, 1)
+            kept = on_host(desc.topk_indices_tensor) < comm.world_size  # ranks, each once
+            assert np.array_equal(on_host(stored.combine(ones, desc))[:, 0], kept.sum(1))
 
     run_ranks(2, body)
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
-from support.device_arrays import on_device, on_host
+from support.device_arrays import on_device, on_host, overwrite
 from support.devices import most_ranks, runtime_with_blocks
 from support.ranks import Ranks
 from support.reference import numpy_dtype
@@ -161,6 +161,13 @@ def check_rank_rows(comm: Communicator, case: Case, **options: Any) -> None:
             padding = 0 if most is None else most - count
             back = layer.combine(on_device(comm, np.pad(results[rank], ((0, padding), (0, 0)))), desc)
             same(on_host(back) + 0, sums_over_ranks(case, rank, results) + 0)
+            if layer.ctx.workspace.outputs is not None:  # rows that peers load, in the output's memory and apart
+                loaded = layer.combine_input(desc)
+                overwrite(loaded, np.pad(results[rank], ((0, padding), (0, 0))))
+                same(on_host(layer.combine(loaded, desc)) + 0, sums_over_ranks(case, rank, results) + 0)
+                same(
+                    on_host(layer.combine(rows, desc)) + 0, sums_over_ranks(case, rank, [e.rows for e in expected]) + 0
+                )
             given = case.weights[rank]
             kept = (case.ids[rank] >= 0) & (case.ids[rank] < case.experts)
             sent = on_device(comm, np.pad(mine.weights, ((0, padding), (0, 0))))
@@ -235,7 +242,16 @@ def test_a_row_for_each_rank(world: Ranks, case: Case) -> None:
     world.run(lambda comm: check_rank_rows(comm, case))
 
 
-@pytest.mark.parametrize("options", [{"max_recv_tokens": 40}, {"enable_local_combine": True}], ids=repr)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_recv_tokens": 40},
+        {"enable_local_combine": True},
+        {"output_buffers": 1},
+        {"output_buffers": 2, "max_recv_tokens": 40},
+    ],
+    ids=repr,
+)
 def test_a_row_for_each_rank_with(world: Ranks, options: dict[str, Any]) -> None:
     if world.run(lambda comm: comm.local_world_size)[0] < world.world_size and "enable_local_combine" in options:
         pytest.skip("sums of ranks are for one node")

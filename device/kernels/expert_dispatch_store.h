@@ -1,0 +1,287 @@
+// Dispatch, the sender, with a row for each rank and output buffers: once all counts are known, each row is stored once
+// on every rank that gets it, right where the caller reads it.
+//
+// A rank says in its routing, or in its announcement, in which of its buffers it wants the rows. It does so when its
+// stream has come to this dispatch, so nothing before it uses the buffer any more. Rows in float8 are made as they are
+// stored: once for each token.
+#ifndef PROXYCCL_EXPERT_DISPATCH_STORE_H
+#define PROXYCCL_EXPERT_DISPATCH_STORE_H
+
+#include "exclusive_scan.h"
+#include "expert_dispatch_block.h"
+#include "scaled_rows.h"
+
+namespace proxyccl {
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::clearOutgoing() const {
+#pragma unroll 1
+  for (uint32_t rank = threadIdx.x; rank < team_->world_size; rank += blockDim.x)
+    outgoing()[rank] = {0, rank == team_->rank ? call_.output_buffer : 0};
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeAnnouncedRows(const Group& group, uint32_t* next_item) const {
+  for (;;) {
+    const uint32_t item = group.next(next_item);
+    if (item >= own_.items()) return;
+    const uint32_t i = own_.tokenOf(item);
+    const uint64_t token = own_.begin + i;
+    int32_t* sent_rows = call_.layout.sent_rows + token * topk_;
+    storeRow(group, token, own_, item, [&](uint32_t k, uint32_t* rank, int32_t* row) {
+      const ProxycclExpertSlot slot = slotOf(team_->rank, i, k);
+      *rank = slot.expert;
+      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : outgoing()[slot.expert].row);
+      if (own_.pieceOf(item) == 0) sent_rows[k] = *row;
+      return *row >= 0;
+    });
+  }
+}
+
+template <class Mode>
+PROXYCCL_DEVICE bool Dispatch<Mode>::awaitRouting() const {
+  __shared__ bool is_aborted;
+  const uint32_t segments = team_->segments;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < team_->world_size * segments; i += blockDim.x)
+    team_.await(team_.routed(i / segments, i % segments), number_, i / segments);
+  if (threadIdx.x == 0) is_aborted = aborted(team_->control);
+  __syncthreads();
+  return !is_aborted;
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
+  const uint32_t ranks = team_->world_size, segments = team_->segments, own = team_->rank;
+  uint32_t* first = firstRows();
+  clearOutgoing();
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < ranks; i += blockDim.x) outgoing()[i].buffer = segmentOf(i, 0).output_buffer;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < (own + 1) * segments * ranks; i += blockDim.x) {
+    const uint32_t source = i / ranks / segments, segment = i / ranks % segments, rank = i % ranks;
+    const uint32_t rows = countsOf(team_.slabOf(number_, source) + team_.routingAt(segment))[rank];
+    if (source == own) {
+      first[rank * segments + segment] = rows;
+    } else if (rows != 0) {
+      atomicAdd(&outgoing()[rank].row, rows);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) {
+    uint32_t row = outgoing()[rank].row;
+    for (uint32_t i = rank * segments; i < (rank + 1) * segments; ++i) {
+      const uint32_t rows = first[i];
+      first[i] = row;
+      row += rows;
+    }
+  }
+  __syncthreads();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
+  const uint32_t segments = team_->segments, n = team_->world_size * segments;
+  uint32_t* first = firstRows();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
+    first[i] = countsOf(team_.slabOf(number_, i / segments) + team_.routingAt(i % segments))[team_->rank];
+  setSegments();
+  clearOutgoing();
+  __syncthreads();
+  return exclusiveScan(first, nullptr, n);
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored stored) const {
+  const uint32_t segments = team_->segments;
+  const char* slab = team_.slabOf(number_, team_->rank);
+  uint32_t* next_item = &team_->counters->next_item[number_ % 2][stored == Stored::own];
+  for (;;) {
+    GroupSpace& space = group.space();
+    if (group.lane == 0) space.count = fetchAddRelaxedDevice<uint32_t>(next_item, 1);
+    group.sync();
+    const uint32_t item = space.count;
+    group.sync();
+    const uint32_t token = item / kStoredPieces;
+    if (token >= call_.tokens) return;
+    const Segment whole = {token, 1, kStoredPiecesLog2};
+    const uint32_t segment = Segment::numberOf(call_.tokens, token, segments);
+    const ProxycclExpertSlot* slots =
+        slotsOf(slab + team_.routingAt(segment)) + (token - Segment::of(call_.tokens, segment, segments).begin) * topk_;
+    int32_t* sent_rows = call_.layout.sent_rows + static_cast<uint64_t>(token) * topk_;
+    storeRow(group, token, whole, item, [&](uint32_t k, uint32_t* rank, int32_t* row) {
+      const ProxycclExpertSlot slot = slots[k];
+      const bool is_own = slot.expert == team_->rank;
+      *rank = slot.expert;
+      if (stored == Stored::own && !is_own) return false;
+      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : firstRows()[slot.expert * segments + segment]);
+      if (stored != Stored::own && item % kStoredPieces == 0) sent_rows[k] = *row;
+      return *row >= 0 && (stored != Stored::of_peers || !is_own);
+    });
+  }
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(uint32_t block, uint32_t blocks) const {
+  const uint32_t segments = team_->segments, threads = blocks * blockDim.x;
+  const uint32_t thread = block * blockDim.x + threadIdx.x;
+  for (uint32_t source = 0; source < team_->world_size; ++source) {
+    const char* slab = team_.slabOf(number_, source);
+    const uint32_t tokens = tokensOf()[source];
+#pragma unroll 1
+    for (uint32_t n = thread; n < tokens * topk_; n += threads) {
+      const uint32_t token = n / topk_, segment = Segment::numberOf(tokens, token, segments);
+      const char* routing = slab + team_.routingAt(segment);
+      const uint32_t first = (token - Segment::of(tokens, segment, segments).begin) * topk_;
+      describeSlot(
+          source, token, n % topk_, firstRows()[source * segments + segment],
+          [&](uint32_t k) { return slotsOf(routing)[first + k]; },
+          [&](uint32_t k) { return weightIn(routing, first + k); });
+    }
+  }
+}
+
+template <class Mode>
+template <class Find>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
+                                              Find find) const {
+  if constexpr (!kIsVoid<typename Mode::Quantized>) return storeQuantized(group, token, segment, item, find);
+  const Piece piece(call_.row_bytes, segment, item);
+  const char* from = call_.input + token * call_.row_bytes;
+  const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
+  const uint64_t end = piece.end < scales ? piece.end : scales;
+  const GroupSpace& space = group.space();
+  auto listParts = [&](uint64_t offset, uint64_t bytes) {  // of the rows' elements, or of their scales
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      uint32_t rank = 0;
+      if (!find(k, &rank, &entry->number)) return false;
+      entry->at = bufferOn(rank) + offset + static_cast<uint64_t>(entry->number) * bytes;
+      return true;
+    });
+  };
+  listParts(0, scales);
+  if (piece.begin < end)
+    copyToEach<7>(space.at, space.count, piece.begin, from + piece.begin, end - piece.begin, group.lane);
+  group.sync();
+  if (piece.end <= scales) return;
+  listParts(team_->output_scales, call_.scale_bytes);
+  const uint64_t begin = piece.begin > scales ? piece.begin : scales;
+  copyToEach(space.at, space.count, begin - scales, from + begin, piece.end - begin, group.lane);
+  group.sync();
+}
+
+template <class Mode>
+template <class Find>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t token, const Segment& segment,
+                                                    uint32_t item, Find find) const {
+  using T = typename Mode::Quantized;
+  using Part = ScaledPart<T>;
+  struct alignas(8) Wide {  // rows of a buffer are aligned, as there are no scales between them
+    typename Part::Elements elements;
+  };
+  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS, kInFlight = PROXYCCL_ON_HOST ? 1 : 4;
+  const uint64_t hidden = call_.row_bytes - call_.scale_bytes;
+  const uint32_t blocks = static_cast<uint32_t>(hidden / kBlock), piece = segment.pieceOf(item);
+  const uint32_t first = blocks * piece >> segment.pieces_log2, last = blocks * (piece + 1) >> segment.pieces_log2;
+  const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
+  const T* from = reinterpret_cast<const T*>(call_.input) + token * hidden + lane * Part::kEach;
+  const bool aligned = reinterpret_cast<uintptr_t>(call_.input) % alignof(typename Part::Values) == 0;
+  const GroupSpace& space = group.space();
+  group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+    uint32_t rank = 0;
+    if (!find(k, &rank, &entry->number)) return false;
+    entry->at = bufferOn(rank) + static_cast<uint64_t>(entry->number) * hidden;
+    return true;
+  });
+  // Each thread keeps the greatest magnitude of one block until all of a chunk are known: its scale is then a division
+  // of one thread, and scales are stored side by side.
+#pragma unroll 1
+  for (uint32_t chunk = first; chunk < last; chunk += kGroupLanes) {
+    const uint32_t end = chunk + kGroupLanes < last ? chunk + kGroupLanes : last;
+    float kept = 0;
+#pragma unroll 1
+    for (uint32_t begin = chunk; begin < end; begin += kInFlight * Part::kBlocks) {
+      Part held[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint32_t block = begin + i * Part::kBlocks + own;
+        held[i].load(from + (block < end ? block : first) * kBlock, aligned);  // past the last, any block
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i) {
+        const uint32_t block = begin + i * Part::kBlocks + own;
+        typename Part::Elements elements;
+        const float greatest = held[i].quantize(group, &elements);
+#pragma unroll
+        for (uint32_t n = 0; n < Part::kBlocks; ++n) {
+#if PROXYCCL_ON_HOST
+          const float of_block = greatest;
+#else
+          const float of_block = shuffle(greatest, n * Part::kLanes);
+#endif
+          if (chunk + group.lane == begin + i * Part::kBlocks + n) kept = of_block;
+        }
+        if (block >= end) continue;
+#pragma unroll 1
+        for (uint32_t target = 0; target < space.count; ++target)  // NVRTC 13.0 can't do inGlobal() of a local type
+          reinterpret_cast<Wide*>(inGlobal(space.at[target]))[block * Part::kLanes + lane] = {elements};
+      }
+    }
+    if (chunk + group.lane >= end) continue;
+    const float scale = Part::scaleOf(kept);
+#pragma unroll 1
+    for (uint32_t target = 0; target < space.count; ++target) {
+      const uint64_t row = static_cast<uint64_t>(space.number[target]);
+      char* buffer = space.at[target] - row * hidden;
+      inGlobal(reinterpret_cast<float*>(buffer + team_->output_scales + row * call_.scale_bytes))[chunk + group.lane] =
+          scale;
+    }
+  }
+  group.sync();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const {
+  if (blockIdx.x == team_->blocks - 1) {  // what is told of the counts takes one block some time
+    Gathered gathered;
+    if (!gatherCounts(group, &gathered)) return;
+    if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);
+    setSegments();
+    writeCounts(gathered.rows);
+    __syncthreads();
+  }
+  if (!awaitRouting()) return;
+  const bool all = team_->blocks == 1 || !kIsVoid<typename Mode::Quantized>;  // whether a block does all
+  if (blockIdx.x < team_->senders || all) {
+    placeOutgoing();
+    storeRowsInTurns(group, all ? Stored::all : Stored::of_peers);
+    syncThreadsSystem();
+    if (group.number == 0) {
+      publishSent(group);
+      awaitStored(group);
+    }
+  }
+  if (blockIdx.x >= team_->senders || all) {
+    __syncthreads();
+    const uint32_t before = all ? 0 : team_->senders, block = blockIdx.x - before, blocks = team_->blocks - before;
+    const uint32_t rows = placeIncoming();
+    if (!all) storeRowsInTurns(group, Stored::own);
+    describeAll(block, blocks);
+    clearPastEnd(rows, block, blocks);
+  }
+  acknowledge();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::awaitStored(const Group& group) const {
+#pragma unroll 1
+  for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
+    team_.await(team_.sent(source, segment_), flagValue(number_, kAllItems), source);
+}
+
+}  // namespace proxyccl
+
+#endif
