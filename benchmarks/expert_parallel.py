@@ -31,16 +31,18 @@ class Routing:
     Attributes:
         tokens: of this rank, [count, hidden].
         expert_ids: of this rank, [count, topk].
-        rows: the rows that this rank gets, [R, hidden].
-        most_rows: the largest number of rows that any rank gets.
+        rows: by layout, the rows that this rank gets, [R, hidden].
+        most_rows: by layout, the largest number of rows that any rank gets.
+        visits: for each own token, the number of ranks that have one of its experts, [count, 1].
         crossing: for each rank, the number of tokens that this rank sends there; 0 for itself.
         arriving: for each rank, the number of tokens that come from there.
     """
 
     tokens: torch.Tensor
     expert_ids: torch.Tensor
-    rows: torch.Tensor
-    most_rows: int
+    rows: dict[str, torch.Tensor]
+    most_rows: dict[str, int]
+    visits: torch.Tensor
     crossing: list[int]
     arriving: list[int]
 
@@ -55,34 +57,43 @@ class Routing:
             scores = torch.rand(count, experts, generator=generator, device=job.device)
             ids.append(scores.topk(topk, dim=1).indices.to(torch.int32))
         every = torch.stack(ids)  # [ranks, count, topk]
-        here = every // per_rank == job.rank
+        of_slots = every // per_rank  # ranks
+        comes = torch.stack([(of_slots == rank).any(2) for rank in range(job.ranks)])  # [ranks, ranks, count]
+        here = of_slots == job.rank
         order = torch.argsort(every[here], stable=True)
         sources = here.nonzero()[order]
-        rows = torch.stack(tokens)[sources[:, 0], sources[:, 1]]
-        most = max(int((every // per_rank == rank).sum()) for rank in range(job.ranks))
-        goes = [[int((of_rank // per_rank == to).any(1).sum()) for to in range(job.ranks)] for of_rank in ids]
+        both = torch.stack(tokens)
+        rows = {"expert": both[sources[:, 0], sources[:, 1]], "rank": both[comes[job.rank]]}
+        most = {
+            "expert": max(int((of_slots == rank).sum()) for rank in range(job.ranks)),
+            "rank": int(comes.sum((1, 2)).max()),
+        }
+        visits = comes[:, job.rank].sum(0).to(rows["rank"].dtype)[:, None]
+        goes = [[int(comes[to, source].sum()) for to in range(job.ranks)] for source in range(job.ranks)]
         for rank in range(job.ranks):
             goes[rank][rank] = 0
         mine = job.rank
-        return cls(tokens[mine], ids[mine], rows, most, goes[mine], [goes[s][mine] for s in range(job.ranks)])
+        return cls(tokens[mine], ids[mine], rows, most, visits, goes[mine], [goes[s][mine] for s in range(job.ranks)])
 
 
 def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer]) -> list[Contender]:
     """Ours: for each layer a dispatch, a combine and both. Then NCCL: the bytes there, and back."""
     stream, topk = job.stream.cuda_stream, routing.expert_ids.shape[1]
     hidden, dtype = routing.tokens.shape[1], routing.tokens.dtype
-    summed = routing.tokens * topk  # each expert returns its rows unchanged
+    # Each expert returns its rows unchanged. With a row for each rank a token comes back from each of its ranks.
+    sums = {"expert": routing.tokens * topk, "rank": routing.tokens * routing.visits}
     found: list[Contender] = []
 
     def ours(name: str, layer: EPAll2AllLayer) -> list[Contender]:
         state: dict[str, Any] = {}
         combined = torch.empty_like(routing.tokens)
+        expected, summed = routing.rows[layer.layout], sums[layer.layout]
 
         def dispatch() -> None:
             state["rows"], _, state["desc"] = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
 
         def wrong_rows() -> int:
-            return differing(state["rows"][: len(routing.rows)], routing.rows)
+            return differing(state["rows"][: len(expected)], expected)
 
         def poison_rows() -> None:
             if "rows" in state:
@@ -93,8 +104,8 @@ def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer])
 
         def prepare_combine() -> None:
             if "given" not in state:
-                given, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
-                state.update(given=given.clone(), kept=kept)
+                rows, _, kept = layer.dispatch(routing.tokens, routing.expert_ids, stream=stream)
+                state.update(given=layer.combine_input(kept).copy_(rows), kept=kept)
             poison(combined)
 
         def pair() -> None:
@@ -109,11 +120,12 @@ def contenders(job: GpuJob, routing: Routing, layers: dict[str, EPAll2AllLayer])
 
     def in_float8(name: str, layer: EPAll2AllLayer) -> Contender:
         state: dict[str, Any] = {}
-        blocks = routing.rows.float().view(len(routing.rows), hidden // 128, 128)
+        rows = routing.rows[layer.layout]
+        blocks = rows.float().view(len(rows), hidden // 128, 128)
         expected = (
             (blocks * (448 / blocks.abs().amax(-1, keepdim=True)))
             .to(torch.float8_e4m3fn)
-            .view(len(routing.rows), hidden)
+            .view(len(rows), hidden)
             .view(torch.uint8)
         )
 
@@ -184,6 +196,14 @@ def main() -> int:
                     ", local": {"enable_local_combine": True},
                     "": {},
                     ", float8": {"dispatch_dtype": torch.float8_e4m3fn},
+                    ", a row a rank": {"layout": "rank"},
+                    ", a row a rank, float8": {"layout": "rank", "dispatch_dtype": torch.float8_e4m3fn},
+                    ", written once": {"layout": "rank", "output_buffers": 2},
+                    ", written once, float8": {
+                        "layout": "rank",
+                        "output_buffers": 2,
+                        "dispatch_dtype": torch.float8_e4m3fn,
+                    },
                 }
                 layers = {
                     f"{blocks} SMs{kind}": EPAll2AllLayer(
@@ -197,10 +217,10 @@ def main() -> int:
                         job.ranks,
                         dtype=dtype,
                         num_sm=blocks,
-                        max_recv_tokens=routing.most_rows,
-                        **options,
+                        max_recv_tokens=routing.most_rows[chosen.get("layout", "expert")],
+                        **chosen,
                     )
-                    for kind, options in kinds.items()
+                    for kind, chosen in kinds.items()
                 }
                 timings = job.measure(contenders(job, routing, layers), parsed.repeats)
                 nbytes = job.world.allreduce(sum(routing.crossing)) // job.ranks * parsed.hidden * dtype.itemsize
