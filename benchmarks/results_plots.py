@@ -107,12 +107,14 @@ def _plot_ring(result: Result, directory: Path) -> list[str]:
 
 
 def _plot_expert_parallel(result: Result, directory: Path) -> list[str]:
-    """Time by tokens of a rank, with local sums, beside what NCCL takes for the bytes that cross the link."""
+    """Time by tokens of a rank, with local sums and with rows written once, beside what NCCL takes for the bytes that
+    cross the link.
+    """
     rows = {(row["name"], row["count"]): row for row in result["results"] if row["time_us"]}
     counts = sorted({count for _, count in rows})
-    shown = ("dispatch", "combine")
+    shown, ours = ("dispatch", "combine"), ("local", "written once")
     names = list(
-        dict.fromkeys(name for name, _ in rows if "NCCL" in name or (name.endswith("local") and name.startswith(shown)))
+        dict.fromkeys(name for name, _ in rows if "NCCL" in name or (name.endswith(ours) and name.startswith(shown)))
     )
     figure, axes = _axes(f"MoE {place(result)}, hidden {result['hidden']}", "tokens of a rank", "time, µs")
     width = 0.8 / len(names)

@@ -355,6 +355,35 @@ def launch_cost_section(result: Result) -> Section:
     return Section(f"Launch cost {place(result)}", summary, lines)
 
 
+def triton_kernels_section(result: Result) -> Section:
+    """The table of kernels in Triton."""
+    rows = [
+        [
+            row["what"],
+            row["name"],
+            number(row["time_us"]),
+            number(row["best_us"]),
+            number(row["ratio"], 3),
+            number(row["aim"], 2),
+        ]
+        for row in result["results"]
+    ]
+    lines = [
+        *origin(result),
+        "CUDA-graph replays, time of one call. A ratio is the time over that of the first line of its kind. "
+        + wrong_line(sum(row["wrong"] for row in result["results"])),
+        "",
+        *table(["what", "by", "median, µs", "best, µs", "ratio", "aim, at most"], rows),
+    ]
+    ratios = [
+        f"{row['what']} {number(row['ratio'])}"
+        for row in result["results"]
+        if row["name"] in ("Triton", "Triton, overlapped")
+    ]
+    summary = f"Triton's time over that of C++, or of NCCL and torch.matmul in turn: {'; '.join(ratios)}"
+    return Section(f"Kernels in Triton {place(result)}", summary, lines)
+
+
 def put_signal_section(result: Result) -> Section:
     """Tables of the channels."""
     latency = [
@@ -742,6 +771,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "overlap": overlap_section,
     "expert_parallel": expert_parallel_section,
     "launch_cost": launch_cost_section,
+    "triton_kernels": triton_kernels_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "daemon": daemon_section,
