@@ -211,52 +211,37 @@ class TwoShot {
     forUnits(
         whole, mine.size(),
         [&](uint64_t i) {
-          reduceUnits<4>([&](uint32_t rank, uint32_t u) { return source(rank).loadWhole(i + u * stride); },
-                         [&](uint32_t rank, uint32_t u, const Unit& sum) {
-                           sum.store(target(rank) + (i + u * stride) * Units<T>::kWide);
-                         });
+          reduceUnits<4>(
+              [&](uint32_t rank) {
+                return [=, from = source(rank)](uint32_t u) { return from.loadWhole(i + u * stride); };
+              },
+              [&](uint32_t rank, uint32_t u, const Unit& sum) {
+                sum.store(target(rank) + (i + u * stride) * Units<T>::kWide);
+              });
         },
         [&](uint64_t i) {
           reduceUnits<1>(
-              [&](uint32_t rank, uint32_t) { return source(rank).load(i); },
+              [&](uint32_t rank) { return [=, from = source(rank)](uint32_t) { return from.load(i); }; },
               [&](uint32_t rank, uint32_t, const Unit& sum) { Units<T>(target(rank), count).store(i, sum); });
         });
 #endif
   }
 
-  // Combines kUnits units load(rank, u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank, the
+#if !PROXYCCL_ON_HOST
+  // Combines kUnits units source(rank)(u) of all ranks, in rank order, and calls store(rank, u, sum) for each rank, the
   // own one last.
-  template <uint32_t kUnits, class Load, class Store>
-  PROXYCCL_DEVICE void reduceUnits(Load load, Store store) const {
-    using A = typename Element<T>::Accumulator;
-    constexpr uint32_t kWide = Units<T>::kWide;
-    A sums[kUnits][kWide] = {};
-    // Whatever is indexed by a loop that is not unrolled lies in memory, not in registers.
-#pragma unroll 1
-    for (uint32_t rank = 0; rank < team_.world_size; ++rank) {
-      Unit units[kUnits];
-#pragma unroll
-      for (uint32_t u = 0; u < kUnits; ++u) units[u] = load(rank, u);
-#pragma unroll
-      for (uint32_t u = 0; u < kUnits; ++u)
-#pragma unroll
-        for (uint32_t v = 0; v < kWide; ++v) {
-          const A value = Element<T>::widen(units[u].values[v]);
-          sums[u][v] = rank == 0 ? value : Op::combine(sums[u][v], value);
-        }
-    }
-    Unit results[kUnits];
-#pragma unroll
-    for (uint32_t u = 0; u < kUnits; ++u)
-#pragma unroll
-      for (uint32_t v = 0; v < kWide; ++v)
-        results[u].values[v] = Element<T>::narrow(Op::finish(sums[u][v], team_.divisor));
+  template <uint32_t kUnits, class Source, class Store>
+  PROXYCCL_DEVICE void reduceUnits(Source source, Store store) const {
+    Bytes16 results[kUnits];
+    combineUnits<T, Op, kUnits, Loads::kInTurn>(team_.world_size, team_.divisor, source, results);
 #pragma unroll 1
     for (uint32_t i = 1; i <= team_.world_size; ++i) {
 #pragma unroll
-      for (uint32_t u = 0; u < kUnits; ++u) store(i == team_.world_size ? team_.rank : after(i), u, results[u]);
+      for (uint32_t u = 0; u < kUnits; ++u)
+        store(i == team_.world_size ? team_.rank : after(i), u, __builtin_bit_cast(Unit, results[u]));
     }
   }
+#endif
 
   const ProxycclTeam& team_;
   T* in_;  // only read

@@ -60,6 +60,41 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const PlanExecutor<T>& executor, const 
   });
 }
 
+// Combines aligned ranges, but for what is left over by 16 bytes, and returns how many values that were. A source may
+// lie behind a link, so a thread has the loads of two sources in flight, and several of each.
+template <class T, class Op>
+PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const PlanExecutor<T>& executor,
+                                        [[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
+                                        [[maybe_unused]] uint64_t count) {
+#if PROXYCCL_ON_HOST
+  return 0;  // there a thread's values lie side by side
+#else
+  constexpr uint32_t kWide = 16 / sizeof(T);
+  constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // sums of one byte take a register each too
+  const uint64_t units = count / kWide;
+#pragma unroll 1
+  for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
+    auto inside = [=](uint32_t u) { return first + u * blockDim.x < units; };
+    auto at = [&](uint32_t operand) { return reinterpret_cast<Bytes16*>(executor.at(step, operand, offset)) + first; };
+    Bytes16 results[kUnits];
+    combineUnits<T, Op, kUnits, Loads::kAhead>(
+        step.sources, 1,
+        [&](uint32_t source) {
+          return [=, from = at(source)](uint32_t u) { return inside(u) ? from[u * blockDim.x] : Bytes16{}; };
+        },
+        results);
+#pragma unroll 1
+    for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {
+      Bytes16* to = at(d);
+#pragma unroll
+      for (uint32_t u = 0; u < kUnits; ++u)
+        if (inside(u)) store128(to + u * blockDim.x, results[u].low, results[u].high);
+    }
+  }
+  return units * kWide;
+#endif
+}
+
 template <class T, class Op>
 PROXYCCL_OUT_OF_LINE void combineRanges(const PlanExecutor<T>& executor, const ProxycclStep& step, uint64_t offset,
                                         uint64_t bytes) {
@@ -68,13 +103,15 @@ PROXYCCL_OUT_OF_LINE void combineRanges(const PlanExecutor<T>& executor, const P
 #pragma unroll 1
   for (uint32_t i = 0; i < step.sources + step.destinations; ++i)
     aligned = aligned && isAligned16(executor.at(step, i, offset));
+  const uint64_t count = bytes / sizeof(T);
+  const uint64_t done = aligned ? combineAligned<T, Op>(executor, step, offset, count) : 0;
   reduceRanks<T, Op>(
-      step.sources, 1, bytes / sizeof(T), aligned, threadIdx.x, blockDim.x,
-      [&](uint32_t source) { return reinterpret_cast<const T*>(executor.at(step, source, offset)); },
+      step.sources, 1, count - done, false, threadIdx.x, blockDim.x,
+      [&](uint32_t source) { return reinterpret_cast<const T*>(executor.at(step, source, offset)) + done; },
       [&](uint64_t i, const auto& values) {
 #pragma unroll 1
         for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d)
-          values.store(reinterpret_cast<T*>(executor.at(step, d, offset)) + i);
+          values.store(reinterpret_cast<T*>(executor.at(step, d, offset)) + done + i);
       });
 }
 

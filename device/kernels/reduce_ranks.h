@@ -87,6 +87,55 @@ PROXYCCL_DEVICE Pack<T, kCount> reducePack(uint32_t ranks, uint32_t divisor, uin
   for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums[k], divisor));
   return result;
 }
+
+// Sixteen bytes.
+template <class T>
+using Unit = Pack<T, 16 / sizeof(T)>;
+
+// When the units of a rank are loaded: in its turn, or while those of the rank before are on their way, which holds
+// more of what comes over a link in flight and more in registers.
+enum class Loads { kInTurn, kAhead };
+
+// Combines unit u, for all u < kUnits, of all ranks in rank order: source(rank)(u). Units are held as bytes: as values,
+// narrow ones would take a register each.
+template <class T, class Op, uint32_t kUnits, Loads kLoads, class Source>
+PROXYCCL_DEVICE void combineUnits(uint32_t ranks, uint32_t divisor, Source source, Bytes16 (&results)[kUnits]) {
+  using A = typename Element<T>::Accumulator;
+  constexpr uint32_t kWide = 16 / sizeof(T);
+  A sums[kUnits][kWide] = {};
+  Bytes16 next[kUnits];
+  auto loadNext = [&](uint32_t rank) {
+    const auto from = source(rank);
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) next[u] = __builtin_bit_cast(Bytes16, from(u));
+  };
+  if (kLoads == Loads::kAhead) loadNext(0);
+  // Whatever is indexed by a loop that is not unrolled lies in memory, not in registers.
+#pragma unroll 1
+  for (uint32_t rank = 0; rank < ranks; ++rank) {
+    if (kLoads == Loads::kInTurn) loadNext(rank);
+    Bytes16 units[kUnits];
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) units[u] = next[u];
+    if (kLoads == Loads::kAhead && rank + 1 < ranks) loadNext(rank + 1);
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      const Unit<T> unit = __builtin_bit_cast(Unit<T>, units[u]);
+#pragma unroll
+      for (uint32_t v = 0; v < kWide; ++v) {
+        const A value = Element<T>::widen(unit.values[v]);
+        sums[u][v] = rank == 0 ? value : Op::combine(sums[u][v], value);
+      }
+    }
+  }
+#pragma unroll
+  for (uint32_t u = 0; u < kUnits; ++u) {
+    Unit<T> result;
+#pragma unroll
+    for (uint32_t v = 0; v < kWide; ++v) result.values[v] = Element<T>::narrow(Op::finish(sums[u][v], divisor));
+    results[u] = __builtin_bit_cast(Bytes16, result);
+  }
+}
 #endif
 
 // Calls store(i, values) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [0, n): on
