@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from proxyccl.channels.arguments import input_view, output_view, refuse_partial_overlap
 from proxyccl.channels.calls import CollectiveCall
-from proxyccl.channels.collectives.arguments import input_view, output_view, refuse_partial_overlap
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import call_key, copy_plan
 from proxyccl.channels.collectives.reduce_plans import prepare_all_reduce

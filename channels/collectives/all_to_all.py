@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.collectives.arguments import (
+from proxyccl.channels.arguments import (
     input_view,
     output_view,
     refuse_partial_overlap,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from proxyccl.channels.arguments import input_view, require_root
 from proxyccl.channels.collectives.all_reduce import all_reduce
-from proxyccl.channels.collectives.arguments import input_view, require_root
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.request import Request
 from proxyccl.device.arrays import ArrayView

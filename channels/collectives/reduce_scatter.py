@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.calls import CollectiveCall
-from proxyccl.channels.collectives.arguments import (
+from proxyccl.channels.arguments import (
     input_view,
     output_view,
     refuse_partial_overlap,
     share_shape,
 )
+from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import call_key, copy_plan
 from proxyccl.channels.collectives.reduce_plans import prepare_reduce_scatter

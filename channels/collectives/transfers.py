@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from proxyccl.channels.calls import CollectiveCall
-from proxyccl.channels.collectives.arguments import (
+from proxyccl.channels.arguments import (
     input_view,
     output_view,
     refuse_partial_overlap,
     require_root,
     share_shape,
 )
+from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import Transfer
 from proxyccl.device.arrays import ArrayView

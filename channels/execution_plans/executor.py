@@ -10,8 +10,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+from proxyccl.channels.arguments import input_view, new_like, refuse_partial_overlap
 from proxyccl.channels.calls import CollectiveCall, register_names
-from proxyccl.channels.collectives.arguments import input_view, new_like, refuse_partial_overlap
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd

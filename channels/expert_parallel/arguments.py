@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.device.arrays import ArrayView

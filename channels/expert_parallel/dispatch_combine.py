@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, output_array
 from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES, EPConfig

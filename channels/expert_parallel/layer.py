@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType, TracebackType
 from typing import Any
 
-from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from proxyccl.channels.collectives.arguments import input_view
+from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
