@@ -619,7 +619,7 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("allreduce", algorithm, x, out, stream, op=op)
+            return self._execution_plans.collective("all_reduce", algorithm, x, out, stream, op=op)
         request = self._collectives.request("all_reduce", algorithm, cta_policy, symmetric)
         return all_reduce(self._collectives, x, op, out, request, stream)
 
@@ -647,7 +647,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("reducescatter", algorithm, x, out, stream, op=op)
+            return self._execution_plans.collective("reduce_scatter", algorithm, x, out, stream, op=op)
         request = self._collectives.request("reduce_scatter", algorithm, cta_policy, symmetric)
         return reduce_scatter(self._collectives, x, op, out, request, stream)
 
@@ -673,7 +673,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("allgather", algorithm, x, out, stream)
+            return self._execution_plans.collective("all_gather", algorithm, x, out, stream)
         request = self._collectives.request("all_gather", algorithm, cta_policy, symmetric)
         return all_gather(self._collectives, x, out, request, stream)
 
@@ -699,7 +699,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("alltoall", algorithm, x, out, stream)
+            return self._execution_plans.collective("all_to_all", algorithm, x, out, stream)
         request = self._collectives.request("all_to_all", algorithm, cta_policy, symmetric)
         return all_to_all(self._collectives, x, out, request, stream)
 

@@ -183,6 +183,16 @@ class Topology:
         """Whether the ranks are on several hosts; the same on all of them."""
         return len({info.host for info in self.ranks}) > 1
 
+    def may_touch(self, first: int, second: int) -> bool:
+        """Whether kernels of a rank may reach another's memory: they are on one node and, which a rank knows of its own
+        pairs alone, their devices are peers.
+        """
+        if first == self.rank:
+            return self.accessible[second]
+        if second == self.rank:
+            return self.accessible[first]
+        return self.nodes[first] == self.nodes[second] and self.ranks[first].host == self.ranks[second].host
+
     def same_host(self, peer: int) -> bool:
         """Whether the peer runs under the same kernel, whatever node it counts to."""
         return self.ranks[peer].host == self.ranks[self.rank].host

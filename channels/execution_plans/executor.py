@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.arguments import input_view, new_like, refuse_partial_overlap
+from proxyccl.channels.call_log import encode_fields
 from proxyccl.channels.calls import CollectiveCall, register_names
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -22,10 +23,14 @@ from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.arrays import Array, ArrayView, fingerprint
 from proxyccl.device.dtypes import DTYPES, DType
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Memory, StreamLike
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._engine import ProxycclCallPointer  # the stub's; cffi has no such name
 
 EXECUTE = "execute"
 """The call's name in the call log."""
@@ -33,6 +38,7 @@ LEAST_THREADS = 32
 _LINE = 128
 _KEPT_LAUNCHES = 512
 _BARRIER_BYTES = 8  # a DeviceSyncer
+Key = tuple[Any, ...]
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 
@@ -45,34 +51,27 @@ class ExecutionPlans:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._resources: dict[str, _Resources] = {}
+        self._calls: dict[Key, _Call] = {}
         group.keep(self)
+
+    def require_executable(self, plan: ExecutionPlan) -> None:
+        """Raises ArgumentError for a plan of another number of ranks, or one whose kernels touch memory that they
+        can't reach: that of another node, or of a device that is no peer.
+        """
+        group = self._group
+        if plan.world_size != group.world_size:
+            raise ArgumentError("plan", f"{plan!r}; expected one for the communicator's {group.world_size}")
+        for rank, peers in enumerate(plan.touched):
+            for peer, place in peers.items():
+                if not group.topology.may_touch(rank, peer):
+                    raise place.refuse(
+                        f"a memory channel to rank {peer}, which kernels of rank {rank} can't reach; expected port "
+                        "channels between nodes, and between devices that are no peers"
+                    )
 
     def execute(self, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike) -> Any:
         """See `Communicator.execute`."""
-        group = self._group
-        group.failure.require_usable()
-        if plan.world_size != group.world_size:
-            raise ArgumentError("plan", f"it is for {plan.world_size} ranks; the communicator has {group.world_size}")
-        source = input_view(group, _array(x), "x")
-        result, target = _output(group, plan, x, source, out)
-        given = _reached(plan, x, result)
-        _require_size(plan, source, target)
-        dtype = _kernel_dtype(plan, source.dtype)
-        stream = group.launches.stream_for(stream, x)
-        group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
-        _require_reachable(group, plan)
-        digests = [memory.digest for memory in given.values()]
-        group.launches.agree(
-            CollectiveCall(EXECUTE, source.dtype.name, algorithm=plan.call_name, count=source.size, counts=digests)
-        )
-        if source.size == 0:
-            return result
-        resources = self._resources.get(plan.call_name)
-        if resources is None:
-            resources = self._resources[plan.call_name] = _Resources(group, plan)
-        launch, owners = resources.prepare(source, target, dtype, given)
-        group.launches.launch(launch, stream, (source.owner, target.owner, *owners))
-        return result
+        return self._execute(plan, EXECUTE, x, out, stream)
 
     def collective(
         self, collective: str, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike, *, op: str | None = None
@@ -80,7 +79,7 @@ class ExecutionPlans:
         """A collective of the communicator, by a plan instead of an algorithm.
 
         Args:
-            collective: its name in plans: "allreduce", …
+            collective: its name.
             plan: stands for the algorithm.
             x, out, stream: the call's.
             op: the call's operator, if it reduces.
@@ -88,17 +87,97 @@ class ExecutionPlans:
         Raises:
             ArgumentError: the plan is for another collective or operator; otherwise as `execute`.
         """
-        if plan.collective.replace("_", "").lower() != collective:
-            raise ArgumentError("algorithm", f"{plan!r} is for {plan.collective!r}; expected one for {collective!r}")
-        if op is not None and plan.combinations != {op}:
-            combined = ", ".join(sorted(plan.combinations)) or "nothing"
-            raise ArgumentError("op", f"is {op!r}, but {plan!r} works out {combined}")
-        if collective == "allreduce" and out is None and not plan.in_place:
-            raise ArgumentError("out", f"expected an array: {plan!r} does not work in place")
-        return self.execute(plan, x, out, stream)
+        plan.require_collective(collective, "algorithm")
+        if out is None and collective == "all_reduce":
+            out = x
+        return self._execute(plan, collective, x, out, stream, op)
+
+    def _execute(
+        self, plan: ExecutionPlan, name: str, x: Any, out: Any, stream: StreamLike, op: str | None = None
+    ) -> Any:
+        gpu = plan.document.gpus[0]
+        if out is None and plan.in_place and gpu.input_chunks == gpu.output_chunks:
+            out = x
+        key = _call_key(plan, name, op, x, out)
+        if self.repeat(key, x, out, stream):
+            return out
+        self._group.failure.require_usable()
+        if plan.digest not in self._resources:
+            self.require_executable(plan)
+        source = input_view(self._group, _array(x), "x")
+        result, target = _output(self._group, plan, source, out)
+        given = _reached(plan, x, result, source, target)
+        self.run(plan, name, source, target, self._group.launches.stream_for(stream, x), op=op, given=given, key=key)
+        return result
+
+    def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
+        """Issues a call that `run` has kept under a key, with one call into C. False if there is none."""
+        kept = self._calls.get(key) if key is not None else None
+        if kept is None or kept.moves != kept.resources.moves:
+            return False
+        for each in (x, out):
+            if isinstance(each, RegisteredMemory):
+                each.require_current()
+        launches = self._group.launches
+        owners = (x, out) if self._group.runtime.name == "host" else ()  # as in Plans.repeat
+        launches.issue(kept.fields, kept.launch, launches.stream_for(stream, x), owners)
+        return True
+
+    def forget_calls(self) -> None:
+        """Forgets the calls that `repeat` issues."""
+        self._calls.clear()
+
+    def run(
+        self,
+        plan: ExecutionPlan,
+        name: str,
+        source: ArrayView,
+        target: ArrayView,
+        stream: StreamLike,
+        *,
+        op: str | None = None,
+        root: int = 0,
+        given: Reached | None = None,
+        key: Key | None = None,
+    ) -> None:
+        """Executes a plan for a call whose arrays were checked: they are apart, or lie as those of a call in place.
+
+        Args:
+            plan: one that is executable here.
+            name: the call's, for the call log.
+            source, target: input and output.
+            stream: a stream, as `Launches.stream_for` gives it.
+            op: the call's operator; None for what the plan works out.
+            root: the call's, for the call log.
+            given: the registered arrays that peers reach where they lie, the same on all ranks; none by default.
+            key: under which the call is kept for `repeat`, if it is one launch.
+
+        Raises as `Communicator.execute`.
+        """
+        group, given = self._group, given or {}
+        refusal = plan.refusal(source.size, target.size, source.dtype, op)
+        if refusal is not None:
+            raise refusal
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes
+        group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
+        digests = [memory.digest for memory in given.values()]
+        call = CollectiveCall(
+            name, source.dtype.name, op or "sum", plan.call_name, root=root, count=source.size, counts=digests
+        )
+        fields = group.launches.agree(call)
+        if source.size == 0:
+            return
+        resources = self._resources.get(plan.digest)
+        if resources is None:
+            resources = self._resources[plan.digest] = _Resources(group, plan)
+        launch, owners = resources.prepare(source, target, dtype, given)
+        group.launches.launch(launch, stream, (source.owner, target.owner, *owners))
+        if key is not None and isinstance(launch, Launch):
+            _keep(self._calls, key, _Call(resources, resources.moves, encode_fields(fields), launch))
 
     def close(self) -> None:
         """Frees what the plans use. No kernel of any rank may use it any more."""
+        self._calls.clear()
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
@@ -108,10 +187,22 @@ def _array(x: Any) -> Any:
     return x.array if isinstance(x, RegisteredMemory) else x
 
 
-def _reached(plan: ExecutionPlan, x: Any, out: Any) -> Reached:
+def _call_key(plan: ExecutionPlan, name: str, op: str | None, x: Any, out: Any) -> Key | None:
+    """What makes two calls the same; None if the arrays' fingerprints can't tell."""
+    parts: list[Any] = [plan.digest, name, op]
+    for each in (x, out):
+        found = fingerprint(_array(each))
+        if found is None:
+            return None
+        parts += (found, each.digest if isinstance(each, RegisteredMemory) else 0)
+    return tuple(parts)
+
+
+def _reached(plan: ExecutionPlan, x: Any, out: Any, source: ArrayView, target: ArrayView) -> Reached:
     """The registered arrays that peers reach where they lie; the same on all ranks, as the call log compares them.
 
-    One that does not hold input and output of a plan that works in place is an array like any other.
+    Where a plan works in place, that is one array which holds input and output. Where it does not, an input that lies
+    in the output is none of them: the plan would overwrite it.
     """
     if plan.in_place:
         reached = bool(plan.reached)
@@ -122,82 +213,36 @@ def _reached(plan: ExecutionPlan, x: Any, out: Any) -> Reached:
         if isinstance(array, RegisteredMemory) and buffer in plan.reached:
             array.require_current()
             given["i" if buffer == "i" else "o"] = array
+    if _overlap(source, target):
+        given.pop("i", None)
     return given
 
 
-def _output(group: Group, plan: ExecutionPlan, x: Any, source: ArrayView, out: Any) -> tuple[Any, ArrayView]:
-    """The result and where it lies."""
-    gpu = plan.document.gpus[0]
+def _overlap(one: ArrayView, other: ArrayView) -> bool:
+    return one.ptr < other.ptr + other.nbytes and other.ptr < one.ptr + one.nbytes
+
+
+def _output(group: Group, plan: ExecutionPlan, source: ArrayView, out: Any) -> tuple[Any, ArrayView]:
+    """The result, a new array if there is no `out`, and where it lies."""
     if out is None:
-        if gpu.input_chunks == gpu.output_chunks and plan.in_place:
-            out = x
-        else:
-            lead = source.shape[0] if source.shape else 1
-            if lead * gpu.output_chunks % gpu.input_chunks:
-                raise ArgumentError(
-                    "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are no rows"
-                )
-            out = new_like(group, source, (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:]))
+        gpu, lead = plan.document.gpus[0], source.shape[0] if source.shape else 1
+        if lead * gpu.output_chunks % gpu.input_chunks:
+            raise ArgumentError(
+                "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are no rows"
+            )
+        out = new_like(group, source, (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:]))
     target = input_view(group, _array(out), "out")
     if not target.writable:
         raise ArgumentError("out", "the array is read-only")
     if target.dtype != source.dtype:
         raise ArgumentError("out", f"has element type {target.dtype}; expected that of x, {source.dtype}")
-    if target.size * gpu.input_chunks != source.size * gpu.output_chunks:
-        expected = source.size * gpu.output_chunks // gpu.input_chunks
-        raise ArgumentError("out", f"has {target.size} elements; expected {expected}")
-    if not plan.in_place:
-        refuse_partial_overlap(source, target)
-        if source.ptr == target.ptr and source.nbytes:
-            raise ArgumentError("out", "is x; this plan needs an output apart from its input")
-    elif source.nbytes <= target.nbytes:
+    if source.nbytes <= target.nbytes:
         refuse_partial_overlap(
             target, source, in_place=group.rank * source.nbytes if source.nbytes < target.nbytes else 0
         )
     else:
         refuse_partial_overlap(source, target, in_place=group.rank * target.nbytes)
     return out, target
-
-
-def _require_size(plan: ExecutionPlan, source: ArrayView, target: ArrayView) -> None:
-    document, gpu = plan.document, plan.document.gpus[0]
-    unit = document.buffer_alignment * gpu.input_chunks
-    if source.nbytes % unit:
-        raise ArgumentError(
-            "x",
-            f"has {source.nbytes} bytes; the plan takes multiples of {unit}: {gpu.input_chunks} chunks of multiples of "
-            f"{document.buffer_alignment} bytes",
-        )
-    if document.buffer_alignment % source.dtype.itemsize:
-        raise ArgumentError(
-            "x", f"has elements of {source.dtype.itemsize} bytes; the plan cuts at {document.buffer_alignment}"
-        )
-    nbytes = max(source.nbytes, target.nbytes) if plan.collective == "allgather" else source.nbytes
-    if nbytes and not document.min_message_size <= nbytes <= document.max_message_size:
-        raise ArgumentError(
-            "x",
-            f"the message has {nbytes} bytes; the plan is for {document.min_message_size} to "
-            f"{document.max_message_size}",
-        )
-
-
-def _kernel_dtype(plan: ExecutionPlan, dtype: DType) -> DType:
-    """The element type of the kernel: a plan that combines nothing moves bytes."""
-    if not plan.combinations:
-        return DTYPES["uint8"]
-    if not dtype.c_name:
-        raise ArgumentError("x", f"kernels can't reduce {dtype}")
-    return dtype
-
-
-def _require_reachable(group: Group, plan: ExecutionPlan) -> None:
-    for peer in plan.peers(group.rank, "memory"):
-        if not group.topology.accessible[peer]:
-            raise ArgumentError(
-                "plan",
-                f"it has memory channels between ranks {group.rank} and {peer}, whose kernels can't touch each other's "
-                "memory; expected port channels there",
-            )
 
 
 class _Buffer:
@@ -222,6 +267,23 @@ class _Buffer:
             array.free()
 
 
+def _keep(cache: dict[Key, Any], key: Key, value: object) -> None:
+    """Keeps a value, in the place of the oldest one if there are many."""
+    if len(cache) >= _KEPT_LAUNCHES and key not in cache:
+        del cache[next(iter(cache))]
+    cache[key] = value
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that was made before: what the call log compares, and its launch, good while the memory is not moved."""
+
+    resources: _Resources
+    moves: int
+    fields: ProxycclCallPointer
+    launch: Launch
+
+
 @dataclass(frozen=True)
 class _Sized:
     """The kernel's tables for one size, in device memory."""
@@ -232,7 +294,11 @@ class _Sized:
 
 
 class _Resources:
-    """What one plan uses on this rank. All ranks make it together."""
+    """What one plan uses on this rank. All ranks make it together.
+
+    Attributes:
+        moves: how often its memory was moved, behind which launches from before must not run.
+    """
 
     def __init__(self, group: Group, plan: ExecutionPlan) -> None:
         self._group, self._plan = group, plan
@@ -250,7 +316,8 @@ class _Resources:
         self._buffers["s"].reserve(1)
         self._sizes: dict[tuple[Any, ...], _Sized] = {}  # by bytes of the input, and the arrays that peers reach
         self._retired: list[_Sized] = []  # graphs may still use them
-        self._launches: dict[tuple[Any, ...], tuple[Plan, tuple[object, ...]]] = {}  # by arrays and size
+        self._launches: dict[Key, tuple[Plan, tuple[object, ...]]] = {}  # by arrays and size
+        self.moves = 0
         self._privates: list[Memory] = []
         self._kept: list[object] = []
         self._numbers: dict[ChannelEnd, int] = {}
@@ -266,7 +333,10 @@ class _Resources:
         semaphores = SmSemaphores(self._group, count)
         self._kept.append(semaphores)
         raw: list[bytes] = []
+        reachable = self._group.topology.accessible
         for peer in self._plan.peers(self._group.rank, "memory"):
+            if not reachable[peer]:  # a plan may name channels that no operation uses
+                continue
             for number in range(count):
                 handle = ffi.new("ProxycclSmChannel *")
                 semaphores.fill(handle.semaphore, peer, number)
@@ -332,6 +402,7 @@ class _Resources:
             self._retired += self._sizes.values()
             self._sizes.clear()
             self._launches.clear()
+            self.moves += 1
         key = (source.nbytes, *((buffer, memory.digest) for buffer, memory in given.items()))
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
@@ -345,17 +416,16 @@ class _Resources:
         shipped = group.runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, half, own_in, own_out))
 
-        def launch(stream: StreamLike) -> None:
+        def with_copies(stream: StreamLike) -> None:
             for copy in before:
                 group.runtime.copy(*copy, stream)
             kernel(stream)
             for copy in after:
                 group.runtime.copy(*copy, stream)
 
-        if len(self._launches) >= _KEPT_LAUNCHES:
-            del self._launches[next(iter(self._launches))]
-        self._launches[launched] = launch, (kernel,)
-        return self._launches[launched]
+        prepared: Plan = with_copies if before or after else kernel
+        _keep(self._launches, launched, (prepared, (kernel,)))
+        return prepared, (kernel,)
 
     def _scratch_bytes(self, chunk: int) -> int:
         """Bytes of scratch memory for one execution; the same on all ranks."""
@@ -417,7 +487,10 @@ class _Resources:
         """
         rank = self._group.rank
         if not self._plan.in_place:
-            own_in = reached["i"].ptr if "i" in reached else source.ptr
+            if "i" in reached:
+                own_in = reached["i"].ptr
+            else:  # the plan would overwrite an input that lies in the output, so it reads a copy of that
+                own_in = self._private(source.nbytes) if _overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
             in_share, out_share = (self._share(rank, buffer, source, target) for buffer in _ARRAYS)

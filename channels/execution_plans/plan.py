@@ -15,7 +15,8 @@ import msgspec
 from proxyccl.channels.calls import register_names
 from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document
 from proxyccl.channels.execution_plans.operations import CHANNELLED
-from proxyccl.channels.execution_plans.program import Operation, Program, Reader, channel_ends
+from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends
+from proxyccl.device.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 
 _Times = Counter[tuple[int, int]]
@@ -23,6 +24,13 @@ _Times = Counter[tuple[int, int]]
 
 PACKET_PAYLOAD = 8
 """Bytes of data in a packet."""
+COLLECTIVES = {
+    "all_reduce": "allreduce",
+    "reduce_scatter": "reducescatter",
+    "all_gather": "allgather",
+    "all_to_all": "alltoall",
+}
+"""The names in plans of the collectives that a plan can stand for."""
 
 
 class ExecutionPlan:
@@ -35,14 +43,17 @@ class ExecutionPlan:
         collective: "allreduce", "allgather", …, as its author names it.
         world_size: ranks that it is for.
         in_place: whether input and output are one array.
-        call_name: name and digest of its text, by which ranks compare what they execute.
+        digest: of its text. Plans of the same text are equal.
+        call_name: name and digest, by which ranks compare what they execute.
     """
 
     def __init__(self, document: Document, digest: str) -> None:
         self.document = document
         self.name, self.collective = document.name, document.collective
+        self._kind = self.collective.replace("_", "").lower()
         self.world_size = len(document.gpus)
         self.in_place = document.inplace
+        self.digest = digest
         self.call_name = f"execution plan {document.name} ({digest[:12]})"
         for rank, gpu in enumerate(document.gpus):
             if gpu.id != rank:
@@ -114,6 +125,63 @@ class ExecutionPlan:
     def __repr__(self) -> str:
         return f"<ExecutionPlan {self.name} ({self.collective}) for {self.world_size} ranks>"
 
+    def __str__(self) -> str:
+        return self.call_name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExecutionPlan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def require_collective(self, collective: str, argument: str) -> None:
+        """Raises ArgumentError, which names the argument, if the plan is for another collective than the one."""
+        expected = COLLECTIVES.get(collective)
+        if expected is None:
+            raise ArgumentError(argument, f"{self!r} for {collective}, which takes no plans")
+        if self._kind != expected:
+            raise ArgumentError(argument, f"{self!r} is for {self.collective!r}; expected one for {expected!r}")
+
+    def refusal(
+        self, source_count: int, target_count: int, dtype: DType, op: str | None = None
+    ) -> ArgumentError | None:
+        """Why the plan can't execute a call; None if it can.
+
+        Args:
+            source_count, target_count: elements of input and output.
+            dtype: of the elements.
+            op: the operator that is asked for; None for whatever the plan works out.
+        """
+        document, gpu = self.document, self.document.gpus[0]
+        if op is not None and self.combinations != {op}:
+            combined = ", ".join(sorted(self.combinations)) or "nothing"
+            return ArgumentError("op", f"is {op!r}, but {self!r} works out {combined}")
+        if target_count * gpu.input_chunks != source_count * gpu.output_chunks:
+            expected = source_count * gpu.output_chunks // gpu.input_chunks
+            return ArgumentError("out", f"has {target_count} elements; expected {expected}")
+        unit, nbytes = document.buffer_alignment * gpu.input_chunks, source_count * dtype.itemsize
+        if nbytes % unit:
+            return ArgumentError(
+                "x",
+                f"has {nbytes} bytes; the plan takes multiples of {unit}: {gpu.input_chunks} chunks of multiples of "
+                f"{document.buffer_alignment} bytes",
+            )
+        if document.buffer_alignment % dtype.itemsize:
+            return ArgumentError(
+                "x", f"has elements of {dtype.itemsize} bytes; the plan cuts at {document.buffer_alignment}"
+            )
+        if self._kind == COLLECTIVES["all_gather"]:
+            nbytes = max(nbytes, target_count * dtype.itemsize)
+        if nbytes and not document.min_message_size <= nbytes <= document.max_message_size:
+            return ArgumentError(
+                "x",
+                f"the message has {nbytes} bytes; the plan is for {document.min_message_size} to "
+                f"{document.max_message_size}",
+            )
+        if self.combinations and not dtype.c_name:
+            return ArgumentError("x", f"kernels can't reduce {dtype}")
+        return None
+
     @property
     def most_channels(self) -> dict[ChannelType, int]:
         """By type, the most channels that a rank has to one peer."""
@@ -133,6 +201,19 @@ class ExecutionPlan:
                 yield operation, (0, 0)
                 for inner in operation.body:
                     yield inner, (operation.chunks, operation.unit)
+
+    @functools.cached_property
+    def touched(self) -> list[dict[int, Place]]:
+        """By rank, the peers whose memory its kernels touch, each with the first operation that does."""
+        found: list[dict[int, Place]] = [{} for _ in range(self.world_size)]
+        for rank in range(self.world_size):
+            for operation, _ in self.operations(rank):
+                peers = [end.peer for end in operation.channels if end.type == "memory"]
+                if not operation.channels:
+                    peers += [each.rank for each in (*operation.sources, *operation.destinations) if each.rank != rank]
+                for peer in peers:
+                    found[rank].setdefault(peer, operation.place)
+        return found
 
     @functools.cached_property
     def combinations(self) -> set[str]:

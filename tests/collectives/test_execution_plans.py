@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, WaitTimeoutError
+from proxyccl.device.arrays import as_view
 from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME
 from support.graphs import Graph
@@ -25,11 +27,13 @@ from support.plan_documents import (
     all_gather,
     all_reduce_by_packets,
     all_reduce_by_reads,
+    all_reduce_of_nodes,
     document,
     meet,
     move,
     on,
     own,
+    port_packets,
 )
 from support.ranks import Ranks
 
@@ -119,6 +123,23 @@ def test_packets_alternate_between_the_halves_of_scratch_memory_and_survive_its_
                 np.testing.assert_array_equal(output, sum(inputs(RANKS, count, seed)))
 
 
+def test_the_same_arrays_are_used_again_also_when_scratch_memory_has_grown_meanwhile(ranks: Ranks) -> None:
+    plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
+    counts = (RANKS * 4, RANKS * 2048)
+
+    def body(communicator: Communicator) -> None:
+        arrays = [[on_device(communicator, np.zeros(count, np.float32)) for _ in range(2)] for count in counts]
+        for seed, which in enumerate((0, 0, 0, 1, 1, 0, 0)):
+            x, out = arrays[which]
+            given = values(communicator.rank, counts[which], seed=seed)
+            communicator.runtime.copy(as_view(x, "x").ptr, given.ctypes.data, given.nbytes)
+            communicator.execute(plan, x, out=out)
+            communicator.synchronize()
+            np.testing.assert_array_equal(on_host(out), sum(inputs(RANKS, counts[which], seed)))
+
+    ranks.run(body)
+
+
 # -- every other operation, between two ranks ---
 
 
@@ -178,7 +199,7 @@ def copied_packets(view: RankView) -> list[Ops]:
     ]
 
 
-def port_packets(view: RankView) -> list[Ops]:
+def packets_by_port(view: RankView) -> list[Ops]:
     _, peer = exchanged(view)
     channel = [view.channel(peer)]
     return [
@@ -245,7 +266,7 @@ PROGRAMS: list[tuple[Callable[[RankView], list[Ops]], dict[str, Any], Callable[[
     (read_reductions, {}, lambda mine, theirs: (mine[0] + theirs[1], mine[1])),
     (packets, LL, lambda mine, theirs: (sum(mine) + theirs[0], mine[0])),
     (copied_packets, LL, lambda mine, theirs: (2 * mine[0] + theirs[1], theirs[0] + mine[1])),
-    (port_packets, {**LL, "kind": "port"}, lambda mine, theirs: (theirs[0], mine[0])),
+    (packets_by_port, {**LL, "kind": "port"}, lambda mine, theirs: (theirs[0], mine[0])),
     (pipelines, {"channels_to_each": 2, "semaphores": (0,)}, lambda mine, theirs: theirs),
     (port_pipelines, {"kind": "port"}, lambda mine, theirs: theirs),
 ]
@@ -279,6 +300,49 @@ def test_registered_arrays_are_reached_where_they_lie(ranks: Ranks) -> None:
     for results in ranks.run(body):
         for seed, result in enumerate(results):
             np.testing.assert_array_equal(result, sum(inputs(RANKS, count, seed)))
+
+
+def scattered_and_gathered(view: RankView) -> list[Ops]:
+    """An all-gather that reads no input behind the first write to an output, and reaches outputs alone."""
+    put = move("put", [own("i", 0)], [view.at(1 - view.rank, "s", 0)], channel_type="memory")
+    copies = [
+        move("copy", [own("i", 0)], [own("o", view.rank)]),
+        move("copy", [own("s", 0)], [own("o", 1 - view.rank)]),
+    ]
+    return [[put, *meet(view), *copies, *meet(view)]]
+
+
+def by_outputs(view: RankView) -> list[Ops]:
+    """An all-gather that writes an output before it reads its input again."""
+    me, peer = view.rank, 1 - view.rank
+    put = move("put", [own("i", 0)], [view.at(peer, "o", me)], channel_type="memory")
+    return [[*meet(view), put, *meet(view), move("copy", [own("i", 0)], [own("o", me)]), *meet(view)]]
+
+
+@pytest.mark.parametrize("registered", [False, True], ids=["any", "registered"])
+@pytest.mark.parametrize("program", [scattered_and_gathered, by_outputs])
+def test_an_input_that_lies_in_the_output_is_copied_for_a_plan_that_does_not_work_in_place(
+    pair: Ranks, program: Callable[[RankView], list[Ops]], registered: bool
+) -> None:
+    plan = ExecutionPlan.load(document(2, program, chunks=(1, 2, 1), collective="allgather", name=program.__name__))
+
+    def body(communicator: Communicator) -> list[np.ndarray]:
+        whole = communicator.empty(128, "float32")
+        out = communicator.register(whole) if registered else whole
+        results = []
+        for seed in range(3):
+            whole.upload(np.repeat(values(communicator.rank, 64, seed=seed)[None], 2, 0).reshape(-1))
+            own_rows = dataclasses.replace(
+                whole.view(), ptr=whole.ptr + communicator.rank * 256, shape=(64,), owner=whole
+            )
+            communicator.execute(plan, own_rows, out=out)
+            communicator.synchronize()
+            results.append(on_host(whole).copy())
+        return results
+
+    for results in pair.run(body):
+        for seed, result in enumerate(results):
+            np.testing.assert_array_equal(result, np.concatenate(inputs(2, 64, seed)))
 
 
 def test_chunks_that_a_plan_does_not_write_keep_what_they_held(pair: Ranks) -> None:
@@ -378,21 +442,75 @@ def test_a_result_without_out_is_x_or_a_new_array(pair: Ranks) -> None:
     assert pair.run(body) == [(True, (16, 4))] * 2
 
 
-# -- several nodes, errors, time-outs ---
+# -- several nodes ---
 
 
-def test_a_plan_on_port_channels_spans_nodes_and_one_on_memory_channels_is_refused() -> None:
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Ranks]:
+    """Two rehearsed nodes of two ranks."""
+    with Ranks(4, local_world_size=2) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("plan", [all_gather(4, "port", "pws"), port_packets(4)], ids=["puts", "packets"])
+def test_port_channels_reach_other_nodes(nodes: Ranks, plan: dict[str, Any]) -> None:
+    for count in (16, 4096):
+        for seed, outputs in enumerate(executed(nodes, plan, count, 4 * count)):
+            for output in outputs:
+                np.testing.assert_array_equal(output, np.concatenate(inputs(4, count, seed)))
+
+
+def test_a_plan_has_memory_channels_inside_nodes_and_port_channels_between_them(nodes: Ranks) -> None:
+    for count in (8, 4096):
+        for seed, outputs in enumerate(executed(nodes, all_reduce_of_nodes(4, 2), count, count, times=5)):
+            for output in outputs:
+                np.testing.assert_array_equal(output, sum(inputs(4, count, seed)))
+
+
+def test_a_memory_channel_between_nodes_is_refused_on_all_ranks_with_its_operation(nodes: Ranks) -> None:
+    def program(view: RankView) -> list[Ops]:
+        if view.rank == 1:  # inside its node, then to another
+            return [[*(NOP for _ in range(3)), on("signal", [view.channel(0)]), on("signal", [view.channel(2)])]]
+        return [[on("wait", [view.channel(1)])]] if view.rank in (0, 2) else []
+
+    plan = ExecutionPlan.load(document(4, program, chunks=(1, 1, 0)))
+
+    def body(communicator: Communicator) -> str:
+        with pytest.raises(ArgumentError) as refused:
+            communicator.execute(plan, on_device(communicator, np.zeros(4, np.float32)))
+        return str(refused.value)
+
+    assert set(nodes.run(body)) == {
+        "plan: rank 1, threadblock 0, operation 4 (signal): a memory channel to rank 2, which kernels of rank 1 can't "
+        "reach; expected port channels between nodes, and between devices that are no peers"
+    }
+
+
+def test_a_read_of_another_node_is_refused_and_channels_that_nothing_uses_are_not(nodes: Ranks) -> None:
+    def reads(view: RankView) -> list[Ops]:
+        if view.rank != 0:
+            return []
+        return [[move("get", [view.at(3, "i", 0)], [own("o", 0)], channel_type="memory")]]
+
+    def copies(view: RankView) -> list[Ops]:
+        return [[move("copy", [own("i", 0)], [own("o", 0)])]]
+
+    plans = [ExecutionPlan.load(document(4, each, chunks=(1, 1, 0), name=each.__name__)) for each in (reads, copies)]
+
     def body(communicator: Communicator) -> np.ndarray:
-        x = on_device(communicator, values(communicator.rank, 64))
-        out = communicator.execute(all_gather(2, "port"), x)
+        x = on_device(communicator, values(communicator.rank, 16))
+        out = on_device(communicator, np.zeros(16, np.float32))
+        with pytest.raises(ArgumentError, match=r"rank 0, threadblock 0, operation 0 \(get\): .* to rank 3"):
+            communicator.execute(plans[0], x, out=out)
+        communicator.execute(plans[1], x, out=out)
         communicator.synchronize()
-        with pytest.raises(ArgumentError, match="memory channels between ranks"):
-            communicator.execute(all_gather(2), x)
         return on_host(out)
 
-    with Ranks(2, local_world_size=1, transport="copy") as nodes:
-        for out in nodes.run(body):
-            np.testing.assert_array_equal(out, np.concatenate(inputs(2, 64, 0)))
+    for rank, out in enumerate(nodes.run(body)):
+        np.testing.assert_array_equal(out, values(rank, 16))
+
+
+# -- errors, time-outs ---
 
 
 def test_ranks_that_execute_different_plans_are_told(pair: Ranks) -> None:
@@ -636,7 +754,7 @@ def test_a_plan_with_any_field_replaced_is_loaded_or_refused(path: tuple[Any, ..
 def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
     reduce, gather = ExecutionPlan.load(all_reduce_by_reads(2)), ExecutionPlan.load(all_gather(2))
 
-    def body(communicator: Communicator) -> tuple[np.ndarray, np.ndarray]:
+    def body(communicator: Communicator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         x = on_device(communicator, values(communicator.rank, 64))
         out = on_device(communicator, np.zeros(64, np.float32))
         communicator.all_reduce(x, out=out, algorithm=reduce)
@@ -646,12 +764,13 @@ def test_a_plan_stands_for_the_algorithm_of_a_collective(pair: Ranks) -> None:
             communicator.all_reduce(x, algorithm=gather)
         with pytest.raises(ArgumentError, match=r"is 'max', but .* works out sum"):
             communicator.all_reduce(x, "max", out=out, algorithm=reduce)
-        with pytest.raises(ArgumentError, match="does not work in place"):
-            communicator.all_reduce(x, algorithm=reduce)
-        return on_host(out), on_host(gathered)
+        communicator.all_reduce(x, algorithm=reduce)  # in place, which the plan alone is not
+        communicator.synchronize()
+        return on_host(out), on_host(gathered), on_host(x)
 
-    for out, gathered in pair.run(body):
+    for out, gathered, reduced in pair.run(body):
         np.testing.assert_array_equal(out, sum(inputs(2, 64, 0)))
+        np.testing.assert_array_equal(reduced, sum(inputs(2, 64, 0)))
         np.testing.assert_array_equal(gathered, np.concatenate(inputs(2, 64, 0)))
 
 

@@ -103,6 +103,21 @@ def test_memory_that_can_not_be_registered_is_staged(hosts: Hosts, tmp_path: Pat
     Job(hosts, [1, 1], tmp_path, "collectives", **env, **SMALL_STAGES).succeeds("staged_fabric")
 
 
+@pytest.mark.parametrize(
+    ("ranks", "transport", "env"),
+    [
+        ([2, 2], "fabric", {}),
+        ([1, 1], "fabric", {"PROXYCCL_FABRIC_SIGNAL": "delivered", "PROXYCCL_PROXY": "process"}),
+        ([1, 1], "staged_fabric", {"PROXYCCL_TRANSPORT": "staged_fabric", **SMALL_STAGES}),
+    ],
+    ids=["two on each", "as if unordered, in a daemon", "staged"],
+)
+def test_execution_plans_run_between_hosts(
+    hosts: Hosts, tmp_path: Path, ranks: list[int], transport: str, env: dict[str, str]
+) -> None:
+    Job(hosts, ranks, tmp_path, "plans", **env).succeeds(transport)
+
+
 @pytest.fixture(scope="module")
 def on_hip() -> dict[str, str]:
     """The environment of ranks with GPUs, which the host emulates."""

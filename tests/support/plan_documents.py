@@ -1,36 +1,42 @@
 """Execution plans for tests: documents in MSCCL++'s format, from what each rank's threadblocks do.
 
-Every rank has channels to all others in the order of their ranks, and reaches all their buffers; every threadblock
-uses all of them, so a number among a rank's is the same number in its threadblocks.
+A rank has channels to others, those of one type in the order of their ranks, and reaches all their buffers by them;
+every threadblock uses all of them, so a number among a rank's is the same number in its threadblocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Ops = list[dict[str, Any]]
+Reach = Mapping[str, Sequence[int]]
+"""By type of channel the ranks to which there are some; each by one type."""
 
 
 class RankView:
     """What one rank's program is written with."""
 
-    def __init__(self, rank: int, ranks: int, channels_to_each: int) -> None:
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, rank: int, ranks: int, channels_to_each: int, reach: Reach) -> None:
+        self.rank, self.ranks, self.reach = rank, ranks, reach
         self.others = [peer for peer in range(ranks) if peer != rank]
         self._channels_to_each = channels_to_each
 
-    def channel(self, peer: int, number: int = 0) -> int:
-        """The channel to a peer."""
-        return self.others.index(peer) * self._channels_to_each + number
+    def _peers_with(self, peer: int) -> Sequence[int]:
+        return next(peers for peers in self.reach.values() if peer in peers)
 
-    def all_channels(self) -> list[int]:
-        """The first channel to each other rank."""
-        return [self.channel(peer) for peer in self.others]
+    def channel(self, peer: int, number: int = 0) -> int:
+        """The channel to a peer, among those of its type."""
+        return self._peers_with(peer).index(peer) * self._channels_to_each + number
+
+    def all_channels(self, kind: str | None = None) -> list[int]:
+        """The first channel to each other rank, by channels of a type if there are several."""
+        return [self.channel(peer) for peer in (self.others if kind is None else self.reach[kind])]
 
     def at(self, peer: int, buffer: str, index: int, size: int = 1) -> dict[str, Any]:
         """Chunks of a peer."""
-        number = "ios".index(buffer) * len(self.others) + self.others.index(peer)
+        peers = self._peers_with(peer)
+        number = "ios".index(buffer) * len(peers) + peers.index(peer)
         return {"buffer_id": number, "index": index, "size": size}
 
 
@@ -58,38 +64,51 @@ def document(
     *,
     chunks: tuple[int, int, int],
     kind: str = "memory",
+    reach: Callable[[int], Reach] | None = None,
     channels_to_each: int = 1,
     semaphores: tuple[int, ...] = (),
     **fields: Any,
 ) -> dict[str, Any]:
-    """A plan of `ranks` ranks whose program `threadblocks` gives."""
+    """A plan of `ranks` ranks whose program `threadblocks` gives. All reach all by channels of type `kind`, unless
+    `reach` says by rank what they reach.
+    """
     gpus = []
     for rank in range(ranks):
-        view = RankView(rank, ranks, channels_to_each)
-        count = len(view.others)
-        blocks = [
-            {
-                "id": number,
-                "ops": ops,
-                "channels": [{"channel_type": kind, "channel_ids": list(range(count * channels_to_each))}],
-                "remote_buffer_refs": [{"access_channel_type": kind, "remote_buffer_ids": list(range(3 * count))}],
-            }
-            for number, ops in enumerate(threadblocks(view))
+        everyone = {kind: [peer for peer in range(ranks) if peer != rank]}
+        view = RankView(rank, ranks, channels_to_each, everyone if reach is None else reach(rank))
+        remote_buffers = [
+            {"rank": peer, "type": buffer, "access_channel_types": [each]}
+            for each, peers in view.reach.items()
+            for buffer in "ios"
+            for peer in peers
         ]
-        connected = [peer for peer in view.others for _ in range(channels_to_each)]
+        uses = {
+            "channels": [
+                {"channel_type": each, "channel_ids": list(range(len(peers) * channels_to_each))}
+                for each, peers in view.reach.items()
+            ],
+            "remote_buffer_refs": [
+                {
+                    "access_channel_type": each,
+                    "remote_buffer_ids": [
+                        i for i, buffer in enumerate(remote_buffers) if buffer["access_channel_types"] == [each]
+                    ],
+                }
+                for each in view.reach
+            ],
+        }
         gpus.append(
             {
                 "id": rank,
                 "input_chunks": chunks[0],
                 "output_chunks": chunks[1],
                 "scratch_chunks": chunks[2],
-                "threadblocks": blocks,
-                "channels": [{"channel_type": kind, "connected_to": connected}],
-                "remote_buffers": [
-                    {"rank": peer, "type": buffer, "access_channel_types": [kind]}
-                    for buffer in "ios"
-                    for peer in view.others
+                "threadblocks": [{"id": number, "ops": ops, **uses} for number, ops in enumerate(threadblocks(view))],
+                "channels": [
+                    {"channel_type": each, "connected_to": [peer for peer in peers for _ in range(channels_to_each)]}
+                    for each, peers in view.reach.items()
                 ],
+                "remote_buffers": remote_buffers,
                 "semaphores": [{"init_value": value} for value in semaphores],
             }
         )
@@ -108,8 +127,8 @@ def document(
 
 
 def meet(view: RankView, kind: str = "memory") -> Ops:
-    """All ranks have come here, and see what the others wrote before."""
-    channels = view.all_channels()
+    """The ranks that reach each other by channels of a type have come here, and see what the others wrote before."""
+    channels = view.all_channels(kind)
     return [NOP, on("signal", channels, kind), on("wait", channels, kind), NOP]
 
 
@@ -193,4 +212,98 @@ def all_reduce_by_packets(ranks: int) -> dict[str, Any]:
         use_double_scratch_buffer=True,
         collective="allreduce",
         name="packets",
+    )
+
+
+def port_packets(ranks: int) -> dict[str, Any]:
+    """An all-gather of packets by port channels: every rank packs its input, puts the packets, and unpacks the others'.
+
+    A rank puts into scratch memory that the peer has read in the execution before the last: the halves alternate, and
+    a rank ends an execution when it has every peer's packets.
+    """
+
+    def program(view: RankView) -> list[Ops]:
+        me = view.rank
+        puts = [
+            move(
+                "ppkt", [own("s", me)], [view.at(peer, "s", me)], channel_type="port", channel_ids=[view.channel(peer)]
+            )
+            for peer in view.others
+        ]
+        unpacks = [move("upkt", [own("s", rank)], [own("o", rank)]) for rank in range(ranks)]
+        flush = on("flush", view.all_channels(), "port")
+        return [[move("cpkt", [own("i", 0)], [own("s", me)]), NOP, *puts, *unpacks, flush]]
+
+    return document(
+        ranks,
+        program,
+        chunks=(1, ranks, ranks),
+        kind="port",
+        protocol="LL",
+        use_double_scratch_buffer=True,
+        collective="allgather",
+        name="port packets",
+    )
+
+
+def all_reduce_of_nodes(ranks: int, local: int) -> dict[str, Any]:
+    """Nodes of `local` ranks each: a share is reduced inside the node by memory channels, sent to the ranks of the same
+    number on the other nodes by port channels, reduced there, and written to all of the node.
+    """
+    nodes = ranks // local
+
+    def reach(rank: int) -> Reach:
+        node, share = divmod(rank, local)
+        return {
+            "memory": [peer for peer in range(node * local, (node + 1) * local) if peer != rank],
+            "port": [other * local + share for other in range(nodes) if other != node],
+        }
+
+    def program(view: RankView) -> list[Ops]:
+        node, share = divmod(view.rank, local)
+        inside, across = view.reach["memory"], view.reach["port"]
+        reduce = move(
+            "rre",
+            [own("i", share), *(view.at(peer, "i", share) for peer in inside)],
+            [own("s", node)],
+            channel_type="memory",
+        )
+        puts = [
+            move(
+                "pws",
+                [own("s", node)],
+                [view.at(peer, "s", node)],
+                channel_type="port",
+                channel_ids=[view.channel(peer)],
+            )
+            for peer in across
+        ]
+        spread = move(
+            "res",
+            [own("s", other) for other in range(nodes)],
+            [own("o", share), *(view.at(peer, "o", share) for peer in inside)],
+            channel_type="memory",
+        )
+        return [
+            [
+                *meet(view, "port"),  # the others have read what this rank put into their scratch memory before
+                *meet(view, "memory"),
+                reduce,
+                NOP,
+                *puts,
+                on("wait", view.all_channels("port"), "port"),
+                NOP,
+                spread,
+                *meet(view, "memory"),
+                on("flush", view.all_channels("port"), "port"),
+            ]
+        ]
+
+    return document(
+        ranks,
+        program,
+        chunks=(local, local, nodes),
+        reach=reach,
+        collective="allreduce",
+        name="all_reduce of nodes",
     )

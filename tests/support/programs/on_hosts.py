@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from proxyccl import Communicator, DispatchCombine, FileBootstrap, ProxyCCLError
+from proxyccl import Communicator, DispatchCombine, ExecutionPlan, FileBootstrap, ProxyCCLError
+from support.plan_documents import all_gather, all_reduce_of_nodes, port_packets
 
 
 def collectives(comm: Communicator) -> None:
@@ -46,6 +47,22 @@ def experts(comm: Communicator) -> None:
     exchange.prepare(tokens, chosen, np.ones((40, 2), np.float32))
     rows, _ = exchange.dispatch()
     assert (exchange.combine(rows) == 2 * tokens).all()
+
+
+def plans(comm: Communicator) -> None:
+    """Execution plans whose port channels lead to other hosts, again and again."""
+    n, local = comm.world_size, comm.local_world_size
+    gathers = [ExecutionPlan.load(plan) for plan in (all_gather(n, "port", "pwsf"), port_packets(n))]
+    reduce = ExecutionPlan.load(all_reduce_of_nodes(n, local)) if local > 1 else None
+    for seed in range(5):
+        count = 96 if seed < 3 else 30_000
+        inputs = np.arange(count, dtype=np.float32) % 50 * (seed + 1) + np.arange(n, dtype=np.float32)[:, None]
+        x, out = comm.empty(count, "float32").upload(inputs[comm.rank]), comm.empty(n * count, "float32")
+        for gather in gathers:
+            comm.execute(gather, x, out=out.fill(0))
+            assert (out.numpy().reshape(n, count) == inputs).all()
+        if reduce is not None:
+            assert (comm.all_reduce(x, algorithm=reduce).numpy() == inputs.sum(0)).all()
 
 
 def flood(comm: Communicator) -> None:
@@ -102,7 +119,7 @@ def one(comm: Communicator) -> None:
 
 
 WHAT: dict[str, Callable[[Communicator], None]] = {
-    each.__name__: each for each in (collectives, flood, loss, go_on, cut, one)
+    each.__name__: each for each in (collectives, plans, flood, loss, go_on, cut, one)
 }
 MEETINGS = 6
 
