@@ -25,7 +25,6 @@ from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
-from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
@@ -176,7 +175,6 @@ class Communicator:
     def _take(self, group: Group, cta_policy: CtaPolicy) -> None:
         self._group = group
         self._collectives = Collectives(group, cta_policy)
-        self._execution_plans = ExecutionPlans(group)
         self._group.open(Reporter(self._group))
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
@@ -619,7 +617,7 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("all_reduce", algorithm, x, out, stream, op=op)
+            return self._collectives.execution_plans.collective("all_reduce", algorithm, x, out, stream, op=op)
         request = self._collectives.request("all_reduce", algorithm, cta_policy, symmetric)
         return all_reduce(self._collectives, x, op, out, request, stream)
 
@@ -647,7 +645,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("reduce_scatter", algorithm, x, out, stream, op=op)
+            return self._collectives.execution_plans.collective("reduce_scatter", algorithm, x, out, stream, op=op)
         request = self._collectives.request("reduce_scatter", algorithm, cta_policy, symmetric)
         return reduce_scatter(self._collectives, x, op, out, request, stream)
 
@@ -673,7 +671,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("all_gather", algorithm, x, out, stream)
+            return self._collectives.execution_plans.collective("all_gather", algorithm, x, out, stream)
         request = self._collectives.request("all_gather", algorithm, cta_policy, symmetric)
         return all_gather(self._collectives, x, out, request, stream)
 
@@ -699,7 +697,7 @@ class Communicator:
             `out`, or the new array. Raises as `all_reduce`.
         """
         if isinstance(algorithm, ExecutionPlan):
-            return self._execution_plans.collective("all_to_all", algorithm, x, out, stream)
+            return self._collectives.execution_plans.collective("all_to_all", algorithm, x, out, stream)
         request = self._collectives.request("all_to_all", algorithm, cta_policy, symmetric)
         return all_to_all(self._collectives, x, out, request, stream)
 
@@ -834,7 +832,7 @@ class Communicator:
             CommunicatorError: a rank failed; see its subclasses. A wait that was too long names the rank waited for,
                 threadblock and operation.
         """
-        return self._execution_plans.execute(ExecutionPlan.load(plan), x, out, stream)
+        return self._collectives.execution_plans.execute(ExecutionPlan.load(plan), x, out, stream)
 
     # -- transfers between pairs of ranks ---
 
@@ -896,8 +894,9 @@ class Communicator:
     ) -> Selector:
         """Measures the algorithms of all collectives, and uses the fastest for each kind of call from then on.
 
-        Measured are kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays. All ranks
-        call this together, with the same arguments, while nothing else runs.
+        Measured are kernels and proxies, float32 and bfloat16 where types matter, symmetric and other arrays; and the
+        execution plans that the tables hold now, each with arrays of the sizes that it takes. All ranks call this
+        together, with the same arguments, while nothing else runs.
 
         Args:
             sizes: bytes to measure, in rising order; None for 1 KiB to 64 MiB, or to 4 MiB on the host runtime. For
@@ -906,7 +905,7 @@ class Communicator:
             seconds: about how long it may take. Larger sizes are left out when the time is over.
             save: whether rank 0 keeps the tables on disk, beside the compiled kernels. Communicators of as many ranks
                 on machines of the same kind then start with them, until another version of the library is installed.
-                `proxyccl info` shows them.
+                `proxyccl info` shows them. Kept is what is fastest without plans, which a program loads itself.
 
         Returns:
             The tables: ``communicator.collectives.selector = tables`` on all ranks sets them.
@@ -918,9 +917,10 @@ class Communicator:
         self._group.failure.require_usable()
         chosen = tuning.default_sizes(self.runtime.name) if sizes is None else tuple(sizes)
         tuning.require_arguments(chosen, iterations, seconds)
-        selector = tuning.tune(self._collectives, chosen, iterations, seconds)
-        if save and self.rank == 0 and self.world_size > 1:
-            tuned.keep(self._group, selector)
+        measured = tuning.measure(self._collectives, chosen, iterations, seconds)
+        selector = tuning.selector_from(self._group, measured)
+        if save and self.rank == 0 and measured:
+            tuned.keep(self._group, tuning.selector_from(self._group, tuning.of_library(measured)))
         self._collectives.selector = selector
         return selector
 

@@ -21,7 +21,7 @@ from proxyccl.device.runtime import StreamLike
 def all_gather(collectives: Collectives, x: Any, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.all_gather`."""
     key = call_key("all_gather", x, out, request.name)
-    if collectives.plans.repeat(key, x, out, stream):
+    if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group
     source, ranks = input_view(group, x, "x"), group.world_size

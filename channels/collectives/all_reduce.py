@@ -38,18 +38,23 @@ def all_reduce(
     require_op(op)
     name = "all_reduce" if root is None else "reduce"
     key = call_key(name, x, x if out is None else out, op, request.name, root)
-    if collectives.plans.repeat(key, x, out, stream):
+    if collectives.repeat(key, x, out, stream):
         return x if out is None else out
     group = collectives.group
     source = input_view(group, x, "x")
     require_reducible(source, op)
     result, target = output_view(group, out, x, source, source.shape)
     refuse_partial_overlap(source, target)
+    stream = group.launches.stream_for(stream, x)
+    chosen = collectives.execution_plan("all_reduce", request, source, target, op)
+    if chosen is not None:
+        collectives.execution_plans.run(chosen, name, source, target, stream, op=op, root=root or 0, key=key)
+        return result
     collectives.plans.run(
         CollectiveCall(name, source.dtype.name, op, request.name, root=root or 0, count=source.size),
         (source, target),
         lambda: _plan(collectives, source, target, op, request),
-        group.launches.stream_for(stream, x),
+        stream,
         key,
     )
     return result

@@ -22,7 +22,7 @@ from proxyccl.device.runtime import StreamLike
 def all_to_all(collectives: Collectives, x: Any, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.all_to_all`."""
     key = call_key("all_to_all", x, out, request.name)
-    if collectives.plans.repeat(key, x, out, stream):
+    if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group
     source = input_view(group, x, "x")

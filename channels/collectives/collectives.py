@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
-from proxyccl.channels.collectives.plans import Plans
+from proxyccl.channels.collectives.plans import Key, Plans
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, PACKET_ALGORITHMS, Selector
 from proxyccl.channels.collectives.team import Team
+from proxyccl.channels.execution_plans.executor import ExecutionPlans
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
+from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import DType
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Memory
+from proxyccl.device.runtime import Memory, StreamLike
 from proxyccl.proxy.codec import Codec, Message
 
 
@@ -42,11 +47,13 @@ class Collectives:
     Attributes:
         group: the ranks.
         plans: calls that were made before.
+        execution_plans: what executes MSCCL++'s plans.
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
         self.group = group
         self.plans = Plans(group)
+        self.execution_plans = ExecutionPlans(group)
         self._cta_policy = cta_policy
         self._unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
         self._team: Team | None = None
@@ -55,7 +62,8 @@ class Collectives:
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
         levels = group.topology.has_levels()
-        self._selector = Selector.for_ranks(group.world_size, group.runtime.name, levels=levels)
+        self._defaults = Selector.for_ranks(group.world_size, group.runtime.name, levels=levels)
+        self._selector = self._defaults
         group.keep(self)
 
     def start(self) -> None:
@@ -126,6 +134,10 @@ class Collectives:
         works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
+    def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
+        """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
+        return self.plans.repeat(key, x, out, stream) or self.execution_plans.repeat(key, x, out, stream)
+
     def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
         """What a call asks for, by the caller's arguments and the standing policy. Raises ArgumentError."""
         if algorithm is None and cta_policy is None and symmetric is False:
@@ -154,7 +166,30 @@ class Collectives:
             return request.algorithm
         if request.cta_policy == "zero":
             return "proxy"
-        return self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
+        chosen = self._selector.choose(collective, dtype, nbytes, symmetric=request.symmetric)
+        if isinstance(chosen, ExecutionPlan):  # one that can't execute the call
+            chosen = self._defaults.choose(collective, dtype, nbytes, symmetric=request.symmetric)
+        assert isinstance(chosen, str)
+        return chosen
+
+    def execution_plan(
+        self, collective: str, request: Request, source: ArrayView, target: ArrayView, op: str | None = None
+    ) -> ExecutionPlan | None:
+        """The plan that executes a call by the tables; None if `choose` tells the algorithm. As that, the same on all
+        ranks if their calls are.
+
+        Args:
+            collective, request: as for `choose`.
+            source, target: input and output.
+            op: the operator, if the call reduces.
+        """
+        if not self._selector.plans or request.algorithm is not None or request.cta_policy == "zero":
+            return None
+        nbytes = max(source.nbytes, target.nbytes)
+        chosen = self._selector.choose(collective, source.dtype, nbytes, symmetric=request.symmetric)
+        if isinstance(chosen, str) or chosen.refusal(source.size, target.size, source.dtype, op) is not None:
+            return None
+        return chosen
 
     def goes_by_plan(self, algorithm: str) -> bool:
         """Whether the proxies run a call: they do where they are asked to, and where a peer is not mapped."""
@@ -162,13 +197,19 @@ class Collectives:
 
     @property
     def selector(self) -> Selector:
-        """Which algorithm is used for which call; the same on all ranks."""
+        """Which algorithm is used for which call; the same on all ranks.
+
+        Setting it raises ArgumentError for a plan that these ranks can't execute.
+        """
         return self._selector
 
     @selector.setter
     def selector(self, selector: Selector) -> None:
+        for plan in selector.plans:
+            self.execution_plans.require_executable(plan)
         self._selector = selector
         self.plans.clear()  # plans made by size hold the old choice
+        self.execution_plans.forget_calls()
 
     def close(self) -> None:
         """Frees what the kernels work in. No kernel of any rank may use it any more."""

@@ -33,6 +33,10 @@ def run_move(
     With `reads_output` the rank reads what peers would overwrite, so nobody stores to its output.
     """
     group = collectives.group
+    chosen = collectives.execution_plan(name, request, source, target)
+    if chosen is not None:
+        collectives.execution_plans.run(chosen, name, source, target, stream, key=key)
+        return
 
     def plan() -> Plan:
         if group.world_size == 1:

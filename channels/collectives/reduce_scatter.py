@@ -25,13 +25,18 @@ def reduce_scatter(collectives: Collectives, x: Any, op: str, out: Any, request:
     """See `Communicator.reduce_scatter`."""
     require_op(op)
     key = call_key("reduce_scatter", x, out, op, request.name)
-    if collectives.plans.repeat(key, x, out, stream):
+    if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group
     source = input_view(group, x, "x")
     require_reducible(source, op)
     result, target = output_view(group, out, None, source, share_shape(group, source))
     refuse_partial_overlap(source, target, in_place=group.rank * target.nbytes)
+    stream = group.launches.stream_for(stream, x)
+    chosen = collectives.execution_plan("reduce_scatter", request, source, target, op)
+    if chosen is not None:
+        collectives.execution_plans.run(chosen, "reduce_scatter", source, target, stream, op=op, key=key)
+        return result
 
     def plan() -> Plan:
         if group.world_size == 1:
@@ -45,5 +50,5 @@ def reduce_scatter(collectives: Collectives, x: Any, op: str, out: Any, request:
         return shipped.prepare(team.grid(source.nbytes), team.threads, *arguments)
 
     call = CollectiveCall("reduce_scatter", source.dtype.name, op, request.name, count=target.size)
-    collectives.plans.run(call, (source, target), plan, group.launches.stream_for(stream, x), key)
+    collectives.plans.run(call, (source, target), plan, stream, key)
     return result

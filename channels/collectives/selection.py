@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from proxyccl.channels.calls import register_names
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.device.dtypes import DType
 from proxyccl.device.errors import ArgumentError
-from proxyccl.proxy.codec import Message, Uint64
+from proxyccl.proxy.codec import Message
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy", "hierarchical")
 """Of all_reduce."""
@@ -21,6 +22,9 @@ ALGORITHMS_BY_COLLECTIVE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "broadcast"), ("kernels", "proxy")),
 }
 _KNOWN = frozenset(name for names in ALGORITHMS_BY_COLLECTIVE.values() for name in names)
+
+Algorithm = str | ExecutionPlan
+"""What a table chooses: an algorithm of the library by name, or a program's own plan."""
 
 Elements = Literal["16-bit floats", "other types", "all types"]
 """A class of element types: sums of 16-bit floats travel in float32; collectives that move bytes know no types."""
@@ -70,34 +74,55 @@ CASES: tuple[Case, ...] = tuple(
 )
 
 
-class SizeTable(Message, frozen=True):
+@dataclass(frozen=True)
+class SizeTable:
     """Algorithms by the most bytes that each is used for, in rising order; the last is used beyond.
+
+    Args:
+        limits: bytes of the larger of a rank's input and output, each with an algorithm: its name, or an
+            `ExecutionPlan`.
+        beyond: the algorithm for what is larger.
 
     Raises:
         ArgumentError: no collective has such an algorithm, or the limits fall.
     """
 
-    limits: tuple[tuple[Uint64, str], ...] = ()
-    beyond: str = "two_shot"
+    limits: tuple[tuple[int, Algorithm], ...] = ()
+    beyond: Algorithm = "two_shot"
 
     def __post_init__(self) -> None:
-        for name in self.algorithms:
-            if name not in _KNOWN:
+        for algorithm in self.algorithms:
+            if not isinstance(algorithm, ExecutionPlan) and not (isinstance(algorithm, str) and algorithm in _KNOWN):
                 known = ", ".join(sorted(_KNOWN))
-                raise ArgumentError("algorithm", f"unknown algorithm {name!r}; expected one of {known}")
+                raise ArgumentError(
+                    "algorithm", f"unknown algorithm {algorithm!r}; expected an ExecutionPlan or one of {known}"
+                )
         if any(limit > following for (limit, _), (following, _) in pairwise(self.limits)):
             raise ArgumentError("limits", f"must not fall, as in {[limit for limit, _ in self.limits]}")
 
     @property
-    def algorithms(self) -> tuple[str, ...]:
+    def algorithms(self) -> tuple[Algorithm, ...]:
         """All that it may choose."""
-        return (*(name for _, name in self.limits), self.beyond)
+        return (*(algorithm for _, algorithm in self.limits), self.beyond)
 
-    def choose(self, nbytes: int) -> str:
+    @property
+    def plans(self) -> tuple[ExecutionPlan, ...]:
+        """The plans among them, each once."""
+        return tuple(dict.fromkeys(each for each in self.algorithms if isinstance(each, ExecutionPlan)))
+
+    def ranges(self) -> Iterator[tuple[int, int | None, Algorithm]]:
+        """For each algorithm the least and the most bytes; None for no limit."""
+        least = 0
+        for limit, algorithm in self.limits:
+            yield least, limit, algorithm
+            least = limit + 1
+        yield least, None, self.beyond
+
+    def choose(self, nbytes: int) -> Algorithm:
         """The algorithm for a message of `nbytes` bytes."""
-        for limit, name in self.limits:
+        for limit, algorithm in self.limits:
             if nbytes <= limit:
-                return name
+                return algorithm
         return self.beyond
 
 
@@ -105,7 +130,11 @@ class SizeTable(Message, frozen=True):
 class Selector:
     """The tables of all cases. `Communicator.tune` replaces the defaults by what was measured on the machine.
 
-    Raises ArgumentError unless there is a table for each of `CASES` and no other, with algorithms of its collective.
+    A table's plan runs the calls of its sizes that it can execute. The built-in choice serves the others: another
+    operator, or an array that its chunks don't divide.
+
+    Raises ArgumentError unless there is a table for each of `CASES` and no other, with algorithms of its collective,
+    and for each plan if it can execute none of the calls that the table gives it.
 
     Attributes:
         tables: by case.
@@ -120,8 +149,11 @@ class Selector:
             if case not in CASES:
                 raise ArgumentError("tables", f"{case}: there are no such calls")
         for case, table in self.tables.items():
-            for name in table.algorithms:
-                require_algorithm(name, case.collective)
+            for least, most, algorithm in table.ranges():
+                if isinstance(algorithm, ExecutionPlan):
+                    _require_plan(algorithm, case, least, most)
+                else:
+                    require_algorithm(algorithm, case.collective)
 
     @classmethod
     @functools.cache
@@ -133,18 +165,24 @@ class Selector:
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes with as many ranks each, and more than one.
         """
-        reduced = SizeTable((), "hierarchical") if levels else _by_packets_and_stores(ranks, runtime)
+        limits, beyond = ((), "hierarchical") if levels else (_by_packets(ranks, runtime), "two_shot")
         tables = {case: SizeTable((), "kernels") for case in CASES}
         for case in CASES:
             if case.collective == "all_reduce":
-                tables[case] = _sending_no_sums(reduced, ranks) if case.elements == "16-bit floats" else reduced
+                short = case.elements == "16-bit floats"
+                tables[case] = _sending_no_sums(limits, beyond, ranks) if short else SizeTable(limits, beyond)
         return cls(tables)
+
+    @functools.cached_property
+    def plans(self) -> tuple[ExecutionPlan, ...]:
+        """All plans of the tables, each once."""
+        return tuple(dict.fromkeys(plan for table in self.tables.values() for plan in table.plans))
 
     def with_table(self, collective: str, table: SizeTable) -> Selector:
         """The same with one table for all cases of a collective."""
         return Selector({case: table if case.collective == collective else old for case, old in self.tables.items()})
 
-    def choose(self, collective: str, dtype: DType, nbytes: int, *, symmetric: bool = False) -> str:
+    def choose(self, collective: str, dtype: DType, nbytes: int, *, symmetric: bool = False) -> Algorithm:
         """The algorithm of a call.
 
         Args:
@@ -156,26 +194,37 @@ class Selector:
         return self.tables[Case.of(collective, dtype, symmetric=symmetric)].choose(nbytes)
 
 
-def _by_packets_and_stores(ranks: int, runtime: str) -> SizeTable:
-    """For all_reduce within a node.
+def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None) -> None:
+    """Raises ArgumentError for a plan that can execute no call of a case from `least` to `most` bytes."""
+    plan.require_collective(case.collective, "tables")
+    document = plan.document
+    if document.max_message_size < least or (most is not None and document.min_message_size > most):
+        used = f"{least} bytes and more" if most is None else f"{least} to {most} bytes"
+        raise ArgumentError(
+            "tables",
+            f"{case}: {plan!r} is for {document.min_message_size} to {document.max_message_size} bytes; expected some "
+            f"of the {used} that the table gives it",
+        )
+    if case.elements == "16-bit floats" and document.buffer_alignment % 2:
+        raise ArgumentError(
+            "tables", f"{case}: {plan!r} cuts at {document.buffer_alignment} bytes, inside of 16-bit floats"
+        )
+
+
+def _by_packets(ranks: int, runtime: str) -> tuple[tuple[int, str], ...]:
+    """The limits for all_reduce within a node, up to which packets are better than stores.
 
     For GPUs it is from what was measured on 2 and 4 H200 (benchmarks/results). What a one-shot sends grows with the
     number of ranks, and so its limit shrinks. Recursive doubling has no detour where that is a power of two.
     """
-    limits: tuple[tuple[int, str], ...]
     if runtime == "host":  # there a packet costs more than the crossing that it saves
-        limits = ()
-    elif ranks == 2:
-        limits = ((768 * 1024, "recursive_doubling"),)
-    elif ranks & (ranks - 1) == 0:
-        limits = (
-            (512 * 1024 // ranks, "one_shot"),
-            (512 * 1024, "recursive_doubling"),
-            (1152 * 1024, "two_shot_packets"),
-        )
-    else:
-        limits = ((512 * 1024 // ranks, "one_shot"), (1152 * 1024, "two_shot_packets"))
-    return SizeTable(limits, "two_shot")
+        return ()
+    if ranks == 2:
+        return ((768 * 1024, "recursive_doubling"),)
+    one_shot = (512 * 1024 // ranks, "one_shot")
+    if ranks & (ranks - 1) == 0:
+        return (one_shot, (512 * 1024, "recursive_doubling"), (1152 * 1024, "two_shot_packets"))
+    return (one_shot, (1152 * 1024, "two_shot_packets"))
 
 
 def sending_no_sums(algorithm: str, ranks: int) -> str:
@@ -188,9 +237,10 @@ def sending_no_sums(algorithm: str, ranks: int) -> str:
     return "two_shot" if algorithm == "ring" else algorithm
 
 
-def _sending_no_sums(table: SizeTable, ranks: int) -> SizeTable:
-    limits = tuple((limit, sending_no_sums(name, ranks)) for limit, name in table.limits)
-    return SizeTable(limits, sending_no_sums(table.beyond, ranks))
+def _sending_no_sums(limits: tuple[tuple[int, str], ...], beyond: str, ranks: int) -> SizeTable:
+    return SizeTable(
+        tuple((limit, sending_no_sums(name, ranks)) for limit, name in limits), sending_no_sums(beyond, ranks)
+    )
 
 
 register_names(*_KNOWN)

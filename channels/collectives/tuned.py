@@ -18,7 +18,7 @@ from proxyccl.channels.group import Group
 from proxyccl.device.compile_cache import cache_dir, write_whole
 from proxyccl.device.errors import ArgumentError, ProtocolError
 from proxyccl.device.host import cpu_name
-from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
@@ -66,11 +66,25 @@ class Machine(Message, frozen=True):
         return f"{self.runtime} runtime, {nodes} ranks on {self.device}, links {links}, proxy {self.proxy}"
 
 
+class NamedTable(Message, frozen=True):
+    """A `SizeTable` of the library's own algorithms."""
+
+    limits: tuple[tuple[Uint64, str], ...]
+    beyond: str
+
+    def __post_init__(self) -> None:
+        self.table()  # refuses a wrong one where it is decoded
+
+    def table(self) -> SizeTable:
+        """It."""
+        return SizeTable(self.limits, self.beyond)
+
+
 class TableOfCase(Message, frozen=True):
     """One row of a file, and of what rank 0 tells the others."""
 
     case: Case
-    table: SizeTable
+    table: NamedTable
 
 
 class Tuned(Message, frozen=True):
@@ -93,13 +107,22 @@ _CODEC = Codec(Tuned, 1 << 20, "tuning file")
 
 
 def rows_of(selector: Selector) -> tuple[TableOfCase, ...]:
-    """A selector's tables as rows."""
-    return tuple(TableOfCase(case, table) for case, table in selector.tables.items())
+    """A selector's tables as rows.
+
+    Raises:
+        ArgumentError: it holds execution plans. Those belong to the program that loads them.
+    """
+    if selector.plans:
+        raise ArgumentError("selector", f"holds {selector.plans[0]!r}; plans are not kept in files")
+    return tuple(
+        TableOfCase(case, NamedTable(tuple((limit, str(name)) for limit, name in table.limits), str(table.beyond)))
+        for case, table in selector.tables.items()
+    )
 
 
 def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
     """The inverse of `rows_of`. Raises ArgumentError as `Selector` does."""
-    return Selector({row.case: row.table for row in rows})
+    return Selector({row.case: row.table.table() for row in rows})
 
 
 def directory() -> Path:
@@ -124,7 +147,7 @@ def files() -> list[Path]:
 
 
 def save(machine: Machine, selector: Selector) -> Path:
-    """Writes the file for a kind of machine, whole or not at all. Raises OSError."""
+    """Writes the file for a kind of machine, whole or not at all. Raises OSError, and ArgumentError as `rows_of`."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     data = _CODEC.encode(Tuned(_version(), now, machine, rows_of(selector)), indent=2)
     path = path_of(machine)

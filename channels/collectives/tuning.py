@@ -20,14 +20,17 @@ from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
 from proxyccl.channels.collectives.selection import (
     CASES,
     PACKET_ALGORITHMS,
+    Algorithm,
     Case,
     Selector,
     SizeTable,
     sending_no_sums,
 )
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
+from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, deregister, register
 from proxyccl.device.arrays import Array
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Codec
 
@@ -38,7 +41,7 @@ _LARGEST_BY_PACKETS = 4 << 20
 _SMALLEST = 10  # powers of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
-Times = Mapping[int, Mapping[str, float]]
+Times = Mapping[int, Mapping[Algorithm, float]]
 """Seconds by size in bytes and algorithm."""
 
 
@@ -72,7 +75,7 @@ class _Trial:
     """
 
     case: Case
-    algorithm: str
+    algorithm: Algorithm
     call: Callable[[], object]
     seconds: list[float] = field(default_factory=list)
 
@@ -105,21 +108,24 @@ class _Arrays:
 
 def measure(
     collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float
-) -> dict[Case, dict[int, dict[str, float]]]:
+) -> dict[Case, dict[int, dict[Algorithm, float]]]:
     """What each algorithm takes for each case: the median of the slowest rank's times, in seconds.
 
     When the time is over it ends behind the calls under way. Sizes for which there was no time are missing, but not the
-    first one. All ranks call this together, and all get the same numbers.
+    first one. All ranks call this together, and all get the same numbers. A
+    single rank measures nothing: its calls are copies, whatever is chosen.
 
     Args:
-        collectives: the ranks'.
+        collectives: the ranks'. The plans of its tables are measured too, for the cases that have them.
         sizes: bytes of the larger of a rank's input and output, in rising order.
         iterations: calls of each algorithm at each size.
         seconds: about how long it may take.
     """
     exchange, ends = collectives.group.exchange, time.monotonic() + seconds
+    if collectives.group.world_size == 1:
+        return {}
     arrays = _Arrays(collectives, max(sizes) + collectives.group.world_size * as_dtype("float32").itemsize)
-    times: dict[Case, dict[int, dict[str, float]]] = {case: {} for case in CASES}
+    times: dict[Case, dict[int, dict[Algorithm, float]]] = {case: {} for case in CASES}
     for size in sizes:
         trials = list(_trials(collectives, arrays, size))
         is_first = size == sizes[0]
@@ -177,16 +183,30 @@ def _trials(collectives: Collectives, arrays: _Arrays, size: int) -> Iterator[_T
             ):
                 continue
             yield _Trial(case, algorithm, _call(collectives, arrays, case, algorithm, size))
+        for plan in collectives.selector.tables[case].plans:
+            call = _execution(collectives, arrays, case, plan, size)
+            if call is not None:
+                yield _Trial(case, plan, call)
+
+
+def _in_and_out(arrays: _Arrays, case: Case, share: int, ranks: int) -> tuple[Array, Array]:
+    """Input and output of a call with so many elements a share."""
+    shares = {"all_gather": (1, ranks), "reduce_scatter": (ranks, 1)}.get(case.collective, (ranks, ranks))
+    x, out = (
+        arrays.part(number, count * share, _dtype(case).name, symmetric=case.symmetric)
+        for number, count in enumerate(shares)
+    )
+    return x, out
+
+
+def _dtype(case: Case) -> DType:
+    return as_dtype("bfloat16" if case.elements == "16-bit floats" else "float32")
 
 
 def _call(collectives: Collectives, arrays: _Arrays, case: Case, algorithm: str, size: int) -> Callable[[], object]:
-    collective, ranks = case.collective, collectives.group.world_size
-    dtype = "bfloat16" if case.elements == "16-bit floats" else "float32"
-    share = max(1, size // as_dtype(dtype).itemsize // ranks)
-    whole = share * ranks
-    x = arrays.part(0, share if collective == "all_gather" else whole, dtype, symmetric=case.symmetric)
-    out = arrays.part(1, share if collective == "reduce_scatter" else whole, dtype, symmetric=case.symmetric)
-    request = collectives.request(collective, algorithm, None, case.symmetric)
+    ranks = collectives.group.world_size
+    x, out = _in_and_out(arrays, case, max(1, size // _dtype(case).itemsize // ranks), ranks)
+    request = collectives.request(case.collective, algorithm, None, case.symmetric)
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: all_reduce(collectives, x, "sum", out, request, None),
         "reduce_scatter": lambda: reduce_scatter(collectives, x, "sum", out, request, None),
@@ -194,7 +214,20 @@ def _call(collectives: Collectives, arrays: _Arrays, case: Case, algorithm: str,
         "all_to_all": lambda: all_to_all(collectives, x, out, request, None),
         "broadcast": lambda: broadcast(collectives, x, 0, out, request, None),
     }
-    return calls[collective]
+    return calls[case.collective]
+
+
+def _execution(
+    collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
+) -> Callable[[], object] | None:
+    """The call of a plan, of the nearest size below that its chunks divide; None if it can't execute it."""
+    ranks, dtype, collective = collectives.group.world_size, _dtype(case), case.collective
+    unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
+    x, out = _in_and_out(arrays, case, size // unit * unit // dtype.itemsize // ranks, ranks)
+    op = "sum" if collective in ("all_reduce", "reduce_scatter") else None
+    if x.size == 0 or plan.refusal(x.size, out.size, dtype, op) is not None:
+        return None
+    return lambda: collectives.execution_plans.collective(collective, plan, x, out, None, op=op)
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
@@ -216,19 +249,28 @@ def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:
     return SizeTable(changes, last)
 
 
-def tune(collectives: Collectives, sizes: Sequence[int], iterations: int, seconds: float) -> Selector:
-    """The tables for these ranks.
+def selector_from(group: Group, measured: Mapping[Case, Times]) -> Selector:
+    """The tables for these ranks, by what was measured.
 
     If the largest size measured is as large as `default_sizes` go, what is fastest there is used beyond it too.
-    Otherwise the defaults are. Arguments as for `measure`.
+    Otherwise the defaults are.
     """
-    group = collectives.group
     runtime = group.runtime.name
     defaults = Selector.for_ranks(group.world_size, runtime, levels=group.topology.has_levels())
-    if group.world_size == 1:
-        return defaults  # a copy, whatever is chosen
-    measured = measure(collectives, sizes, iterations, seconds)
+    if not measured:
+        return defaults
     goes_on = max(measured[CASES[0]]) >= default_sizes(runtime)[-1]
     return Selector(
         {case: table_from(times, None if goes_on else defaults.tables[case]) for case, times in measured.items()}
     )
+
+
+def of_library(measured: Mapping[Case, Times]) -> dict[Case, Times]:
+    """What was measured of the library's own algorithms, without plans."""
+    return {
+        case: {
+            size: {name: took for name, took in of_size.items() if isinstance(name, str)}
+            for size, of_size in times.items()
+        }
+        for case, times in measured.items()
+    }

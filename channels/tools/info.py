@@ -253,7 +253,8 @@ def _tuning() -> list[Finding]:
             continue
         name = f"{sum(found.machine.nodes)} ranks"
         findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
-        findings += [Finding("Tuning", name, True, f"{row.case}: {in_words(row.table)}") for row in found.tables]
+        tables = tuned.selector_of(found.tables).tables.items()
+        findings += [Finding("Tuning", name, True, f"{case}: {in_words(table)}") for case, table in tables]
     none = f"no tables in {tuned.directory()}: communicators start with the defaults"
     return findings or [Finding("Tuning", "tables", False, none, measure)]
 

@@ -11,8 +11,8 @@ from proxyccl.device.errors import ArgumentError
 
 def in_words(table: SizeTable) -> str:
     """A table on one line: "one_shot to 32 KiB, then two_shot"."""
-    upwards = [f"{name} to {show_size(limit)}" for limit, name in table.limits]
-    return ", ".join([*upwards, f"then {table.beyond}" if upwards else table.beyond])
+    upwards = [f"{algorithm} to {show_size(limit)}" for limit, algorithm in table.limits]
+    return ", ".join([*upwards, f"then {table.beyond}" if upwards else str(table.beyond)])
 
 
 def run(seconds: float) -> int:

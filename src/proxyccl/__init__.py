@@ -7,6 +7,7 @@ data. This module holds the public names and nothing else. DESIGN.md describes t
 from importlib.metadata import version as _installed_version
 
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
+from proxyccl.channels.collectives.selection import Selector, SizeTable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.expert_parallel.config import EPConfig
@@ -100,6 +101,8 @@ __all__ = [
     "ResourceError",
     "Runtime",
     "RuntimeUnavailableError",
+    "Selector",
+    "SizeTable",
     "SmChannel",
     "Stream",
     "ThreadBootstrap",
