@@ -26,6 +26,8 @@ PROXIED_ALL_REDUCE_GBS = 350.0
 
 PROXIED_PAIR_US = 16.0
 """Aim for the time of an all_reduce of 1 KiB on 2 GPUs with algorithm "proxy" and registered arrays, in µs."""
+PLAN_OVER_TWO_SHOT = 1.2
+"""Aim for the time of an all_reduce by an execution plan on 2 GPUs, in that of `two_shot`."""
 MOVED_BY_KERNELS_RATIO = 1.25
 """Aim: the geometric mean over sizes of NCCL's time of an all_to_all over ours by kernels with registered arrays, with
 at least 1 at each size.

@@ -1,70 +1,85 @@
 """Execution plans beside the shipped all_reduce: mpiexec -n 2 python -m mpi4py benchmarks/execution_plans.py
 
-Contenders, each an all-reduction of float32 from one array to another, all registered:
+Contenders, each an all-reduction from one registered array to another:
 - two_shot, the shipped kernel;
-- a plan in which each rank reads its share of all inputs, reduces it, and writes it to all outputs;
+- a plan in which each rank writes shares to their owners' scratch memory, and the sums of its own to all outputs;
+- a plan in which each rank reads its share of all inputs, and writes the sums to all outputs;
 - a plan in which shares go to their owners and back as packets, up to 4 MiB.
-Calls are captured in no graph. They are issued in bursts behind a barrier, the contenders by turns. A time is that of a
-burst on the slowest rank, divided by its calls; the table shows the median over bursts. Outputs are checked.
+A plan has as many threadblocks as two_shot has blocks. gpu_job.py says how times are measured.
 """
 
 from __future__ import annotations
 
-import statistics
+import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-from mpi4py import MPI
-from program import common_arguments, describe, end_if_it_hangs, heading
+import aims
+from jobs import open_job
+from side_by_side import (
+    COLUMNS,
+    Case,
+    Contender,
+    Job,
+    Timing,
+    arguments,
+    differing,
+    fresh_seed,
+    random_inputs,
+    resolve,
+    show,
+)
 
-from proxyccl import Communicator, ExecutionPlan
+from proxyccl import ExecutionPlan, RegisteredMemory
+from proxyccl.channels.tools.bench_collectives import bus_factor
 from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields, write_json
+from proxyccl.channels.tools.results import Fields
 from proxyccl.channels.tools.tables import Column, Table
 
-_KIB = 1024
-_SIZES = tuple(_KIB << shift for shift in (2, 6, 10, 12, 14, 16, 18))
-_QUICK_SIZES = (4 * _KIB, 256 * _KIB)
-_LONGEST_PACKETS = 4096 * _KIB
-_BURST, _BURSTS, _QUICK_BURSTS = 10, 20, 3
-_NAMES = ("two_shot", "plan, reads and writes", "plan, packets")
-_COLUMNS = (
-    Column("size", "", 8),
-    *(Column(name, "(µs)", 23, ".1f") for name in _NAMES),
-    Column("plan/two_shot", "", 14, ".2f"),
-    Column("wrong", "", 6),
-)
+_SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
+_QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)
+_HOST_SIZES = (4 * aims.KIB, 256 * aims.KIB)
+_LONGEST_PACKETS = 4 * aims.MIB
+_MOST_THREADBLOCKS = 128  # all must be resident at once
+_TWO_SHOT = "two_shot"
 
 Block = list[dict[str, Any]]
 
 
-def plan(ranks: int, name: str, blocks: Callable[[int, list[int]], list[Block]], scratch: int) -> ExecutionPlan:
-    """A plan of all_reduce whose threadblocks `blocks` gives, by rank and peers."""
+def plan(
+    ranks: int, name: str, blocks: Callable[[int, list[int]], list[Block]], scratch: int, *, channels: int = 1
+) -> ExecutionPlan:
+    """A plan of all_reduce whose threadblocks `blocks` gives, by rank and peers.
+
+    Threadblock i has a channel to each peer, number i % `channels` of those that the ranks have.
+    """
     gpus = []
     for rank in range(ranks):
         peers = [peer for peer in range(ranks) if peer != rank]
         count = len(peers)
-        uses = {
-            "channels": [{"channel_type": "memory", "channel_ids": list(range(count))}],
-            "remote_buffer_refs": [{"access_channel_type": "memory", "remote_buffer_ids": list(range(3 * count))}],
-        }
+        refs = [{"access_channel_type": "memory", "remote_buffer_ids": list(range(3 * count))}]
+        threadblocks = []
+        for i, ops in enumerate(blocks(rank, peers)):
+            ids = [number * channels + i % channels for number in range(count)]
+            used = [{"channel_type": "memory", "channel_ids": ids}]
+            threadblocks.append({"id": i, "ops": ops, "channels": used, "remote_buffer_refs": refs})
         gpus.append(
             {
                 "id": rank,
                 "input_chunks": ranks,
                 "output_chunks": ranks,
                 "scratch_chunks": scratch,
-                "threadblocks": [{"id": i, "ops": ops, **uses} for i, ops in enumerate(blocks(rank, peers))],
-                "channels": [{"channel_type": "memory", "connected_to": peers}],
+                "threadblocks": threadblocks,
+                "channels": [
+                    {"channel_type": "memory", "connected_to": [peer for peer in peers for _ in range(channels)]}
+                ],
                 "remote_buffers": [
                     {"rank": peer, "type": kind, "access_channel_types": ["memory"]} for kind in "ios" for peer in peers
                 ],
             }
         )
-    packets = scratch > 0
+    packets = any(op["name"] == "ppkt" for gpu in gpus for block in gpu["threadblocks"] for op in block["ops"])
     return ExecutionPlan.load(
         {
             "name": name,
@@ -88,12 +103,40 @@ def own(kind: str, index: int) -> dict[str, Any]:
     return {"type": kind, "index": index, "size": 1}
 
 
+def meeting(peers: list[int]) -> Block:
+    """The threadblocks of one number have come here on all ranks, and see what the others wrote before."""
+    channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
+    return [{"name": "nop"}, {"name": "signal", **channels}, {"name": "wait", **channels}, {"name": "nop"}]
+
+
+def writes(ranks: int, count: int) -> ExecutionPlan:
+    """With `count` threadblocks, each of which waits for those of its number alone."""
+
+    def blocks(rank: int, peers: list[int]) -> list[Block]:
+        found: list[Block] = []
+        for part in range(count):
+            split = {"channel_type": "memory", "tbg_info": {"tb_id": part, "tbg_size": count}}
+            puts = [
+                {"name": "put", "src_buff": [own("i", peer)], "dst_buff": [remote(peers, peer, "s", rank)], **split}
+                for peer in peers
+            ]
+            reduce = {
+                "name": "res",
+                "src_buff": [own("i", rank), *(own("s", peer) for peer in peers)],
+                "dst_buff": [own("o", rank), *(remote(peers, peer, "o", rank) for peer in peers)],
+                **split,
+            }
+            found.append([*puts, *meeting(peers), reduce, *meeting(peers)])
+        return found
+
+    return plan(ranks, f"writes, {count} threadblocks", blocks, ranks, channels=count)
+
+
 def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
     """With `count` threadblocks."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
-        channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
-        meet: Block = [{"name": "nop"}, {"name": "signal", **channels}, {"name": "wait", **channels}, {"name": "nop"}]
+        meet = meeting(peers)
         barrier = {"name": "barrier", "barrier_id": 0, "num_threadblocks": count}
         reduce = {
             "name": "rres",
@@ -140,63 +183,138 @@ def by_packets(ranks: int, count: int) -> ExecutionPlan:
     return plan(ranks, f"packets, {count} threadblocks", blocks, 2 * ranks)
 
 
-def measure(comm: Communicator, size: int, plans: list[ExecutionPlan], bursts: int) -> Fields:
-    """A row: the median times in µs, and the number of wrong values."""
-    count = size // 4
-    x, out = (comm.register(comm.empty(count, "float32")) for _ in range(2))
-    given = np.arange(count, dtype=np.float32) % 251
-    x.array.upload(given + comm.rank)
-    expected = given * comm.world_size + sum(range(comm.world_size))
-    calls: dict[str, Callable[[], object]] = {
-        _NAMES[0]: lambda: comm.all_reduce(x.array, out=out.array, algorithm="two_shot"),
-        _NAMES[1]: lambda: comm.execute(plans[0], x, out=out),
+_PLANS = {"plan, writes": writes, "plan, reads and writes": reads_and_writes, "plan, packets": by_packets}
+
+
+class Arrays:
+    """Input and output of one size, and what must come out.
+
+    Args:
+        job: the ranks.
+        own: registered memory, as long as the longest input and output.
+        count: elements.
+        dtype: name of their type.
+    """
+
+    def __init__(self, job: Job, own: tuple[Any, Any], count: int, dtype: str) -> None:
+        self._job, self._comm = job, job.comm
+        self.x, self.out = (whole[:count] for whole in own)
+        self._registered: tuple[RegisteredMemory, ...] = tuple(self._comm.register(each) for each in (self.x, self.out))
+        total: Any = 0
+        for rank, given in enumerate(random_inputs(job, count, dtype, fresh_seed(job))):
+            total = total + given  # every element type holds these sums exactly
+            if rank == job.rank:
+                self._given = given
+        self._expected = total
+
+    def contender(self, name: str) -> Contender:
+        """One way to reduce them."""
+        stream = self._job.handle
+        if name == _TWO_SHOT:
+            return self._contender(
+                name, lambda: self._comm.all_reduce(self.x, out=self.out, algorithm=name, stream=stream)
+            )
+        nbytes = self._registered[0].nbytes
+        defaults = self._comm.runtime.launch_defaults
+        most = min(_MOST_THREADBLOCKS, defaults.blocks)
+        count = max(1, min(most, nbytes // defaults.bytes_per_block))
+        made = _PLANS[name](self._job.ranks, count)
+        x, out = self._registered
+        return self._contender(name, lambda: self._comm.execute(made, x, out=out, stream=stream))
+
+    def _contender(self, name: str, call: Callable[[], object]) -> Contender:
+        def refill() -> None:
+            self.x[:] = self._given
+            self._job.poison(self.out)
+
+        return Contender(name, True, call, refill, lambda _: differing(self.out, self._expected))
+
+    def close(self) -> None:
+        """Ends their registrations, when all ranks have measured."""
+        self._job.world.Barrier()
+        for memory in self._registered:
+            self._comm.deregister(memory)
+
+
+def compare(case: Case, timings: list[Timing]) -> Fields | None:
+    """The best plan beside two_shot; None if either is missing."""
+    times = {timing.name: timing.time_us for timing in timings if timing.time_us}
+    plans = {name: took for name, took in times.items() if name != _TWO_SHOT}
+    if _TWO_SHOT not in times or not plans:
+        return None
+    best = min(plans, key=lambda name: plans[name])
+    return {
+        "size": case.nbytes,
+        "type": case.dtype,
+        "two_shot_us": times[_TWO_SHOT],
+        "plan_us": plans[best],
+        "plan": best,
+        "plan_over_two_shot": plans[best] / times[_TWO_SHOT],
     }
-    if size <= _LONGEST_PACKETS:
-        calls[_NAMES[2]] = lambda: comm.execute(plans[1], x, out=out)
-    wrong = 0
-    for call in calls.values():
-        out.array.fill(0)
-        MPI.COMM_WORLD.Barrier()
-        call()
-        comm.synchronize()
-        wrong += int(np.count_nonzero(out.array.numpy() != expected))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(bursts):
-        for name, call in calls.items():
-            MPI.COMM_WORLD.Barrier()
-            start = time.perf_counter()
-            for _ in range(_BURST):
-                call()
-            comm.synchronize()
-            took = (time.perf_counter() - start) * 1e6 / _BURST
-            times[name].append(MPI.COMM_WORLD.allreduce(took, MPI.MAX))
-    MPI.COMM_WORLD.Barrier()
-    comm.deregister(x)
-    comm.deregister(out)
-    medians = {name: statistics.median(times[name]) if name in times else None for name in _NAMES}
-    return {"size": size, "times_us": medians, "wrong": MPI.COMM_WORLD.allreduce(wrong)}
+
+
+_SUMMARY = (
+    Column("size", "", 8),
+    Column("type", "", 8),
+    Column("two_shot", "(µs)", 9, ".2f"),
+    Column("best plan", "(µs)", 9, ".2f"),
+    Column("", "", 22, left=True),
+    Column("plan/two_shot", "", 13, ".2f"),
+)
+
+
+def summarise(comparisons: list[Fields]) -> None:
+    """Prints the best plan beside two_shot for each size."""
+    worst = max((row["plan_over_two_shot"] for row in comparisons), default=math.nan)
+    print(f"#\n# the best plan beside two_shot; at most {worst:.2f} times as long, aim {aims.PLAN_OVER_TWO_SHOT}")
+    table = Table(_SUMMARY)
+    table.header()
+    for row in comparisons:
+        table.row(show_size(row["size"]), *list(row.values())[1:])
 
 
 def main() -> int:
-    parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
-    end_if_it_hangs(parsed.seconds)
-    with Communicator() as comm:
-        blocks = 1 if comm.runtime.name == "host" else 64
-        plans = [reads_and_writes(comm.world_size, blocks), by_packets(comm.world_size, blocks)]
-        heading(comm, "execution plans", f"float32 sum, registered arrays, {blocks} threadblocks; slowest rank")
-        table, rows = Table(_COLUMNS), []
-        if comm.rank == 0:
+    parser = arguments(__doc__.splitlines()[0], _SIZES, _QUICK_SIZES)
+    parsed = parser.parse_args()
+    names = parsed.algorithms or [_TWO_SHOT, *_PLANS]
+    for name in names:
+        if name != _TWO_SHOT and name not in _PLANS:
+            parser.error(f"--algorithms: expected some of {', '.join((_TWO_SHOT, *_PLANS))}, not {name!r}")
+    with open_job(parsed.seconds) as job:
+        if job.comm.runtime.name == "host":
+            parsed.default_sizes = parsed.quick_sizes = _HOST_SIZES
+        parsed = resolve(parsed)
+        method = f"{job.timing}, registered arrays; median of {parsed.repeats}, maximum over ranks"
+        job.heading("execution plans", method)
+        factor, table = bus_factor("all_reduce", job.ranks), Table(COLUMNS)
+        if job.first:
             table.header()
-        for size in _QUICK_SIZES if parsed.quick or comm.runtime.name == "host" else _SIZES:
-            row = measure(comm, size, plans, _QUICK_BURSTS if parsed.quick else _BURSTS)
-            rows.append(row)
-            if comm.rank == 0:
-                took = row["times_us"]
-                fastest = min(took[name] for name in _NAMES[1:] if took[name] is not None)
-                table.row(show_size(size), *took.values(), fastest / took[_NAMES[0]], row["wrong"])
-        if comm.rank == 0 and parsed.json:
-            write_json(parsed.json, {"benchmark": "execution_plans", **describe(comm), "results": rows})
-        return int(any(row["wrong"] for row in rows))
+        rows: list[Fields] = []
+        comparisons: list[Fields] = []
+        skipped = []
+        for dtype in job.element_types(parsed.dtypes):
+            itemsize = job.empty(0, dtype).itemsize
+            unit = 16 // itemsize * job.ranks  # a chunk for each rank, of multiples of 16 bytes
+            longest = max(unit, max(parsed.sizes) // itemsize)
+            own = job.registered(longest, dtype), job.registered(longest, dtype)
+            for size in parsed.sizes:
+                if not job.in_time():
+                    skipped.append(f"{show_size(size)} {dtype}")
+                    continue
+                count = max(unit, size // itemsize // unit * unit)
+                arrays = Arrays(job, own, count, dtype)
+                wanted = [name for name in names if "packets" not in name or size <= _LONGEST_PACKETS]
+                timings = job.measure([arrays.contender(name) for name in wanted], parsed.repeats)
+                arrays.close()
+                case = Case(count * itemsize, count, dtype, "sum", factor)
+                compared = compare(case, timings)
+                if compared is not None:
+                    comparisons.append(compared)
+                rows += show(job, table, case, timings)
+        if job.first:
+            summarise(comparisons)
+        results: Fields = {"benchmark": "execution_plans", "method": method, "comparison": comparisons}
+        return job.finish(parsed, rows, skipped, results)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,10 @@ def test_execution_plans_run_on_the_host() -> None:
     program = BENCHMARKS / "execution_plans.py"
     done = run_mpi(2, program, "--quick", env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^ +4 KiB( +[\d.]+){4} +0$", done.stdout, re.MULTILINE), done.stdout
+    for name in ("two_shot", "plan, writes", "plan, reads and writes", "plan, packets"):
+        assert len(re.findall(rf"^ +\d+ .*ProxyCCL {name} .* 0$", done.stdout, re.MULTILINE)) == 2, done.stdout
+    assert re.search(r"^ +4 KiB +float32( +[\d.]+){2} +plan, [a-z ]+[\d.]+$", done.stdout, re.MULTILINE), done.stdout
+    assert "# out of bounds values: 0 OK" in done.stdout
 
 
 def test_communicators_of_fewer_ranks_are_made_on_the_host() -> None:
