@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { QP_NUM = 4711, MAX_MEMORIES = 16, MAX_INLINE = 8, MAX_SIGNALS = 1 << 16 };
+enum { QP_NUM = 4711, MAX_MEMORIES = 64, MAX_INLINE = 8, MAX_SIGNALS = 1 << 16 };
 
 typedef struct {
   uint64_t wr_id;

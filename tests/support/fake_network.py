@@ -1,0 +1,123 @@
+"""Ranks of one process that reach each other through fake devices of the verbs transport (fake_verbs.py)."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
+from proxyccl.proxy.rdma_setup import RdmaSetup
+from proxyccl.proxy.transports import table, verbs
+from proxyccl.proxy.transports.transport import RdmaFunctions
+from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support.fake_verbs import FakeDevice
+
+_SEND_DEPTH = 16
+
+
+class FakeNetwork:
+    """Takes the place of RDMA by verbs: a device for each pair of ranks and direction, and keys that all of them know.
+
+    Devices dawdle, and are strict about every limit: closing one that broke any fails.
+
+    Args:
+        monkeypatch: puts verbs back.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._lock = threading.Lock()
+        self._keys = itertools.count(1)
+        self._memories: dict[int, tuple[int, int]] = {}  # by key: address and size
+        self._devices: list[FakeDevice] = []
+        functions = RdmaFunctions(
+            missing=lambda: "",
+            open=lambda setup, _: _Opened(self, setup),
+            unsupported_reason=lambda _: "",
+            make_endpoint=_Endpoint,
+            expose=lambda _, ptr, nbytes, handle: self._expose(ptr, nbytes),
+            withdraw=lambda device, memory: None,
+            registers_source=True,
+            refusal="{rank}: {reason}",
+        )
+        monkeypatch.setitem(table.TRANSPORTS, "verbs", replace(verbs.TRANSPORT, rdma=functions))
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Makes memory of this process known to all devices. Returns its key."""
+        with self._lock:
+            key = next(self._keys)
+            self._memories[key] = address, nbytes
+            for device in self._devices:
+                _tell(device, key, address, nbytes)
+            return key
+
+    def device(self) -> FakeDevice:
+        """A new device, which knows all memory."""
+        with self._lock:
+            device = FakeDevice(_SEND_DEPTH, _SEND_DEPTH)
+            device.dawdle(3, len(self._devices))
+            for key, memory in self._memories.items():
+                _tell(device, key, *memory)
+            self._devices.append(device)
+            return device
+
+    def requests(self) -> int:
+        """How many requests the devices have executed."""
+        return sum(device.counts.executed for device in self._devices)
+
+    def close(self, device: FakeDevice) -> None:
+        """Ends a device. Raises AssertionError if a limit was broken."""
+        with self._lock:
+            self._devices.remove(device)
+        with device:
+            pass
+
+    def _expose(self, ptr: int, nbytes: int) -> RdmaMemory:
+        key = self.register(ptr, nbytes)
+        return RdmaMemory("verbs", ptr, key, key, True, None)
+
+
+def _tell(device: FakeDevice, key: int, address: int, nbytes: int) -> None:
+    device.register(key, np.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), np.uint8))
+
+
+class _Opened:
+    """What a rank has open."""
+
+    def __init__(self, network: FakeNetwork, setup: RdmaSetup) -> None:
+        self.network, self.segment = network, setup.segment.host_ptr
+        self.key = network.register(self.segment, setup.segment.nbytes)
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+class _Endpoint:
+    """See `RdmaEndpoint`."""
+
+    def __init__(self, opened: _Opened) -> None:
+        self._network, self._device = opened.network, opened.network.device()
+        self.info = RdmaEndpointInfo(b"", opened.segment, opened.key)
+
+    def connect(self, theirs: RdmaEndpointInfo, timeout: float, given_up: Callable[[], bool]) -> None:
+        """There is nothing to connect."""
+
+    def connection_options(self, theirs: RdmaEndpointInfo) -> VerbsOptions:
+        return VerbsOptions(
+            qp=self._device.qp,
+            send_depth=_SEND_DEPTH,
+            cq_depth=_SEND_DEPTH,
+            max_message=4096,
+            signal_rkey=theirs.rkey,
+            fetch_add=False,
+            scratch=0,
+            scratch_lkey=0,
+        )
+
+    def close(self) -> None:
+        self._network.close(self._device)
