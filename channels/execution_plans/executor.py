@@ -414,7 +414,7 @@ class _Resources:
             return known
         before, own_in, own_out, after = self._places(source, target, reached)
         shipped = group.runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
-        kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, half, own_in, own_out))
+        kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, own_in, own_out))
 
         def with_copies(stream: StreamLike) -> None:
             for copy in before:
@@ -511,7 +511,7 @@ class _Resources:
             self._privates.append(self._group.runtime.allocate(nbytes))
         return self._privates[-1].ptr
 
-    def _parameter(self, sized: _Sized, half: int, own_in: int, own_out: int) -> bytes:
+    def _parameter(self, sized: _Sized, own_in: int, own_out: int) -> bytes:
         words, barriers_at, semaphores_at = self._words
         execution = ffi.new("ProxycclExecution *")
         execution.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
@@ -526,7 +526,11 @@ class _Resources:
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
-        execution.alternate_bytes = half if self._plan.document.use_double_scratch_buffer else 0
+        # The second half begins at one place for all sizes: a rank that is ahead with a short call must not write into
+        # what another has yet to read of a long one.
+        scratch = self._buffers["s"].memory
+        assert scratch is not None
+        execution.alternate_bytes = scratch.nbytes // 2 if self._plan.document.use_double_scratch_buffer else 0
         return bytes(ffi.buffer(execution))
 
     def close(self) -> None:
