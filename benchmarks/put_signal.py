@@ -1,10 +1,12 @@
-"""Puts and signals between two GPUs, by proxy and by the kernel itself: mpiexec -n 2 python -m mpi4py put_signal.py
+"""Puts, gets and signals between two GPUs, by proxy and by the kernel: mpiexec -n 2 python -m mpi4py put_signal.py
 
 - Latency is half of a ping-pong's round trip between two kernels of one thread, one on each rank. The kernel of rank 0
   times each round; the result is the median over rounds, without the warm-up rounds. Timed rounds put data that nobody
   writes. A separate run of the same kernel, which is not timed, writes and compares data, to check that it has arrived
   before its signal.
-- The bandwidth of puts is that of many puts, from the first push to the return of the flush behind the last one.
+- The time of a put or get until it is complete is that of one thread of rank 0: it pushes, and then waits by a flush or
+  by the ticket. The result is the median over rounds.
+- The bandwidth of puts or gets is that of many, from the first push to the return of the flush behind the last one.
 - The bandwidth of an SmChannel is that of a kernel with a given number of blocks, between two events.
 """
 
@@ -106,6 +108,23 @@ extern "C" __global__ void proxy_puts(DeviceHandle<ProxyChannel> channel, uint64
   const uint64_t start = nanoseconds();
   for (int i = 0; i < puts; ++i) channel.put(dst, 0, bytes);
   if (channel.flush()) ns[0] = nanoseconds() - start;
+}
+
+extern "C" __global__ void proxy_gets(DeviceHandle<ProxyChannel> channel, uint64_t dst, uint64_t bytes, int gets,
+                                      uint64_t* ns) {
+  const uint64_t start = nanoseconds();
+  for (int i = 0; i < gets; ++i) channel.get(dst, 0, bytes);
+  if (channel.flush()) ns[0] = nanoseconds() - start;
+}
+
+extern "C" __global__ void until_complete(DeviceHandle<ProxyChannel> channel, uint64_t dst, uint64_t bytes, int get,
+                                          int by_ticket, int rounds, uint64_t* ns) {
+  for (int round = 0; round < rounds; ++round) {
+    const uint64_t start = nanoseconds();
+    const uint64_t ticket = get ? channel.get(dst, 0, bytes) : channel.put(dst, 0, bytes);
+    if (!(by_ticket ? channel.waitComplete(ticket) : channel.flush())) return;
+    ns[round] = nanoseconds() - start;
+  }
 }
 
 extern "C" __global__ void sm_copy(DeviceHandle<SmChannel> channel, uint64_t dst, uint64_t bytes, int get, int times) {
@@ -236,6 +255,32 @@ class Bench:
         self.wrong += int(wrong.numpy()[0])
         return {"operation": _VALUES[kind], **timing}
 
+    def completion(self, nbytes: int, *, get: bool) -> Fields:
+        """Time of a put or get of rank 0 until it is complete, by a flush and by its ticket."""
+        _, theirs = self.fresh(nbytes)
+        medians = []
+        for by_ticket in (0, 1):
+            given = (self.proxied, self.largest, nbytes, int(get), by_ticket, self.rounds, self.ns)
+            times: list[float] = []
+            for _ in range(3):
+                self.launch("until_complete", 1, 1, *given, alone=True)
+                times += (self.ns.numpy()[self.rounds // 10 :] / 1e3).tolist()
+            medians.append(self._slowest([statistics.median(times)], both=False)[0])
+        self._count_wrong_of_first(nbytes, theirs, get=get)
+        return {
+            "bytes": nbytes,
+            "operation": "get" if get else "put",
+            "flush_us": medians[0],
+            "ticket_us": medians[1],
+        }
+
+    def _count_wrong_of_first(self, nbytes: int, theirs: np.ndarray, *, get: bool) -> None:
+        """Counts where the transfers of rank 0 alone have brought data: to rank 0 by gets, to the peer by puts."""
+        if self.first == get:
+            self.count_wrong(nbytes, theirs)
+        else:
+            self.comm.all_gather_bytes(b"")  # the peer's count_wrong
+
     def sm_latency(self, *, relaxed: bool) -> Fields:
         """Latency of an SmChannel's signal."""
         timing = self.one_way("sm_ping_pong", self.mapped, int(relaxed))
@@ -264,6 +309,21 @@ class Bench:
             "limit_gbs": aims.COPY_ENGINE_GBS[way],
         }
 
+    def get_bandwidth(self, nbytes: int, total: int) -> Fields:
+        """Bandwidth of gets of rank 0, beside that of its puts; each moves about `total` bytes."""
+        transfers = max(4, min(400, total // nbytes))
+        rates = []
+        for get in (False, True):
+            _, theirs = self.fresh(nbytes)
+            times = []
+            for _ in range(5):
+                kernel = "proxy_gets" if get else "proxy_puts"
+                self.launch(kernel, 1, 1, self.proxied, self.largest, nbytes, transfers, self.ns, alone=True)
+                times.append(float(self.ns.numpy()[0]))
+            rates.append(nbytes * transfers / statistics.median(self._slowest(times, both=False)))
+            self._count_wrong_of_first(nbytes, theirs, get=get)
+        return {"bytes": nbytes, "transfers": transfers, "put_gbs": rates[0], "get_gbs": rates[1]}
+
     def _slowest(self, times: list[float], *, both: bool) -> list[float]:
         """The slower rank's times, or the first rank's if it worked alone; the same on both ranks."""
         everyone = [np.frombuffer(data) for data in self.comm.all_gather_bytes(np.array(times).tobytes())]
@@ -282,10 +342,7 @@ class Bench:
         times = max(1, min(50, int(4.0 / run(1))))
         took = statistics.median(run(times) for _ in range(5))
         del own
-        if self.first == get:
-            self.count_wrong(self.largest, theirs)
-        else:
-            self.comm.all_gather_bytes(b"")  # the peer's count_wrong
+        self._count_wrong_of_first(self.largest, theirs, get=get)
         return {
             "blocks": blocks,
             "operation": "get" if get else "put",
@@ -313,6 +370,18 @@ _PUT_COLUMNS = (
     Column("busbw", "(GB/s)", 8, ".2f"),
     Column("a put", "(µs)", 9, ".2f"),
     Column("limit", "(GB/s)", 8, ".0f"),
+)
+_COMPLETION_COLUMNS = (
+    Column("size", "", 12, left=True),
+    Column("operation", "", 10),
+    Column("by flush", "(µs)", 9, ".2f"),
+    Column("by ticket", "(µs)", 9, ".2f"),
+)
+_GET_COLUMNS = (
+    Column("size", "", 12, left=True),
+    Column("transfers", "", 9, "d"),
+    Column("puts", "(GB/s)", 8, ".2f"),
+    Column("gets", "(GB/s)", 8, ".2f"),
 )
 _SM_COLUMNS = (
     Column("blocks", "", 8, "d"),
@@ -388,6 +457,16 @@ def main() -> int:
                 "ProxyChannel: puts, then a flush",
                 _PUT_COLUMNS,
                 [lambda n=n, b=b: bench.put_bandwidth(n, total, both=b) for b in (False, True) for n in sizes],
+            ),
+            "completion": collect(
+                "ProxyChannel: a put or get until it is complete",
+                _COMPLETION_COLUMNS,
+                [lambda n=n, g=g: bench.completion(n, get=g) for n in sizes[:6] for g in (False, True)],
+            ),
+            "get_bandwidth": collect(
+                "ProxyChannel: puts beside gets of one rank, then a flush",
+                _GET_COLUMNS,
+                [lambda n=n: bench.get_bandwidth(n, total) for n in sizes],
             ),
             "sm_bandwidth": collect(
                 f"SmChannel: copies by blocks of {bench.threads} threads",

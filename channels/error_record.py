@@ -21,7 +21,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.transports.table import text_of_status
-from proxyccl.proxy.trigger import Operation
+from proxyccl.proxy.trigger import Operation, operation_name
 
 NO_PEER: int = lib.PROXYCCL_NO_PEER
 DIFFERENT_CALL = CALL_FIELDS[0]
@@ -30,6 +30,7 @@ WAITS = {
     lib.PROXYCCL_WAIT_RING_ROOM: "room in the trigger ring",
     lib.PROXYCCL_WAIT_RING_SYNC: "the proxy to take a trigger",
     lib.PROXYCCL_WAIT_FLUSH: "a flush",
+    lib.PROXYCCL_WAIT_COMPLETION: "the completion of its operations",
     lib.PROXYCCL_WAIT_SM_SIGNAL: "a signal (SmChannel)",
     lib.PROXYCCL_WAIT_PROXY_SIGNAL: "a signal (ProxyChannel)",
     lib.PROXYCCL_WAIT_PACKET: "a packet",
@@ -102,10 +103,11 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
     if code == lib.PROXYCCL_ERROR_PROXY_LOST:
         return ProxyLostError(_join(f"the node daemon of {who} is lost", cause), operation="watch", **details)
-    operation = str(Operation(record.operation & 7).name or "").lower()
+    operation = operation_name(Operation(record.operation & 15))
     if code == lib.PROXYCCL_ERROR_TRANSPORT:
         operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
-        to = f" to rank {record.peer}" if record.peer is not None else ""
+        direction = "from" if record.operation & Operation.GET else "to"
+        to = f" {direction} rank {record.peer}" if record.peer is not None else ""
         message = f"{who}'s proxy: {operation}{to}{on} failed with status {record.status}"
         cause = cause or text_of_status(record.status)
         return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)

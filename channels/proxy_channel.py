@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxyccl.channels.group import Group
@@ -79,6 +80,35 @@ class ProxyChannel(Channel):
         kernel = self._group.runtime.shipped("signal_peer.h", "signal_peer")
         kernel(1, 1, self, value or 0, stream=stream)
 
+    @property
+    def completed(self) -> int:
+        """One more than the ticket up to which all operations on this channel are complete (a number from 0).
+
+        Kernels get an operation's ticket from the call on their handle, which is the ring's number of the trigger. The
+        sources of complete puts may be written again; what complete gets brought is in own memory.
+
+        Raises:
+            CommunicatorError: the communicator has failed; see its subclasses.
+        """
+        self._group.failure.require_usable()
+        return self._service.completed(self.id)
+
+    def wait_complete(self, ticket: int) -> None:
+        """Waits on the CPU until the operation with this ticket and all before it on this channel are complete. The
+        kernel that pushes it need not have ended, nor have been launched.
+
+        Raises:
+            ArgumentError: the ticket is no number from 0 to 2**64 - 2.
+            WaitTimeoutError: it is not within the communicator's time-out, which ends the communicator.
+            CommunicatorError: it failed meanwhile; see its subclasses.
+        """
+        if not isinstance(ticket, int) or not 0 <= ticket < _MOST:
+            raise ArgumentError("ticket", f"must be a number from 0 to {_MOST - 1}, not {ticket!r}")
+        self._group.failure.require_usable()
+        self._await(
+            lambda: self._service.completed(self.id), ticket + 1, f"its operations to rank {self.peer}", "completion"
+        )
+
     def poll(self) -> bool:
         """Consumes the peer's next signal on the CPU if it has arrived, and says whether."""
         self._group.failure.require_usable()
@@ -98,25 +128,28 @@ class ProxyChannel(Channel):
             WaitTimeoutError: they did not within the communicator's time-out, which ends the communicator.
             CommunicatorError: it failed meanwhile; see its subclasses.
         """
-        failure, timeout = self._group.failure, self._group.timeout
-        failure.require_usable()
-        deadline = time.monotonic() + timeout
+        self._group.failure.require_usable()
+        self._await(self._signalled, value, f"a signal from rank {self.peer}", "wait")
+        self._consumed = max(self._consumed, value)
+
+    def _await(self, count: Callable[[], int], value: int, what: str, operation: str) -> None:
+        failure = self._group.failure
+        deadline = time.monotonic() + self._group.timeout
 
         def found() -> bool:
-            return self._signalled() >= value
+            return count() >= value
 
         if not any(found() for _ in range(_SPINS)) and not wait_at_most(found, deadline, failure.check):
             error = WaitTimeoutError(
-                f"rank {self._group.rank} waited too long on the CPU for a signal from rank {self.peer} on channel "
-                f"{self.id}: expected {value}, saw {self._signalled()}",
+                f"rank {self._group.rank} waited too long on the CPU for {what} on channel {self.id}: expected "
+                f"{value}, saw {count()}",
                 rank=self._group.rank,
                 peer=self.peer,
                 channel=self.id,
-                operation="wait",
+                operation=operation,
             )
             failure.file_exchange_failure(error)
             raise error
-        self._consumed = max(self._consumed, value)
 
     def _signalled(self) -> int:
         word = engine.cast("uint64_t *", self._group.control.semaphore_host(self.id))
@@ -156,6 +189,7 @@ def connect_handles(
             handle.semaphore.inbound = ffi.cast("uint64_t *", group.control.semaphore_device(channel))
             handle.semaphore.expected = ffi.cast("uint64_t *", expected.ptr + (p * count + i) * _LINE)
             handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(channel))
+            handle.completed = ffi.cast("uint64_t *", service.completed_pointer(channel))
             handle.memory_limits = ffi.cast("uint64_t *", service.memory_limits_pointer)
             handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
             handle.channel, handle.peer = channel, peer
@@ -187,6 +221,7 @@ class HandlerChannel(Channel):
         handle = ffi.new("ProxycclProxyChannel *")
         service.fifo_for(self.id).fill_handle(handle.fifo)
         handle.flushed = ffi.cast("uint64_t *", service.flushed_pointer(self.id))
+        handle.completed = ffi.cast("uint64_t *", service.completed_pointer(self.id))
         handle.control = ffi.cast("ProxycclControl *", group.control.device_pointer)
         handle.channel, handle.peer = self.id, group.rank
         super().__init__(group.rank, handle)

@@ -113,6 +113,7 @@ class _ProxycclProxyChannel:
     fifo: ProxycclFifo
     semaphore: ProxycclSemaphore
     flushed: PointerField[Uint64Pointer]
+    completed: PointerField[Uint64Pointer]
     memory_limits: PointerField[Uint64Pointer]
     control: PointerField[ProxycclControlPointer]
     channel: int
@@ -503,6 +504,7 @@ class Lib:
     PROXYCCL_OP_DATA: Final[int]
     PROXYCCL_OP_SIGNAL: Final[int]
     PROXYCCL_OP_FLUSH: Final[int]
+    PROXYCCL_OP_GET: Final[int]
     PROXYCCL_SIZE_BITS: Final[int]
     PROXYCCL_OFFSET_BITS: Final[int]
     PROXYCCL_MEMORY_BITS: Final[int]
@@ -511,6 +513,7 @@ class Lib:
     PROXYCCL_MAX_MEMORIES: Final[int]
     PROXYCCL_MAX_CHANNELS: Final[int]
     PROXYCCL_SIZE_SHIFT: Final[int]
+    PROXYCCL_GET_SHIFT: Final[int]
     PROXYCCL_SRC_OFFSET_SHIFT: Final[int]
     PROXYCCL_DST_OFFSET_SHIFT: Final[int]
     PROXYCCL_SRC_MEMORY_SHIFT: Final[int]
@@ -556,6 +559,7 @@ class Lib:
     PROXYCCL_WAIT_PLAN_GATE: Final[int]
     PROXYCCL_WAIT_CONDITION: Final[int]
     PROXYCCL_WAIT_EXECUTION: Final[int]
+    PROXYCCL_WAIT_COMPLETION: Final[int]
     PROXYCCL_PRESENT: Final[int]
     PROXYCCL_CLOSING_ANOTHER: Final[int]
     PROXYCCL_LEFT: Final[int]

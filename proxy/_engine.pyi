@@ -42,6 +42,7 @@ class _ProxycclCounters:
     flush_ns: int
     timed_flushes: int
     errors: int
+    gets: int
 
 class ProxycclCounters(_ProxycclCounters, CData): ...
 class ProxycclCountersPointer(_ProxycclCounters, ItemPointer[ProxycclCounters]): ...
@@ -450,11 +451,17 @@ class Lib:
         connection: Passed[ProxycclConnectionPointer],
         remote_semaphore: Passed[Uint64Pointer],
         flushed: Passed[Uint64Pointer],
+        completed: Passed[Uint64Pointer],
         /,
     ) -> int: ...
     def proxyccl_word_acquire(self, word: Passed[Uint64Pointer], /) -> int: ...
     def proxyccl_service_set_handler(
-        self, service: Passed[ProxycclServicePointer], id: int, flushed: Passed[Uint64Pointer], /
+        self,
+        service: Passed[ProxycclServicePointer],
+        id: int,
+        flushed: Passed[Uint64Pointer],
+        completed: Passed[Uint64Pointer],
+        /,
     ) -> int: ...
     def proxyccl_service_set_plan_words(
         self,

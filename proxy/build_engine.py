@@ -29,7 +29,7 @@ typedef struct { uint64_t word0; uint64_t word1; ...; } ProxycclTrigger;
 typedef struct { uint32_t abort; ...; } ProxycclControl;
 typedef struct {
   uint64_t triggers; uint64_t puts; uint64_t bytes; uint64_t signals; uint64_t flushes; uint64_t flush_ns;
-  uint64_t timed_flushes; uint64_t errors; ...;
+  uint64_t timed_flushes; uint64_t errors; uint64_t gets; ...;
 } ProxycclCounters;
 
 enum { PROXYCCL_OBSERVE_FORMAT, PROXYCCL_TRACE_RECORDS, PROXYCCL_TRACE_UNPUBLISHED, ... };
@@ -74,9 +74,9 @@ void proxyccl_service_destroy(ProxycclService *service);
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t rdma_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed);
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 uint64_t proxyccl_word_acquire(const uint64_t *word);
-int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 enum { PROXYCCL_MAX_PLANS, ... };
 #define PROXYCCL_NO_ID ...
 typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclPlanPost;

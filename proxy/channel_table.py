@@ -98,6 +98,7 @@ class ChannelTable:
             connection.pointer,
             ffi.cast("uint64_t *", remote_semaphore),
             self._shared.flushed_host(channel),
+            self._shared.completed_host(channel),
         )
         number = connection.number // len(self._rings_of)
         self._observed.place_channel(channel, connection.worker, self._ring_of[channel], number)
@@ -117,13 +118,15 @@ class ChannelTable:
 
     def set_handler(self, channel: int, worker: int) -> None:
         """Has a channel's triggers go to its handler, which must be added before."""
-        lib.proxyccl_service_set_handler(self._service, channel, self._shared.flushed_host(channel))
+        lib.proxyccl_service_set_handler(
+            self._service, channel, self._shared.flushed_host(channel), self._shared.completed_host(channel)
+        )
         self._observed.place_channel(channel, worker, self._ring_of[channel], None)
 
     def free(self, channels: Iterable[int], worker: int) -> None:
         """Frees ids of a worker. Their triggers must be drained, and nobody may signal their words."""
         for channel in channels:
-            lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL)
+            lib.proxyccl_service_set_channel(self._service, channel, ffi.NULL, ffi.NULL, ffi.NULL, ffi.NULL)
             self._observed.remove_channel(channel)
-            self._shared.clear_counters(channel)
+            self._shared.clear(channel)
             self._free[worker].append(channel)

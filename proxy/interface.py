@@ -52,10 +52,11 @@ class ChannelCounters:
 
     Attributes:
         triggers: triggers that it acted on.
-        puts: triggers among them that moved data, and sends of plans that did.
-        bytes: bytes that the puts moved.
+        puts: triggers among them that put data, and sends of plans that did.
+        bytes: bytes that the puts and gets moved.
         signals: triggers that signalled, and sends of plans, all of which do.
         flushes: triggers that flushed.
+        gets: triggers that got data.
     """
 
     triggers: int
@@ -63,6 +64,7 @@ class ChannelCounters:
     bytes: int
     signals: int
     flushes: int
+    gets: int
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,16 @@ class Proxy(Protocol):
 
     def flushed_pointer(self, channel: int) -> int:
         """The device's address of a channel's flush word."""
+        ...
+
+    def completed(self, channel: int) -> int:
+        """One more than the ticket up to which all triggers of a channel are known to be complete, of a handler's
+        channel handled. What they did is visible to the caller.
+        """
+        ...
+
+    def completed_pointer(self, channel: int) -> int:
+        """The device's address of the word that holds `completed`."""
         ...
 
     @property

@@ -153,6 +153,14 @@ class ProxyService:
         """The device's address of a channel's flush word."""
         return self._shared.flushed_pointer(channel)
 
+    def completed(self, channel: int) -> int:
+        """See `Proxy.completed`."""
+        return self._shared.completed(channel)
+
+    def completed_pointer(self, channel: int) -> int:
+        """See `Proxy.completed_pointer`."""
+        return self._shared.completed_pointer(channel)
+
     @property
     def memory_limits_pointer(self) -> int:
         """The device's address of a table: for each memory id, the bytes from its first to the memory's end."""

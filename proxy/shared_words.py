@@ -14,7 +14,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES
 ffi = _engine.ffi
 
 _COUNTERS_BYTES: int = ffi.sizeof("ProxycclCounters") * MAX_CHANNELS
-_FLUSHED_BYTES = 8 * MAX_CHANNELS
+_FLUSHED_BYTES = _COMPLETED_BYTES = 8 * MAX_CHANNELS
 _MEMORY_LIMITS_BYTES = 8 * MAX_MEMORIES
 _PLAN_BYTES: int = ffi.sizeof("ProxycclPlanWords")
 
@@ -32,13 +32,14 @@ class SharedWords:
         plan_words: the ProxycclPlanWords.
     """
 
-    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _MEMORY_LIMITS_BYTES + _PLAN_BYTES
+    BYTES = _COUNTERS_BYTES + _FLUSHED_BYTES + _COMPLETED_BYTES + _MEMORY_LIMITS_BYTES + _PLAN_BYTES
 
     def __init__(self, memory: PinnedMemory, offset: int) -> None:
         self.memory = memory
         self._offset = offset
         self._flushed_offset = offset + _COUNTERS_BYTES
-        self._memory_limits_offset = self._flushed_offset + _FLUSHED_BYTES
+        self._completed_offset = self._flushed_offset + _FLUSHED_BYTES
+        self._memory_limits_offset = self._completed_offset + _COMPLETED_BYTES
         self.table: Any = ffi.cast("ProxycclCounters *", memory.host_ptr + offset)
         self._plan_offset = self._memory_limits_offset + _MEMORY_LIMITS_BYTES
         self.memory_limits: Any = ffi.cast("uint64_t *", memory.host_ptr + self._memory_limits_offset)
@@ -60,6 +61,20 @@ class SharedWords:
     def flushed(self, channel: int) -> int:
         """One more than the ticket of the last flush that is complete on a channel."""
         return int(self.flushed_host(channel)[0])
+
+    def completed_pointer(self, channel: int) -> int:
+        """The device's address of the word that tells how far a channel is complete."""
+        return self.memory.ptr + self._completed_offset + 8 * channel
+
+    def completed_host(self, channel: int) -> Any:
+        """The CPU's pointer to the same word."""
+        return ffi.cast("uint64_t *", self.memory.host_ptr + self._completed_offset + 8 * channel)
+
+    def completed(self, channel: int) -> int:
+        """One more than the ticket up to which all triggers of a channel are complete."""
+        if self.memory.closed:
+            raise ClosedError("the proxy service is closed")
+        return int(_engine.lib.proxyccl_word_acquire(self.completed_host(channel)))
 
     @property
     def plan_pointers(self) -> PlanPointers:
@@ -91,8 +106,9 @@ class SharedWords:
         if self.memory.closed:
             raise ClosedError("the proxy service is closed")
         c = self.table[channel]
-        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes)
+        return ChannelCounters(c.triggers, c.puts, c.bytes, c.signals, c.flushes, c.gets)
 
-    def clear_counters(self, channel: int) -> None:
-        """Zeroes a channel's counters for the next channel of that id. No worker may use it."""
+    def clear(self, channel: int) -> None:
+        """Zeroes a channel's counters and words for the next channel of that id. Nobody may use it."""
         self.table[channel] = ffi.new("ProxycclCounters *")[0]
+        self.flushed_host(channel)[0] = self.completed_host(channel)[0] = 0

@@ -18,23 +18,31 @@ PARITY_SHIFT: int = lib.PROXYCCL_PARITY_SHIFT
 
 
 class Operation(enum.IntFlag):
-    """What a trigger asks for. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler."""
+    """What a trigger asks for. Bits combine; `CUSTOM`, which has none, goes to the channel's Python handler.
+
+    `DATA` alone is a put; `DATA | GET` is a get.
+    """
 
     CUSTOM = lib.PROXYCCL_OP_CUSTOM
     DATA = lib.PROXYCCL_OP_DATA
     SIGNAL = lib.PROXYCCL_OP_SIGNAL
     FLUSH = lib.PROXYCCL_OP_FLUSH
+    GET = lib.PROXYCCL_OP_GET
+
+
+_TRANSFER = Operation.DATA | Operation.GET
 
 
 @functools.cache  # a trace has many
 def operation_name(operation: Operation) -> str:
-    """An operation in words, such as "data+signal"."""
-    return "+".join(flag.name.lower() for flag in operation if flag.name) or "custom"
+    """An operation in words, such as "data+signal" or "get+flush"."""
+    transfer = [Operation.GET] if operation & Operation.GET else list(operation & Operation.DATA)
+    return "+".join(str(flag.name).lower() for flag in (*transfer, *(operation & ~_TRANSFER))) or "custom"
 
 
-# field: (word, shift, bits)
+# field: (word, shift, bits). A transfer's size has SIZE_BITS, below the bit that tells a get.
 _FIELDS = {
-    "size": (0, lib.PROXYCCL_SIZE_SHIFT, lib.PROXYCCL_SIZE_BITS),
+    "size": (0, lib.PROXYCCL_SIZE_SHIFT, 32),
     "src_offset": (0, lib.PROXYCCL_SRC_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
     "dst_offset": (1, lib.PROXYCCL_DST_OFFSET_SHIFT, lib.PROXYCCL_OFFSET_BITS),
     "src_memory": (1, lib.PROXYCCL_SRC_MEMORY_SHIFT, lib.PROXYCCL_MEMORY_BITS),
@@ -59,7 +67,7 @@ class Trigger:
     Attributes:
         operation: what it asks for.
         channel: channel id, 0 to 1023.
-        size: bytes to move, below 4 GiB; of a value 1, 2, 4 or 8.
+        size: bytes to move, below 2 GiB; of a value 1, 2, 4 or 8; any 32 bits without `DATA`.
         src_memory: memory id of the source, 0 to 507; 508 to 511 if the trigger carries a value of 1, 2, 4 or 8 bytes.
         src_offset: byte offset in the source, below 4 GiB; 0 for a value.
         dst_memory: memory id of the destination, 0 to 511.
@@ -80,18 +88,24 @@ class Trigger:
         """The two 64-bit words, with the parity bit 0.
 
         Raises:
-            ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one.
+            ArgumentError: a field does not fit its bits, or a value is given with a source, or not given without one;
+                `GET` without `DATA`, or with a value.
         """
         carries = self.src_memory >= MAX_MEMORIES
         if carries != (self.value is not None) or not 0 <= (self.value or 0) < 1 << 64:
             expected = "64 bits" if carries else "None"
             raise ArgumentError("value", f"is {self.value!r}; expected {expected} with src_memory {self.src_memory}")
-        words = [self.value or 0, 0]
+        is_get, transfers = bool(self.operation & Operation.GET), bool(self.operation & Operation.DATA) and not carries
+        if is_get and not transfers:
+            raise ArgumentError("operation", "is a get; expected DATA with it, and no value")
+        words = [self.value or is_get << lib.PROXYCCL_GET_SHIFT, 0]
         for name, (word, shift, bits) in _FIELDS.items():
             if carries and word == 0:
                 continue
             value = int(getattr(self, name))
-            if not 0 <= value < 1 << bits:
+            if name == "operation":
+                value &= ~Operation.GET.value
+            if not 0 <= value < 1 << (lib.PROXYCCL_SIZE_BITS if name == "size" and transfers else bits):
                 raise ArgumentError(name, f"{value} does not fit in {bits} bits")
             words[word] |= value << shift
         return words[0], words[1]
@@ -106,4 +120,7 @@ class Trigger:
         values["operation"] = Operation(values["operation"])
         if values["src_memory"] >= MAX_MEMORIES:
             values |= {"value": word0, "size": 1 << (values["src_memory"] - MAX_MEMORIES), "src_offset": 0}
+        elif values["operation"] & Operation.DATA and values["size"] >> lib.PROXYCCL_GET_SHIFT:
+            values["operation"] |= Operation.GET
+            values["size"] -= 1 << lib.PROXYCCL_GET_SHIFT
         return cls(**values)

@@ -146,7 +146,7 @@ def collect(
         semaphores: list[Semaphore] = part("the semaphores", lambda: _semaphores(group, device), [])
         waits: list[Wait] = part("what kernels wait for", lambda: [*map(_wait, answers())], [])
     return Report(
-        version=4,
+        version=5,
         communicator=group.job,
         beside=beside,
         rank=rank,
@@ -276,6 +276,7 @@ def _channels(
                 outstanding=proxy.outstanding(channel.id),
                 signals_in=group.control.semaphore(channel.id),
                 signals_used=used.get(channel.id),
+                completed=proxy.completed(channel.id),
                 flushed=proxy.flushed(channel.id),
                 flush_asked=max(asked, default=None),
             )

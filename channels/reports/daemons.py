@@ -85,8 +85,9 @@ def _channel(client: Client, channel: ChannelView) -> str:
     connection = client.connection_of(channel)
     end = "a handler" if connection is None else f"rank {connection.peer} by {connection.transport}"
     return (
-        f"channel {channel.id} to {end}, ring {channel.ring}: {channel.triggers} triggers, {channel.puts} puts of "
-        f"{channel.bytes} bytes, {channel.signals} signals, {channel.flushes} flushes, {channel.errors} errors"
+        f"channel {channel.id} to {end}, ring {channel.ring}: {channel.triggers} triggers, {channel.puts} puts and "
+        f"{channel.gets} gets of {channel.bytes} bytes, {channel.signals} signals, {channel.flushes} flushes, "
+        f"{channel.errors} errors"
     )
 
 

@@ -27,7 +27,12 @@ from proxyccl.proxy.processes import catches, is_stopped, start_of
 from proxyccl.proxy.reports import on_signal
 from proxyccl.proxy.reports.document import Member
 
-OWN_PROXY_WAITS = (lib.PROXYCCL_WAIT_RING_ROOM, lib.PROXYCCL_WAIT_RING_SYNC, lib.PROXYCCL_WAIT_FLUSH)
+OWN_PROXY_WAITS = (
+    lib.PROXYCCL_WAIT_RING_ROOM,
+    lib.PROXYCCL_WAIT_RING_SYNC,
+    lib.PROXYCCL_WAIT_FLUSH,
+    lib.PROXYCCL_WAIT_COMPLETION,
+)
 PLAN_PEER_WAITS = (lib.PROXYCCL_WAIT_PLAN_POST, lib.PROXYCCL_WAIT_PLAN_DATA)
 _SHOWN = 8
 """The most waits for one rank that are shown."""

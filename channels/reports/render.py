@@ -58,10 +58,11 @@ def where(report: Report) -> str:
 
 def _trigger(trigger: RingTrigger) -> str:
     text = f"#{trigger.ticket} channel {trigger.channel} {trigger.operation}"
+    moves = trigger.operation.split("+")[0] in ("data", "get")
     if trigger.value is not None:
-        target = f" to memory {trigger.dst_memory}+{trigger.dst_offset}" if "data" in trigger.operation else ""
+        target = f" to memory {trigger.dst_memory}+{trigger.dst_offset}" if moves else ""
         text += f" of the value {trigger.value:#x}, {trigger.size} bytes{target}"
-    elif "data" in trigger.operation:
+    elif moves:
         source, target = f"{trigger.src_memory}+{trigger.src_offset}", f"{trigger.dst_memory}+{trigger.dst_offset}"
         text += f" of {trigger.size} bytes from memory {source} to {target}"
     return text
@@ -79,8 +80,8 @@ def ring_lines(number: int, ring: Ring) -> Iterator[str]:
 def _channel(channel: ProxiedChannel) -> Iterator[str]:
     end = "a handler" if channel.transport == "handler" else f"rank {channel.peer} by {channel.transport}"
     yield (
-        f"{channel.id} to {end}: {channel.triggers} triggers, {channel.puts} puts of {channel.bytes} bytes, "
-        f"{channel.signals} signals sent, {channel.flushes} flushes"
+        f"{channel.id} to {end}: {channel.triggers} triggers, {channel.puts} puts and {channel.gets} gets of "
+        f"{channel.bytes} bytes, {channel.signals} signals sent, {channel.flushes} flushes"
     )
     if channel.outstanding:
         yield f"  {channel.outstanding} triggers or sends to rank {channel.peer} are not known to be complete"

@@ -94,11 +94,12 @@ class ProxiedChannel(Message, frozen=True):
         peer_channel: the peer's channel that receives this one's signals; None if there is none.
         transport: what moves its data; "handler" where a Python function gets the triggers.
         ring: number of the ring that its triggers go through.
-        triggers, puts, bytes, signals, flushes: what the proxy did for it so far.
+        triggers, puts, gets, bytes, signals, flushes: what the proxy did for it so far.
         outstanding: triggers of all channels to this peer, and sends of plans, that are issued but not known to be
             complete; None for a handler, and if the node daemon's memory cannot be opened.
         signals_in: signals received.
         signals_used: signals that kernels have waited for; None if that could not be read.
+        completed: one more than the ticket up to which all of the channel is known to be complete.
         flushed: one more than the ticket of the last flush that is complete.
         flush_asked: one more than the ticket of the last flush that the ring still shows; None if it shows none.
     """
@@ -110,12 +111,14 @@ class ProxiedChannel(Message, frozen=True):
     ring: int
     triggers: int
     puts: int
+    gets: int
     bytes: int
     signals: int
     flushes: int
     outstanding: int | None
     signals_in: int
     signals_used: int | None
+    completed: int
     flushed: int
     flush_asked: int | None
 
@@ -192,7 +195,7 @@ class Report(Message, frozen=True, tag_field="format", tag="proxyccl report"):
         unread: what could not be read, with the reason.
     """
 
-    version: Literal[4]
+    version: Literal[5]
     communicator: str
     beside: list[str]
     rank: int

@@ -1,8 +1,10 @@
 """ProxyChannels in Triton: a program pushes triggers, the proxy moves the data (proxy_channel.h, fifo.h).
 
 A channel is a pointer to its device handle, and a whole program calls as one. Offsets and sizes are in bytes, of any
-alignment; an offset counts from the start of a memory: the peer's (destination) or own (source). A range that leaves
-its memory moves nothing and ends the communicator with a TriggerError.
+alignment; an offset counts from the start of a memory: the peer's or own. A range that leaves its memory moves nothing
+and ends the communicator with a TriggerError.
+
+A put or get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it was not pushed.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from proxyccl.triton.jit import jit
 from proxyccl.triton.layout import (
     CHANNEL_4,
     CHANNEL_SHIFT,
+    COMPLETED_8,
     CONTROL_8,
     DST_MEMORY_4,
     DST_MEMORY_SHIFT,
     ERROR_BAD_TRIGGER,
     EXPECTED_8,
     FLUSHED_8,
+    GET_SHIFT,
     HEAD_8,
     INBOUND_8,
     MAX_MEMORIES,
@@ -29,6 +33,8 @@ from proxyccl.triton.layout import (
     OFFSET_BITS,
     OP_DATA,
     OP_FLUSH,
+    OP_GET,
+    OP_MASK,
     OP_SHIFT,
     OP_SIGNAL,
     PARITY_SHIFT,
@@ -43,6 +49,7 @@ from proxyccl.triton.layout import (
     TAIL_CACHE_8,
     VALUE_1_BYTE,
     VALUE_8_BYTES,
+    WAIT_COMPLETION,
     WAIT_FLUSH,
     WAIT_NONE,
     WAIT_PROXY_SIGNAL,
@@ -137,10 +144,11 @@ def _push_trigger(channel, control, operation, dst_memory, dst_offset, src_memor
         pushed = _wait_for_room(channel, control, ticket, slots)
     if pushed != 0:
         word0 = (size & 0xFFFFFFFF) | (src_offset << SRC_OFFSET_SHIFT)
+        word0 = word0 | (((operation & OP_GET) != 0).to(tl.uint64) << GET_SHIFT)
         dst_id = dst_memory.to(tl.uint64) + (dst_offset >> OFFSET_BITS)
         src_id = src_memory.to(tl.uint64) + (src_offset >> OFFSET_BITS)
         word1 = (dst_offset & 0xFFFFFFFF) | (src_id << SRC_MEMORY_SHIFT) | (dst_id << DST_MEMORY_SHIFT)
-        word1 = word1 | (operation.to(tl.uint64) << OP_SHIFT)
+        word1 = word1 | ((operation & OP_MASK).to(tl.uint64) << OP_SHIFT)
         word1 = word1 | (_number(channel, CHANNEL_4).to(tl.uint64) << CHANNEL_SHIFT)
         parity = ((ticket >> size_log2) & 1) ^ 1
         slot = _pointer(channel, SLOTS_8) + ((ticket & (slots - 1)) * 2).to(tl.int64)
@@ -150,14 +158,16 @@ def _push_trigger(channel, control, operation, dst_memory, dst_offset, src_memor
 
 @jit
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
-    # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one.
+    # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
+    # channel's own destination is the source of a get.
     control = _long(channel, CONTROL_8)
+    is_get: tl.constexpr = (operation & OP_GET) != 0
     if dst_memory is None:
-        dst_id = _number(channel, DST_MEMORY_4)
+        dst_id = _number(channel, SRC_MEMORY_4 if is_get else DST_MEMORY_4)
     else:
         dst_id = u32(dst_memory)
     if src_memory is None:
-        src_id = _number(channel, SRC_MEMORY_4)
+        src_id = _number(channel, DST_MEMORY_4 if is_get else SRC_MEMORY_4)
     else:
         src_id = u32(src_memory)
     dst = u64(dst_offset)
@@ -186,7 +196,7 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
     while going != 0:
         is_last = left <= MAX_TRIGGER_BYTES
         piece = tl.where(is_last, left, u64(MAX_TRIGGER_BYTES))
-        bits = tl.where(is_last, u32(operation), u32(OP_DATA))
+        bits = tl.where(is_last, u32(operation), u32(operation & (OP_DATA | OP_GET)))
         ticket, pushed = _push_trigger(channel, control, bits, dst_id, dst, src_id, src, piece)
         dst += piece
         src += piece
@@ -263,11 +273,16 @@ def _wait_flushed(channel, ticket, pushed):
 
 
 @jit
+def _ticket(ticket, pushed):
+    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
+
+
+@jit
 def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
 
-    It carries what the program stored before a `sync_threads_system`. The source may be written again after a `flush`.
-    The peer may read the data after a `signal` behind it.
+    It carries what the program stored before a `sync_threads_system`. The source may be written again when the put is
+    complete. The peer may read the data after a `signal` behind it.
 
     Args:
         channel: a ProxyChannel.
@@ -278,7 +293,28 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
         src_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
     """
     _require(channel)
-    _push_data(channel, OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
+    ticket, pushed = _push_data(channel, OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
+
+
+@jit
+def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
+    """Starts a copy from the peer's memory to own memory and returns at once, unless the ring is full.
+
+    After the `wait` for a signal it reads what the peer stored before that signal. The data may be read when the get is
+    complete. A `signal` behind it tells the peer that its memory may be written again.
+
+    Args:
+        channel: a ProxyChannel.
+        dst_offset: where in own memory, in bytes.
+        src_offset: from where in the peer's memory, in bytes.
+        size: how many bytes.
+        dst_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
+        src_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
+    """
+    _require(channel)
+    ticket, pushed = _push_data(channel, OP_DATA | OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
 
 
 @jit
@@ -304,7 +340,7 @@ def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
 
 @jit
 def signal(channel, value=None):
-    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel.
+    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
 
     Args:
         channel: a ProxyChannel.
@@ -322,7 +358,8 @@ def signal(channel, value=None):
 def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
     """`put` and `signal` as one operation, which is cheaper than two. Arguments as of `put`."""
     _require(channel)
-    _push_data(channel, OP_DATA | OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
+    ticket, pushed = _push_data(channel, OP_DATA | OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
 
 
 @jit
@@ -336,7 +373,9 @@ def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=
 
 @jit
 def flush(channel):
-    """Waits until all earlier operations on this channel are complete: their sources may be written again.
+    """Waits until all earlier operations on this channel are complete.
+
+    The sources of puts may then be written again, and what gets brought may be read.
 
     Returns whether they are. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
     """
@@ -353,7 +392,7 @@ def flush_async(channel):
     """
     _require(channel)
     ticket, pushed = _push_word(channel, OP_FLUSH)
-    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
+    return _ticket(ticket, pushed)
 
 
 @jit
@@ -371,6 +410,33 @@ def wait_flushed(channel, ticket):
     """Waits for the flush with this ticket. Returns as `flush`."""
     _require(channel)
     return _wait_flushed(channel, ticket, (ticket != u64(NO_TICKET)).to(tl.int32))
+
+
+@jit
+def is_complete(channel, ticket):
+    """Whether the operation with this ticket and all before it on the channel are complete. It never waits."""
+    _require(channel)
+    return (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, COMPLETED_8)) > ticket)
+
+
+@jit
+def wait_complete(channel, ticket):
+    """Waits until `is_complete`. No flush is needed; over a fabric, one makes puts and signals known sooner.
+
+    Returns whether it is. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    """
+    _require(channel)
+    done = (ticket != u64(NO_TICKET)).to(tl.int32)
+    if done != 0:
+        done = wait_at_least(
+            _pointer(channel, COMPLETED_8),
+            ticket + 1,
+            _long(channel, CONTROL_8),
+            u32(WAIT_COMPLETION),
+            _number(channel, PEER_4),
+            _number(channel, CHANNEL_4),
+        )
+    return done != 0
 
 
 @jit

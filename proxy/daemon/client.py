@@ -211,6 +211,14 @@ class DaemonClient:
         """The device's address of a channel's flush word."""
         return self._words_of(channel).flushed_pointer(channel)
 
+    def completed(self, channel: int) -> int:
+        """One more than the ticket up to which all triggers of a channel are complete."""
+        return self._words_of(channel).completed(channel)
+
+    def completed_pointer(self, channel: int) -> int:
+        """The device's address of the word that tells how far a channel is complete."""
+        return self._words_of(channel).completed_pointer(channel)
+
     @property
     def memory_limits_pointer(self) -> int:
         """The device's address of the table that says for each memory id how many bytes follow it."""

@@ -103,7 +103,7 @@ class DaemonReport(Message, frozen=True, tag_field="format", tag="proxyccl daemo
         unread: what could not be read, and why.
     """
 
-    version: Literal[2]
+    version: Literal[3]
     process: Member
     socket: str
     command: str

@@ -116,7 +116,7 @@ class DaemonReporter:
             with _collecting_errors(unread, thread.name):
                 threads.append(_thread(thread))
         return DaemonReport(
-            version=2,
+            version=3,
             process=Member(host_name(), os.getpid(), start_of(os.getpid())),
             socket=self._place,
             command=" ".join(sys.orig_argv),

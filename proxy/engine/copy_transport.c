@@ -29,9 +29,10 @@ static int copy_idle(const ProxycclConnection *base) {
   return !self->issued && !self->recorded;
 }
 
-/* Behind the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases the copy. */
-static int copy_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
-                    uint64_t src_offset, uint64_t bytes) {
+/* A put or a get. Behind the CPU's copy the connection is still idle, so the signal is the CPU's store, which releases
+ * the copy. */
+static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                         const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
     memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* a trigger's ranges may overlap */
@@ -131,10 +132,11 @@ static ProxycclConnection *copy_create(const void *options, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_copy_transport = {
     .name = "copy",
-    .copies = PROXYCCL_COPIES_SOURCE | PROXYCCL_COPIES_DESTINATION,
+    .copies = PROXYCCL_COPIES_OWN | PROXYCCL_COPIES_PEER,
     .refused = copy_refused,
     .create = copy_create,
-    .put = copy_put,
+    .put = copy_transfer,
+    .get = copy_transfer,
     .put_value = copy_put_value,
     .signal = copy_signal,
     .flush = copy_write,

@@ -26,10 +26,12 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
 /* What the triggers of a run have in common. A kernel's triggers mostly differ only in offsets and sizes, so the ids in
  * word 1 are looked up when they change. The tables' entries are read again for each trigger. */
 typedef struct {
-  uint64_t names; /* word 1 above the destination's offset, without the parity */
-  uint32_t op;
+  uint64_t names; /* word 1 above the destination's offset, without the parity, and a put or get's direction */
+  uint32_t op;    /* with PROXYCCL_OP_GET */
   Channel *channel;
   const ProxycclMemory *dst, *src;
+  int (*transfer)(ProxycclConnection *connection, const ProxycclMemory *dst, uint64_t dst_offset,
+                  const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes); /* the transport's put or get */
   ProxycclCounters *counters;
   uint64_t triggers, bytes; /* not yet in `counters`: a sum in a register costs less than one in memory */
   uint32_t first;           /* triggers that the visit had taken when the run began */
@@ -38,26 +40,46 @@ typedef struct {
 static ALWAYS_INLINE void publish_counts(Route *route) {
   if (route->triggers == 0) return;
   counter_add(&route->counters->triggers, route->triggers);
-  if (route->op & PROXYCCL_OP_DATA) { /* every trigger of the run is a put, or none */
-    counter_add(&route->counters->puts, route->triggers);
+  if (route->op & PROXYCCL_OP_DATA) { /* every trigger of the run is a put, or every one a get, or none is either */
+    counter_add(route->op & PROXYCCL_OP_GET ? &route->counters->gets : &route->counters->puts, route->triggers);
     counter_add(&route->counters->bytes, route->bytes);
   }
   route->triggers = route->bytes = 0;
 }
 
-/* Ends a run. `taken` is the number of triggers that the visit has taken. */
-static ALWAYS_INLINE void end_run(Route *route, uint32_t taken) {
+/* Notes how far a channel was issued: up to a ticket, which is not among its triggers. */
+static ALWAYS_INLINE void note_issued(Channel *channel, uint64_t end) {
+  ProxycclConnection *connection = channel->connection;
+  channel->issued = (Extent){connection->progress.issued, end};
+  if (channel->unfinished) return;
+  channel->unfinished = 1;
+  channel->awaited = channel->issued;
+  channel->next_unfinished = connection->unfinished;
+  connection->unfinished = channel;
+}
+
+/* Ends a run. `taken` is the number of triggers that the visit has taken, `end` the ticket of the next. */
+static ALWAYS_INLINE void end_run(Route *route, uint32_t taken, uint64_t end) {
   publish_counts(route);
-  if (taken != route->first) route->channel->connection->progress.issued += taken - route->first;
+  if (taken != route->first) {
+    route->channel->connection->progress.issued += taken - route->first;
+    note_issued(route->channel, end);
+  }
   route->first = taken;
 }
 
-static uint64_t names_of(ProxycclTrigger trigger) { return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1); }
+/* The direction takes the place of the parity. It means nothing where a trigger transfers nothing or a value. */
+static uint64_t names_of(ProxycclTrigger trigger) {
+  _Static_assert(PROXYCCL_GET_SHIFT == PROXYCCL_PARITY_SHIFT - PROXYCCL_SRC_MEMORY_SHIFT, "where the parity was");
+  return trigger.word1 << 1 >> (PROXYCCL_SRC_MEMORY_SHIFT + 1) | (trigger.word0 & 1ull << PROXYCCL_GET_SHIFT);
+}
 
 /* 1 if the transport would copy from or to memory that only RDMA reaches. */
 static int copies_rdma_only(const ProxycclTransport *transport, const Route *route) {
-  return (route->src->rdma_only && transport->copies & PROXYCCL_COPIES_SOURCE) ||
-         (route->dst->rdma_only && transport->copies & PROXYCCL_COPIES_DESTINATION);
+  const int is_get = (route->op & PROXYCCL_OP_GET) != 0;
+  const ProxycclMemory *own = is_get ? route->dst : route->src, *peer = is_get ? route->src : route->dst;
+  return (own->rdma_only && transport->copies & PROXYCCL_COPIES_OWN) ||
+         (peer->rdma_only && transport->copies & PROXYCCL_COPIES_PEER);
 }
 
 /* CONTINUE, or why the thread returns to Python. */
@@ -65,6 +87,8 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
                                              ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
   route->op = trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
+  if (route->op & PROXYCCL_OP_DATA && value_bytes(trigger) == 0 && trigger.word0 >> PROXYCCL_GET_SHIFT & 1)
+    route->op |= PROXYCCL_OP_GET;
   route->channel = &service->channels[id];
   route->counters = &service->counters[id];
   route->src = &service->memories[trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
@@ -74,9 +98,13 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
     return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
   if (route->op == PROXYCCL_OP_CUSTOM)
     return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
-  if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(route->channel->connection->transport, route))
+  const ProxycclTransport *transport = route->channel->connection->transport;
+  if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(transport, route))
     return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
                            "only RDMA reaches a memory that the trigger names, but its channel copies");
+  route->transfer = route->op & PROXYCCL_OP_GET ? transport->get : transport->put;
+  if (route->transfer == NULL)
+    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel's transport makes no gets");
   route->names = names_of(trigger);
   return CONTINUE;
 }
@@ -120,8 +148,8 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
       if (result != CONTINUE) return result;
       route->bytes += value_bytes(trigger);
     } else {
-      if (bytes > 0 && (status = connection->transport->put(connection, dst, dst_offset, src, src_offset, bytes)) != 0)
-        return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put");
+      if (bytes > 0 && (status = route->transfer(connection, dst, dst_offset, src, src_offset, bytes)) != 0)
+        return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, route->op & PROXYCCL_OP_GET ? "get" : "put");
       route->bytes += bytes;
     }
   }
@@ -172,7 +200,7 @@ static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, ui
   uint32_t taken = 0;
   while (taken < limit && ring_peek(&ring, &trigger)) {
     if (names_of(trigger) != route.names) {
-      end_run(&route, taken);
+      end_run(&route, taken, ring.next);
       result = find_route(worker->service, trigger, &route, info);
       if (result == CONTINUE) {
         const uint32_t room = room_of(route.channel->connection);
@@ -202,7 +230,7 @@ static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, ui
     ++ring.next;
     if (++taken % RING_RELEASE_BATCH == 0) ring_release(&ring);
   }
-  end_run(&route, taken); /* before the tail, which ends sync() */
+  end_run(&route, taken, ring.next); /* before the tail, which ends sync() */
   ring_release(&ring);
   *shared = ring;
   *progress += taken;
@@ -256,6 +284,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker) {
   /* Handlers run one after the other, so all earlier triggers of this channel are complete. */
   if (trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS) & PROXYCCL_OP_FLUSH)
     word_store(channel->flushed, ring->next + 1);
+  word_store(channel->completed, ring->next + 1);
   ++ring->next;
   ring_release(ring);
   worker->handling = 0;

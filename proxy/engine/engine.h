@@ -21,17 +21,19 @@ typedef struct ProxycclService ProxycclService;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct ProxycclThread ProxycclThread;
 
-/* Counters of one channel. Only its worker writes them; anybody reads them at any time, other processes too. */
+/* Counters of one channel. Only its worker writes them; anybody reads them at any time, other processes too. Those of
+ * most triggers share a cache line. */
 typedef struct ProxycclCounters {
   uint64_t triggers;
   uint64_t puts;
-  uint64_t bytes;
+  uint64_t bytes; /* of puts and gets */
   uint64_t signals;
   uint64_t flushes;
   uint64_t flush_ns;      /* sum of times from a flush's issue to its completion … */
   uint64_t timed_flushes; /* … over so many flushes: those that had to wait, one at a time for each connection */
   uint64_t errors;
-} ProxycclCounters;
+  uint64_t gets;
+} __attribute__((aligned(128))) ProxycclCounters;
 
 enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker */
 
@@ -66,13 +68,13 @@ typedef struct ProxycclIdlePolicy {
 ProxycclService *proxyccl_service_create(ProxycclControl *control, ProxycclCounters *counters);
 void proxyccl_service_destroy(ProxycclService *service); /* after its workers ended */
 
-/* Set table entries: while workers run, if no trigger names the id yet, otherwise while they are paused. 0, or EINVAL
- * for an id that is out of range. */
+/* Set table entries: `flushed` and `completed` are words of the channel (handles.h). While workers run, if no trigger
+ * names the id yet, otherwise while they are paused. 0, or EINVAL for an id that is out of range. */
 int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *base, uint64_t bytes, uint64_t key,
                                 uint32_t rdma_only, char *host);
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed);
-int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed);
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
 
 /* A word that a peer's proxy signals, with all that was put before its value. */
 uint64_t proxyccl_word_acquire(const uint64_t *word);

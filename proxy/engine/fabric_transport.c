@@ -308,7 +308,7 @@ static ProxycclConnection *fabric_create(const void *given, const ProxycclRuntim
 
 const ProxycclTransport proxyccl_fabric_transport = {
     .name = "fabric",
-    .copies = PROXYCCL_COPIES_SOURCE, /* providers over sockets read a source by its address alone, with no key */
+    .copies = PROXYCCL_COPIES_OWN, /* providers over sockets reach own memory by its address alone, with no key */
     .refused = fabric_refused,
     .create = fabric_create,
     .ready = fabric_ready,

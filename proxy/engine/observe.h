@@ -11,7 +11,7 @@
 #include "proxyccl/trigger.h"
 
 enum {
-  PROXYCCL_OBSERVE_FORMAT = 2, /* version of everything here: readers of another version read nothing */
+  PROXYCCL_OBSERVE_FORMAT = 3, /* version of everything here: readers of another version read nothing */
   PROXYCCL_MAX_CONNECTIONS = 1024,
   PROXYCCL_TRACE_RECORDS = 1 << 16, /* kept of one worker */
   PROXYCCL_TRACE_UNPUBLISHED = 2048 /* most records that a worker writes between two stores to `traced` */

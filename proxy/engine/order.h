@@ -26,8 +26,8 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
-/* Pairings 5, 6, 28 and 29, release, where the CPU stores the word. Semaphore::wait, waitFlushed, a waiting stream or a
- * peer's worker acquires it: what is complete here is visible there. */
+/* Pairings 5, 6, 28, 29 and 47, release, where the CPU stores the word. Semaphore::wait, waitFlushed, waitComplete, a
+ * waiting stream or a peer's worker acquires it: what is complete here is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 /* Pairings 6, 16, 28, 29 and 37, acquire. A stream, the RDMA device or the CPU stored the word behind what it tells of.

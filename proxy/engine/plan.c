@@ -153,7 +153,7 @@ static int is_behind(uint64_t post, uint64_t last) {
 
 /* Whether a connection's remote words are mapped here: then the CPU stores and reads them itself. */
 static int is_mapped(const ProxycclConnection *connection) {
-  return (connection->transport->copies & PROXYCCL_COPIES_DESTINATION) != 0;
+  return (connection->transport->copies & PROXYCCL_COPIES_PEER) != 0;
 }
 
 static int has_room(const ProxycclConnection *connection) {
@@ -173,8 +173,8 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
   if (bytes == 0) return NULL;
   if (src_offset > src->bytes || bytes > src->bytes - src_offset) return "a send leaves its source memory";
   if (dst_offset > dst->bytes || bytes > dst->bytes - dst_offset) return "a send leaves the receiver's memory";
-  if ((src->rdma_only && transport->copies & PROXYCCL_COPIES_SOURCE) ||
-      (dst->rdma_only && transport->copies & PROXYCCL_COPIES_DESTINATION))
+  if ((src->rdma_only && transport->copies & PROXYCCL_COPIES_OWN) ||
+      (dst->rdma_only && transport->copies & PROXYCCL_COPIES_PEER))
     return "only RDMA reaches a memory that a send names, but its channel copies";
   return NULL;
 }
@@ -352,11 +352,11 @@ static void hide_plan_waits(ProxycclWorker *worker) {
 
 /* -- the trace --- */
 
-/* The trigger that would do what a send does. It can't tell of 4 GiB or more. */
+/* The trigger that would do what a send does. It can't tell of 2 GiB or more. */
 static ProxycclTrigger trigger_of(const ProxycclService *service, const Step *step) {
   const ProxycclPlanSend *send = &step->send;
   const Place place = destination(step);
-  const uint64_t size = send->bytes > UINT32_MAX ? UINT32_MAX : send->bytes;
+  const uint64_t most = (1u << PROXYCCL_SIZE_BITS) - 1, size = send->bytes > most ? most : send->bytes;
   const uint64_t ids = PROXYCCL_MEMORY_IDS - 1; /* an empty send may have any offset */
   const uint64_t src_memory = (send->src_memory + (send->src_offset >> OFFSET_BITS)) & ids;
   const uint64_t dst_memory = (place.memory + (place.offset >> OFFSET_BITS)) & ids;

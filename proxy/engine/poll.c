@@ -11,6 +11,24 @@ static void end_timed_flush(TimedFlush *timed) {
   timed->flushed = NULL;
 }
 
+/* Tells those who wait for tickets how far the connection's channels have come. The first triggers that a channel
+ * awaits are fixed when they are issued, so a stream of later ones does not delay the news of them. */
+static void show_completed(ProxycclConnection *connection) {
+  const uint64_t completed = connection->progress.completed;
+  for (Channel **place = &connection->unfinished, *channel; (channel = *place) != NULL;) {
+    if (completed >= channel->issued.triggers) channel->awaited = channel->issued;
+    if (completed >= channel->awaited.triggers) {
+      word_store(channel->completed, channel->awaited.end);
+      channel->unfinished = channel->awaited.end != channel->issued.end;
+      channel->awaited = channel->issued;
+    }
+    if (channel->unfinished)
+      place = &channel->next_unfinished;
+    else
+      *place = channel->next_unfinished;
+  }
+}
+
 /* Shows observers how far a connection has come; in a mark too if one traces. */
 static void show_progress(ProxycclWorker *worker, const ProxycclConnection *connection, uint64_t *traced_ns) {
   const ProxycclProgress *progress = &connection->progress;
@@ -49,6 +67,7 @@ ProxycclExit proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info
       *outstanding = 1;
     else
       connection->progress.completed = connection->progress.issued;
+    show_completed(connection);
     show_progress(worker, connection, &traced_ns);
     if (worker->timed[i].flushed != NULL) end_timed_flush(&worker->timed[i]);
   }

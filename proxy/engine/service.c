@@ -28,14 +28,15 @@ int proxyccl_service_set_memory(ProxycclService *service, uint32_t id, char *bas
 }
 
 int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, ProxycclConnection *connection,
-                                 uint64_t *remote_semaphore, uint64_t *flushed) {
+                                 uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
-  service->channels[id] = (Channel){connection, 0, remote_semaphore, flushed, 0, 0};
+  service->channels[id] = (Channel){
+      .connection = connection, .remote_semaphore = remote_semaphore, .flushed = flushed, .completed = completed};
   return 0;
 }
 
-int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed) {
+int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed) {
   if (id >= PROXYCCL_MAX_CHANNELS) return EINVAL;
-  service->channels[id] = (Channel){NULL, 1, NULL, flushed, 0, 0};
+  service->channels[id] = (Channel){.is_handler = 1, .flushed = flushed, .completed = completed};
   return 0;
 }

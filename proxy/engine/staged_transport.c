@@ -406,7 +406,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
   }                                                                                                            \
   const ProxycclTransport proxyccl_##own_name##_transport = {                                                  \
       .name = #own_name,                                                                                       \
-      .copies = PROXYCCL_COPIES_SOURCE,                                                                        \
+      .copies = PROXYCCL_COPIES_OWN,                                                                           \
       .refused = own_name##_refused,                                                                           \
       .create = own_name##_create,                                                                             \
       .ready = staged_ready,                                                                                   \

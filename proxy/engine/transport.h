@@ -1,8 +1,8 @@
 /* A transport moves data to peers. It has a connection to each peer, which all channels to that peer share.
  *
  * No function blocks. Those that return a status return 0, or a status of the transport that ends the communicator. A
- * connection executes its operations in order: a signal arrives behind the puts before it, and a flush word is written
- * when they are complete.
+ * connection executes its operations in order: a signal arrives behind the puts and gets before it, a flush word is
+ * written when they are complete, a get reads what was put before it, and a put carries what was got before it.
  */
 #ifndef PROXYCCL_TRANSPORT_H
 #define PROXYCCL_TRANSPORT_H
@@ -22,8 +22,8 @@ typedef struct ProxycclMemory {
 
 typedef struct ProxycclConnection ProxycclConnection;
 
-/* The sides of a put that a transport copies in this process. */
-enum { PROXYCCL_COPIES_SOURCE = 1, PROXYCCL_COPIES_DESTINATION = 2 };
+/* The sides of a transfer that a transport copies in this process: own memory, and the peer's. */
+enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
 
 /* No status: there is no room for a value now. The engine leaves the trigger in its ring. */
 enum { PROXYCCL_TRANSPORT_WAITS = -1 };
@@ -39,8 +39,11 @@ typedef struct ProxycclTransport {
   /* Number of triggers, each with a put, a signal and a flush, for which the connection has room now; NULL: any number.
    * The engine issues no more. At 0 it leaves the trigger in its ring and asks again after the next poll. */
   uint32_t (*ready)(const ProxycclConnection *self);
-  /* Moves at least one byte. */
+  /* Moves at least one byte from own memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
+             uint64_t src_offset, uint64_t bytes);
+  /* The same from the peer's memory to own memory. NULL: the transport can't. */
+  int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns
    * PROXYCCL_TRANSPORT_WAITS, and has done nothing. */
@@ -67,8 +70,9 @@ typedef struct ProxycclProgress {
 struct ProxycclConnection {
   const ProxycclTransport *transport;
   ProxycclProgress progress;
-  uint32_t number; /* in its worker */
-  uint32_t worker; /* the worker's number in its service */
+  struct Channel *unfinished; /* the engine's list of channels with triggers that are not known to be complete */
+  uint32_t number;            /* in its worker */
+  uint32_t worker;            /* the worker's number in its service */
 };
 
 /* For the end of a poll of a transport whose flush is free: has `completed` follow `issued`, by one flush at a time. */

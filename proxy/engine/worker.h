@@ -8,14 +8,27 @@
 #include "ring.h"
 #include "trace.h"
 
+/* How far a channel has come. */
 typedef struct {
+  uint64_t triggers; /* of its connection, as ProxycclProgress counts them */
+  uint64_t end;      /* one more than the ticket of its own last trigger among them */
+} Extent;
+
+typedef struct Channel Channel;
+
+struct Channel {
   ProxycclConnection *connection; /* NULL: not in use, or a handler's */
   int is_handler;
   uint64_t *remote_semaphore;
   uint64_t *flushed;
+  uint64_t *completed;
   uint64_t outbound; /* what the peer's word holds: signals sent, or a plan's post; the engine is its only writer */
   uint64_t taken;    /* what plans have taken of the own word: signals, or the last post */
-} Channel;
+  /* While triggers are not known to be complete: all that were issued, and the first of them that will be. */
+  Extent issued, awaited;
+  Channel *next_unfinished; /* in its connection's list */
+  int unfinished;           /* it is in that list */
+};
 
 typedef struct Plan Plan; /* plan.c */
 

@@ -34,8 +34,9 @@ class ChannelRates(Message, frozen=True):
         triggers: since it was made.
         signals: since it was made; plans' sends signal too.
         triggers_per_s: of all operations.
-        puts_per_s: triggers that moved data, and sends of plans that did.
-        bytes_per_s: that its puts moved.
+        puts_per_s: triggers that put data, and sends of plans that did.
+        gets_per_s: triggers that got data.
+        bytes_per_s: that its puts and gets moved.
         ring: number of its ring.
         ring_full: slots of the ring that hold a trigger now.
         ring_size: slots of the ring.
@@ -57,6 +58,7 @@ class ChannelRates(Message, frozen=True):
     signals: int
     triggers_per_s: float
     puts_per_s: float
+    gets_per_s: float
     bytes_per_s: float
     ring: int
     ring_full: int
@@ -130,8 +132,10 @@ def rates_between(before: ServiceView, after: ServiceView) -> ServiceRates:
 def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None, seconds: float) -> ChannelRates:
     ring = view.rings[new.ring]
     connection = view.connection_of(new)
-    triggers, puts, moved, flush_ns, timed = (
-        (old.triggers, old.puts, old.bytes, old.flush_ns, old.timed_flushes) if old is not None else (0, 0, 0, 0, 0)
+    triggers, puts, gets, moved, flush_ns, timed = (
+        (old.triggers, old.puts, old.gets, old.bytes, old.flush_ns, old.timed_flushes)
+        if old is not None
+        else (0, 0, 0, 0, 0, 0)
     )
     flushes = new.timed_flushes - timed
     return ChannelRates(
@@ -144,6 +148,7 @@ def _channel_rates(view: ServiceView, new: ChannelView, old: ChannelView | None,
         new.signals,
         (new.triggers - triggers) / seconds,
         (new.puts - puts) / seconds,
+        (new.gets - gets) / seconds,
         (new.bytes - moved) / seconds,
         new.ring,
         ring.full,

@@ -98,13 +98,14 @@ class ChannelView(Message, frozen=True):
         worker: which acts on them.
         connection: number, in that worker, of the connection that they go over; None for a Python handler.
         triggers: acted on, of all operations.
-        puts: triggers that moved data, and sends of plans that did.
-        bytes: that the puts moved.
+        puts: triggers that put data, and sends of plans that did.
+        bytes: that the puts and gets moved.
         signals: triggers that signalled, and sends of plans, all of which do.
         flushes: triggers that flushed.
         flush_ns: sum of the times of timed flushes, from issue to completion.
         timed_flushes: flushes that were timed: those that had to wait, one at a time on each connection.
         errors: triggers that failed.
+        gets: triggers that got data.
     """
 
     id: int
@@ -119,6 +120,7 @@ class ChannelView(Message, frozen=True):
     flush_ns: int
     timed_flushes: int
     errors: int
+    gets: int
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ class Observer:
                     c.flush_ns,
                     c.timed_flushes,
                     c.errors,
+                    c.gets,
                 )
             )
         return channels

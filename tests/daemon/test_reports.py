@@ -388,7 +388,7 @@ def test_a_report_is_read_back_as_it_was_written(sample: Sample, tmp_path: Path)
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"version": 99}, "version: unknown value 99; expected 2"),
+        ({"version": 99}, "version: unknown value 99; expected 3"),
         ({"clients": [{}]}, r"clients\[0\]: field 'pid' is missing"),
         ({"threads": None}, "threads: expected array, got None"),
         ({"format": "another"}, "format: unknown value 'another'; expected one of proxyccl report, proxyccl daemon"),

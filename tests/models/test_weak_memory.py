@@ -31,6 +31,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Wno-ignored-qualifiers")
 BOUNDS = {
     "ring_of_2_with_2_producers": (1, 2),
     "channel_by_the_cpu": (1, 2),
+    "tickets_by_the_cpu": (1, 2),
     "semaphores": (3, 4),
     "grid": (1, 2),
     "packets_of_16_bytes": (2, 4),
@@ -48,6 +49,8 @@ RANDOM = {
     "ring_of_4_with_3_producers": 5000,
     "channel_by_the_cpu": 10000,
     "channel_by_a_stream": 10000,
+    "tickets_by_the_cpu": 5000,
+    "tickets_by_a_stream": 5000,
     "semaphores": 10000,
     "grid": 20000,
     "packets_of_16_bytes": 10000,
@@ -185,6 +188,20 @@ BUGS = (
         "proxy_channel.h",
         "(*seen = loadAcquireSystem(flushed)) > ticket",
         "(*seen = loadAcquireSystem(flushed)) + 1 > ticket",
+    ),
+    Bug(
+        "tickets_by_the_cpu",
+        "a wait for a ticket loads its word relaxed",
+        "proxy_channel.h",
+        "(*seen = loadAcquireSystem(completed)) > ticket",
+        "(*seen = loadRelaxedSystem(completed)) > ticket",
+    ),
+    Bug(
+        "tickets_by_a_stream",
+        "a ticket is complete before the copy",
+        "poll.c",
+        "completed >= channel->awaited.triggers",
+        "completed + 1 >= channel->awaited.triggers",
     ),
     Bug(
         "channel_by_a_stream",

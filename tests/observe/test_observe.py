@@ -562,6 +562,7 @@ def test_totals_count_each_flush_and_each_failure_once() -> None:
                     flush_ns=flush_ns[id],
                     timed_flushes=flushes[id],
                     errors=2 * (id == 2),
+                    gets=0,
                 )
                 for id in range(3)
             ),

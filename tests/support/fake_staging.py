@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -220,3 +221,50 @@ class Ends:
 
 COPY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 EVENT_QUERY = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+WRITE64 = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint)
+EVENT_RECORD = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+_NOT_READY = 600
+
+
+class LateStreams:
+    """The driver's calls, with streams that do their work late: at a look at an event, some of what its stream has.
+
+    So streams overtake one another as those of a GPU may. An engine of a thread of its own calls them.
+
+    Attributes:
+        calls: for `End`.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._work: dict[int, list[Callable[[], object]]] = {}  # by stream
+        self._done: dict[int, int] = {}
+        self._events: dict[int, tuple[int, int]] = {}  # the stream, and its work so far
+        self._kept = (COPY(self._copy), WRITE64(self._write64), EVENT_RECORD(self._record), EVENT_QUERY(self._query))
+        names = ("copy", "write64", "event_record", "event_query")
+        self.calls = {
+            name: ctypes.cast(call, ctypes.c_void_p).value or 0 for name, call in zip(names, self._kept, strict=True)
+        }
+
+    def _add(self, stream: int, work: Callable[[], object]) -> int:
+        self._work.setdefault(stream, []).append(work)
+        return 0
+
+    def _copy(self, dst: int, src: int, nbytes: int, stream: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(dst, src, nbytes))
+
+    def _write64(self, stream: int, address: int, value: int, _: int) -> int:
+        return self._add(stream, lambda: ctypes.memmove(address, value.to_bytes(8, "little"), 8))
+
+    def _record(self, event: int, stream: int) -> int:
+        self._events[event] = stream, len(self._work.get(stream, []))
+        return 0
+
+    def _query(self, event: int) -> int:
+        stream, behind = self._events[event]
+        for _ in range(self._random.randrange(3)):
+            done = self._done.get(stream, 0)
+            if done < len(self._work[stream]):
+                self._work[stream][done]()
+                self._done[stream] = done + 1
+        return 0 if self._done.get(stream, 0) >= behind else _NOT_READY

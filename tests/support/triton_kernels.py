@@ -93,6 +93,23 @@ def put_elsewhere(channel, dst_memory, src_memory, size):
 
 
 @triton.jit
+def get_and_wait(channel, dst_offset, src_offset, size, out):
+    """One get, and whether it is complete behind the wait for its ticket."""
+    ticket = pt.get(channel, dst_offset, src_offset, size)
+    tl.store(out, pt.wait_complete(channel, ticket).to(tl.int32))
+    tl.store(out + 1, pt.is_complete(channel, ticket).to(tl.int32))
+
+
+@triton.jit
+def put_get_and_flush(channel, size, own_memory, peer_memory, out):
+    """A put, a get of what it wrote into another own memory, and what their tickets tell."""
+    first = pt.put(channel, 0, 0, size)
+    second = pt.get(channel, 0, 0, size, dst_memory=own_memory, src_memory=peer_memory)
+    tl.store(out, pt.flush(channel).to(tl.int32))
+    tl.store(out + 1, (second - first).to(tl.int32))
+
+
+@triton.jit
 def polls(channel, out):
     """A signal each way: polls until it is there, then once more."""
     pt.signal(channel)

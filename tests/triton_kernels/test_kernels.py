@@ -21,7 +21,9 @@ from proxyccl import (
     Communicator,
     CommunicatorError,
     KernelError,
+    Operation,
     PeerLostError,
+    Trigger,
     TriggerError,
     WaitTimeoutError,
 )
@@ -117,6 +119,24 @@ def test_values_travel_in_triggers() -> None:
     run_ranks(2, body)
 
 
+def test_a_get_brings_the_peers_data() -> None:
+    def body(comm: Communicator) -> None:
+        own, theirs = (uploaded(comm, np.arange(16, dtype=np.int32) + value + comm.rank) for value in (0, 100))
+        (channel,) = comm.proxy_channels(theirs, own)
+        out = uploaded(comm, np.full(2, 7, np.int32))
+        comm.barrier()
+        comm.triton(kernels.get_and_wait, grid=1)(channel, 8, 4, 40, out)
+        comm.synchronize()
+        assert out.numpy().tolist() == [1, 1]
+        peer = 1 - comm.rank
+        expected = [0, 1, *(101 + peer + i for i in range(10)), 12, 13, 14, 15]
+        assert own.numpy().tolist() == [expected[i] + (comm.rank if i not in range(2, 12) else 0) for i in range(16)]
+        assert (channel.counters.gets, channel.counters.puts) == (1, 0)
+        comm.barrier()
+
+    run_ranks(2, body)
+
+
 def test_a_value_that_leaves_its_memory_is_not_written() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int64)))
@@ -136,6 +156,22 @@ def test_a_signal_raises_the_count(kind: str) -> None:
         comm.triton(kernels.counts if kind == "proxy" else kernels.sm_counts, grid=1)(channel, out)
         comm.synchronize()
         assert out.numpy().tolist() == [1, 1, 1, 0]
+
+    run_ranks(2, body)
+
+
+def test_a_get_reads_what_was_put_before_it() -> None:
+    def body(comm: Communicator) -> None:
+        source, back = uploaded(comm, np.arange(8, dtype=np.int32) + comm.rank), uploaded(comm, np.zeros(8, np.int32))
+        target, out = uploaded(comm, np.zeros(8, np.int32)), uploaded(comm, np.full(2, 7, np.int32))
+        (channel,) = comm.proxy_channels(target, source)
+        ids = comm.register(back).source_id(1 - comm.rank), comm.register(target).peer_id(1 - comm.rank)
+        comm.barrier()
+        comm.triton(kernels.put_get_and_flush, grid=1)(channel, 32, *ids, out)
+        comm.synchronize()
+        assert out.numpy().tolist() == [1, 1]
+        assert back.numpy().tolist() == [i + comm.rank for i in range(8)]
+        comm.barrier()
 
     run_ranks(2, body)
 
@@ -265,7 +301,7 @@ def test_a_range_that_leaves_its_memory_moves_nothing(dst_offset: int, src_offse
 
 def own_ring(comm: Communicator, slots: int, limit: int) -> tuple[ProxyChannel, Any, list[object]]:
     """A channel whose ring nobody drains, and the ring's slots. Its memories, 7 and 9, are of `limit` bytes."""
-    ring, words = np.zeros((slots, 2), np.uint64), np.zeros(5, np.uint64)
+    ring, words = np.zeros((slots, 2), np.uint64), np.zeros(6, np.uint64)
     limits = np.full(512, limit, np.uint64)
     handle = ffi.new("ProxycclProxyChannel *")
     handle.fifo.slots = ffi.cast("ProxycclTrigger *", ring.ctypes.data)
@@ -273,6 +309,7 @@ def own_ring(comm: Communicator, slots: int, limit: int) -> tuple[ProxyChannel, 
         setattr(handle.fifo, name, ffi.cast("uint64_t *", words.ctypes.data + 8 * i))
     handle.fifo.refresh_lock = ffi.cast("uint32_t *", words.ctypes.data + 24)
     handle.flushed = ffi.cast("uint64_t *", words.ctypes.data + 32)
+    handle.completed = ffi.cast("uint64_t *", words.ctypes.data + 40)
     handle.fifo.size_log2 = slots.bit_length() - 1
     handle.memory_limits = ffi.cast("uint64_t *", limits.ctypes.data)
     handle.control = ffi.cast("ProxycclControl *", comm.group.control.device_pointer)
@@ -309,6 +346,32 @@ def test_a_long_put_becomes_triggers_of_the_windows_that_it_touches() -> None:
 
     (error,) = errors_of(1, body)
     assert isinstance(error, WaitTimeoutError)
+
+
+@HOST_ONLY
+def test_a_long_get_becomes_gets_of_the_windows_that_it_touches() -> None:
+    size = 2 * lib.PROXYCCL_MAX_TRIGGER_BYTES + 5
+    start = (1 << 32) + 100
+
+    def body(comm: Communicator) -> None:
+        channel, ring, kept = own_ring(comm, 8, 4 << 32)
+        comm.timeout = 0.2  # nobody completes the ticket
+        out = uploaded(comm, np.full(2, 7, np.int32))
+        comm.triton(kernels.get_and_wait, grid=1)(channel, start, 40, size, out)
+        moved = 0
+        for low, high in ring[:3].tolist():
+            trigger = Trigger.decode(low, high)
+            assert (trigger.operation, trigger.channel) == (Operation.DATA | Operation.GET, 3)
+            assert (trigger.dst_memory - 9) << 32 | trigger.dst_offset == start + moved
+            assert (trigger.src_memory - 7) << 32 | trigger.src_offset == 40 + moved
+            moved += trigger.size
+        assert moved == size
+        assert not ring[3:].any()
+        del kept
+
+    (error,) = errors_of(1, body)
+    assert isinstance(error, WaitTimeoutError)
+    assert "the completion of its operations" in str(error)
 
 
 @HOST_ONLY

@@ -12,7 +12,8 @@ from proxyccl.proxy.trigger import MAX_MEMORIES, operation_name
 from support.ranks import Ranks
 
 WIDTHS = {
-    "size": 32,
+    "size": 31,
+    "get": 1,
     "src_offset": 32,
     "dst_offset": 32,
     "src_memory": 9,
@@ -20,14 +21,17 @@ WIDTHS = {
     "operation": 3,
     "channel": 10,
 }
+OPERATIONS = st.integers(0, 7).flatmap(
+    lambda bits: st.sampled_from([Operation(bits), Operation(bits | 8 * (bits & 1))])
+)
 TRIGGERS = st.builds(
     Trigger,
-    operation=st.integers(0, 7).map(Operation),
+    operation=OPERATIONS,
     src_memory=st.integers(0, MAX_MEMORIES - 1),
     **{
         name: st.integers(0, (1 << bits) - 1)
         for name, bits in WIDTHS.items()
-        if name not in ("operation", "src_memory")
+        if name not in ("operation", "get", "src_memory")
     },
 )
 
@@ -65,7 +69,20 @@ def test_a_value_and_a_source_exclude_each_other(src_memory: int, value: int | N
         Trigger(Operation.DATA, src_memory=src_memory, value=value).encode()
 
 
-@pytest.mark.parametrize("field", WIDTHS)
+def test_a_size_has_32_bits_where_nothing_is_transferred() -> None:
+    trigger = Trigger(Operation.FLUSH, size=(1 << 32) - 1)
+    assert Trigger.decode(*trigger.encode()) == trigger
+
+
+@pytest.mark.parametrize(
+    "trigger", [Trigger(Operation.GET), Trigger(Operation.DATA | Operation.GET, src_memory=511, value=1)]
+)
+def test_a_get_transfers_from_a_memory(trigger: Trigger) -> None:
+    with pytest.raises(ArgumentError, match=r"^operation: is a get; expected DATA with it, and no value"):
+        trigger.encode()
+
+
+@pytest.mark.parametrize("field", [name for name in WIDTHS if name != "get"])
 def test_a_field_that_is_too_large_is_refused_by_name(field: str) -> None:
     values = {"operation": Operation.DATA, field: 1 << WIDTHS[field]}
     with pytest.raises(ArgumentError, match=field):
@@ -75,11 +92,12 @@ def test_a_field_that_is_too_large_is_refused_by_name(field: str) -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    """trigger.h's table, in words: size, source offset | destination offset, memories, operation, channel, parity."""
+    """trigger.h's table: size, get, source offset | destination offset, memories, operation, channel, parity."""
     assert sum(WIDTHS.values()) + 1 == 128
     assert ffi.sizeof("ProxycclTrigger") == 16
     positions = [
-        (0, lib.PROXYCCL_SIZE_SHIFT, 32),
+        (0, lib.PROXYCCL_SIZE_SHIFT, 31),
+        (31, lib.PROXYCCL_GET_SHIFT, 1),
         (32, lib.PROXYCCL_SRC_OFFSET_SHIFT, 32),
         (64, 64 + lib.PROXYCCL_DST_OFFSET_SHIFT, 32),
         (96, 64 + lib.PROXYCCL_SRC_MEMORY_SHIFT, 9),
@@ -165,3 +183,4 @@ def test_a_put_of_more_than_a_trigger_can_say_becomes_several() -> None:
 def test_operations_have_names() -> None:
     assert operation_name(Operation.DATA | Operation.SIGNAL | Operation.FLUSH) == "data+signal+flush"
     assert operation_name(Operation.CUSTOM) == "custom"
+    assert operation_name(Operation.DATA | Operation.GET | Operation.SIGNAL | Operation.FLUSH) == "get+signal+flush"

@@ -58,7 +58,8 @@ enum ProxycclWaitKind {
   PROXYCCL_WAIT_PLAN_GATE = 11,
   /* Of kernels again: */
   PROXYCCL_WAIT_CONDITION = 12, /* a condition of a user's kernel (mscclpp/poll_device.hpp) */
-  PROXYCCL_WAIT_EXECUTION = 13  /* in an operation of an execution plan; `channel` says which (execution.h) */
+  PROXYCCL_WAIT_EXECUTION = 13, /* in an operation of an execution plan; `channel` says which (execution.h) */
+  PROXYCCL_WAIT_COMPLETION = 14
 };
 
 /* Whether a rank may still access its peers' memory. */
@@ -101,7 +102,7 @@ typedef struct ProxycclWait {
 } ProxycclWait;
 
 /* A wait's place in ProxycclControl.waits: its peer modulo PROXYCCL_WAIT_PEERS; if it has no peer, its kind. */
-enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 14 };
+enum { PROXYCCL_WAIT_PEERS = 64, PROXYCCL_WAIT_PLACES = PROXYCCL_WAIT_PEERS + 15 };
 
 /* The number of the question that an abort asks all waits. */
 #define PROXYCCL_LAST_QUESTION 0xffffffffu

@@ -45,6 +45,7 @@ typedef struct ProxycclProxyChannel {
   ProxycclFifo fifo;
   ProxycclSemaphore semaphore;   /* signalled by the peer's proxy; remote_inbound and outbound are the engine's */
   uint64_t* flushed;             /* pinned: one more than the ticket of the channel's last complete flush */
+  uint64_t* completed;           /* pinned: one more than the ticket up to which all of the channel is complete */
   const uint64_t* memory_limits; /* pinned: bytes from each memory id on; NULL for a handler's channel */
   ProxycclControl* control;
   uint32_t channel;

@@ -5,8 +5,13 @@
 //
 // One thread calls for its whole block: several threads that call put() make several puts. A put carries what the
 // calling thread wrote before it, and what its block wrote before a syncThreadsSystem(). The operations of one thread
-// on a channel are executed in the order of its calls. A range that leaves its memory moves nothing and ends the
+// on a channel are executed in the order of its calls: a get reads what earlier puts on the channel wrote, and the data
+// of a get is there before a later put reads it and before a later signal arrives. Over a fabric without an order of
+// writes, puts overtake one another, and so do gets. A range that leaves its memory moves nothing and ends the
 // communicator with a TriggerError.
+//
+// A put or get has a ticket. isComplete() and waitComplete() tell when it and all operations before it on the channel
+// are complete; that needs no flush. The ticket is kNoTicket if the call could not push.
 #ifndef PROXYCCL_PROXY_CHANNEL_H
 #define PROXYCCL_PROXY_CHANNEL_H
 
@@ -17,22 +22,26 @@
 namespace proxyccl {
 
 /// A trigger with these fields, for Fifo::push (trigger.h).
-/// @param op          bits of PROXYCCL_OP_DATA, _SIGNAL and _FLUSH; PROXYCCL_OP_CUSTOM for a Python handler
+/// @param op          bits of PROXYCCL_OP_DATA, _SIGNAL and _FLUSH; _DATA | _GET for a get; PROXYCCL_OP_CUSTOM for a
+///                    Python handler
 /// @param channel     channel id
 /// @param dst_memory  first memory id of the destination
 /// @param dst_offset  in bytes from that memory's start
 /// @param src_memory  first memory id of the source
 /// @param src_offset  in bytes from that memory's start
-/// @param size        in bytes, at most PROXYCCL_MAX_TRIGGER_BYTES
+/// @param size        in bytes, at most PROXYCCL_MAX_TRIGGER_BYTES; any 32 bits without PROXYCCL_OP_DATA
 PROXYCCL_DEVICE ProxycclTrigger makeTrigger(uint32_t op, uint32_t channel, uint32_t dst_memory, uint64_t dst_offset,
                                             uint32_t src_memory, uint64_t src_offset, uint64_t size) {
   // An offset of 4 GiB or more lies in one of the windows that follow the memory's first.
   const uint64_t dst_id = dst_memory + (dst_offset >> PROXYCCL_OFFSET_BITS);
   const uint64_t src_id = src_memory + (src_offset >> PROXYCCL_OFFSET_BITS);
+  const uint64_t size_bits = op & PROXYCCL_OP_DATA ? (1u << PROXYCCL_SIZE_BITS) - 1 : 0xffffffffu;
+  const uint64_t get = op & PROXYCCL_OP_GET ? 1u << PROXYCCL_GET_SHIFT : 0;
   ProxycclTrigger trigger;
-  trigger.word0 = (size & 0xffffffffu) | src_offset << PROXYCCL_SRC_OFFSET_SHIFT;
+  trigger.word0 = (size & size_bits) | get | src_offset << PROXYCCL_SRC_OFFSET_SHIFT;
   trigger.word1 = (dst_offset & 0xffffffffu) | src_id << PROXYCCL_SRC_MEMORY_SHIFT |
-                  dst_id << PROXYCCL_DST_MEMORY_SHIFT | static_cast<uint64_t>(op) << PROXYCCL_OP_SHIFT |
+                  dst_id << PROXYCCL_DST_MEMORY_SHIFT |
+                  static_cast<uint64_t>(op & ((1u << PROXYCCL_OP_BITS) - 1)) << PROXYCCL_OP_SHIFT |
                   static_cast<uint64_t>(channel) << PROXYCCL_CHANNEL_SHIFT;
   return trigger;
 }
@@ -50,37 +59,61 @@ PROXYCCL_DEVICE ProxycclTrigger makeValueTrigger(uint32_t op, uint32_t channel, 
 struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   /// Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
   ///
-  /// The source may be written again after a flush(). The peer may read the data after a signal() behind it.
+  /// The source may be written again when the put is complete. The peer may read the data after a signal() behind it.
   /// @param dstOffset  where in the peer's memory, in bytes
   /// @param srcOffset  from where in own memory, in bytes
   /// @param size       how many bytes
-  PROXYCCL_DEVICE void put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
-    push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
+  /// @return its ticket, for isComplete() and waitComplete()
+  PROXYCCL_DEVICE uint64_t put(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    return push(PROXYCCL_OP_DATA, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
   /// The same with one offset for both memories.
-  PROXYCCL_DEVICE void put(uint64_t offset, uint64_t size) const { put(offset, offset, size); }
+  PROXYCCL_DEVICE uint64_t put(uint64_t offset, uint64_t size) const { return put(offset, offset, size); }
   /// The same between other memories than the channel's own two.
   /// @param dstMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
   /// @param srcMemory  own memory: in Python RegisteredMemory.source_id(peer)
-  PROXYCCL_DEVICE void put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
-                           uint64_t size) const {
-    push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
+  PROXYCCL_DEVICE uint64_t put(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
+                               uint64_t size) const {
+    return push(PROXYCCL_OP_DATA, dstMemory, dstOffset, srcMemory, srcOffset, size);
+  }
+
+  /// Starts a copy from the peer's memory to own memory and returns at once, unless the ring is full. The peer's
+  /// kernels take no part.
+  ///
+  /// After the wait() for a signal it reads what the peer wrote before that signal. The data may be read when the get
+  /// is complete. A signal() behind it tells the peer that its memory may be written again.
+  /// @param dstOffset  where in own memory, in bytes: the target comes first, as in put()
+  /// @param srcOffset  from where in the peer's memory, in bytes
+  /// @param size       how many bytes
+  /// @return its ticket, for isComplete() and waitComplete()
+  PROXYCCL_DEVICE uint64_t get(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, src_memory, dstOffset, dst_memory, srcOffset, size);
+  }
+  /// The same with one offset for both memories.
+  PROXYCCL_DEVICE uint64_t get(uint64_t offset, uint64_t size) const { return get(offset, offset, size); }
+  /// The same between other memories than the channel's own two.
+  /// @param dstMemory  own memory: in Python RegisteredMemory.source_id(peer)
+  /// @param srcMemory  the peer's memory: in Python RegisteredMemory.peer_id(peer)
+  PROXYCCL_DEVICE uint64_t get(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
+                               uint64_t size) const {
+    return push(PROXYCCL_OP_DATA | PROXYCCL_OP_GET, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
   /// Writes a value of 1, 2, 4 or 8 bytes to the peer's memory. It travels in the trigger, so nothing is read later.
   /// @param dstOffset  where in the peer's memory, in bytes, of any alignment
   /// @param value      of any type that is trivially copyable
+  /// @return its ticket, as put()
   template <class T>
-  PROXYCCL_DEVICE void putValue(uint64_t dstOffset, T value) const {
-    pushValue(PROXYCCL_OP_DATA, dstOffset, value);
+  PROXYCCL_DEVICE uint64_t putValue(uint64_t dstOffset, T value) const {
+    return pushValue(PROXYCCL_OP_DATA, dstOffset, value);
   }
   /// putValue() and signal() as one operation.
   template <class T>
-  PROXYCCL_DEVICE void putValueWithSignal(uint64_t dstOffset, T value) const {
-    pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
+  PROXYCCL_DEVICE uint64_t putValueWithSignal(uint64_t dstOffset, T value) const {
+    return pushValue(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstOffset, value);
   }
 
-  /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts on the channel.
+  /// Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
   PROXYCCL_DEVICE void signal() const { push(PROXYCCL_OP_SIGNAL, 0, 0, 0, 0, 0); }
 
   /// Raises the peer's semaphore to `value` instead, as if so many signals had come; ordered as signal(). The peer
@@ -90,16 +123,18 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     Fifo{fifo}.push(makeValueTrigger(PROXYCCL_OP_SIGNAL, channel, 0, 0, value, 8), control);
   }
 
-  /// put() and signal() as one operation, which is cheaper than two. Parameters as for put().
-  PROXYCCL_DEVICE void putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
-    push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
+  /// put() and signal() as one operation, which is cheaper than two. Parameters and result as for put().
+  PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t dstOffset, uint64_t srcOffset, uint64_t size) const {
+    return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dst_memory, dstOffset, src_memory, srcOffset, size);
   }
   /// The same with one offset for both memories.
-  PROXYCCL_DEVICE void putWithSignal(uint64_t offset, uint64_t size) const { putWithSignal(offset, offset, size); }
+  PROXYCCL_DEVICE uint64_t putWithSignal(uint64_t offset, uint64_t size) const {
+    return putWithSignal(offset, offset, size);
+  }
   /// The same between other memories than the channel's own two.
-  PROXYCCL_DEVICE void putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
-                                     uint64_t size) const {
-    push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
+  PROXYCCL_DEVICE uint64_t putWithSignal(uint32_t dstMemory, uint64_t dstOffset, uint32_t srcMemory, uint64_t srcOffset,
+                                         uint64_t size) const {
+    return push(PROXYCCL_OP_DATA | PROXYCCL_OP_SIGNAL, dstMemory, dstOffset, srcMemory, srcOffset, size);
   }
 
   /// put(), signal() and flush() as one operation. Parameters as for put(), result as for flush().
@@ -112,8 +147,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     return putWithSignalAndFlush(offset, offset, size);
   }
 
-  /// Waits until all earlier operations on this channel are complete: their sources may be written again. It does not
-  /// wait for other channels.
+  /// Waits until all earlier operations on this channel are complete: the sources of puts may be written again, and
+  /// what gets brought may be read. It does not wait for other channels.
   /// @return false if the communicator has ended or the time-out passed: the kernel must then give up its work
   PROXYCCL_DEVICE bool flush() const { return waitFlushed(push(PROXYCCL_OP_FLUSH, 0, 0, 0, 0, 0)); }
 
@@ -140,11 +175,29 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
                                [&](uint64_t* seen) { return (*seen = loadAcquireSystem(flushed)) > ticket; });
   }
 
+  /// Whether the operation with this ticket and all before it on the channel are complete, as flush() says. It never
+  /// waits, as poll(). No flush is needed; over a fabric, one makes puts and signals known to be complete sooner.
+  /// @param ticket  from any call on this channel that returns one
+  PROXYCCL_DEVICE bool isComplete(uint64_t ticket) const {
+    return ticket != kNoTicket && loadAcquireSystem(completed) > ticket;
+  }
+
+  /// Waits until isComplete().
+  /// @param ticket  from any call on this channel that returns one; for kNoTicket it returns false at once
+  /// @return as flush()
+  PROXYCCL_DEVICE bool waitComplete(uint64_t ticket) const {
+    if (ticket == kNoTicket) return false;
+    const WaitFor what = {PROXYCCL_WAIT_COMPLETION, peer, channel, ticket + 1};
+    return proxyccl::waitUntil(control, what,
+                               [&](uint64_t* seen) { return (*seen = loadAcquireSystem(completed)) > ticket; });
+  }
+
   /// For the channel of a Python handler: sends it three numbers of the user's own.
   /// @param size       what the handler sees as the trigger's size
   /// @param dstOffset  … as its destination offset
   /// @param srcOffset  … as its source offset
-  /// @return the trigger's ticket, for Fifo::sync; kNoTicket if the communicator has ended or the ring stayed full
+  /// @return the trigger's ticket, for Fifo::sync and waitComplete(), which waits for the handler; kNoTicket if the
+  /// communicator has ended or the ring stayed full
   PROXYCCL_DEVICE uint64_t custom(uint32_t size, uint32_t dstOffset = 0, uint32_t srcOffset = 0) const {
     return Fifo{fifo}.push(makeTrigger(PROXYCCL_OP_CUSTOM, channel, 0, dstOffset, 0, srcOffset, size), control);
   }
@@ -186,7 +239,7 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
   }
 
   template <class T>
-  PROXYCCL_DEVICE void pushValue(uint32_t op, uint64_t dstOffset, const T& value) const {
+  PROXYCCL_DEVICE uint64_t pushValue(uint32_t op, uint64_t dstOffset, const T& value) const {
     static_assert(sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8, "a trigger carries such sizes");
     const auto pieces = __builtin_bit_cast(Pieces<T>, value);
     uint64_t carried = 0;
@@ -195,9 +248,9 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     if (!reaches(dst_memory, dstOffset, sizeof(T))) {
       recordError(control, PROXYCCL_ERROR_BAD_TRIGGER, {PROXYCCL_WAIT_NONE, peer, channel, 0}, 0,
                   {op, dstOffset, sizeof(T)});
-      return;
+      return kNoTicket;
     }
-    Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
+    return Fifo{fifo}.push(makeValueTrigger(op, channel, dst_memory, dstOffset, carried, sizeof(T)), control);
   }
 
   // Pushes an operation, as several triggers if it is longer than one can move. Returns the last one's ticket.
@@ -210,8 +263,8 @@ struct ProxyChannelDeviceHandle : ProxycclProxyChannel {
     }
     const Fifo ring{fifo};
     while (size > PROXYCCL_MAX_TRIGGER_BYTES) {
-      if (ring.push(makeTrigger(PROXYCCL_OP_DATA, channel, dstMemory, dstOffset, srcMemory, srcOffset,
-                                PROXYCCL_MAX_TRIGGER_BYTES),
+      if (ring.push(makeTrigger(op & (PROXYCCL_OP_DATA | PROXYCCL_OP_GET), channel, dstMemory, dstOffset, srcMemory,
+                                srcOffset, PROXYCCL_MAX_TRIGGER_BYTES),
                     control) == kNoTicket)
         return kNoTicket;
       dstOffset += PROXYCCL_MAX_TRIGGER_BYTES;

@@ -1,16 +1,19 @@
 /* The 128-bit trigger: the only definition of its layout, read by kernels, the C engine and Python.
  *
- *   word 0:  size:32 | source offset:32
+ *   word 0:  size:31 | get:1 | source offset:32
  *   word 1:  destination offset:32 | source memory:9 | destination memory:9 | operation:3 | channel:10 | parity:1
+ *
+ * A transfer goes from the source to the destination. A put's source is own memory, a get's the peer's. The bit `get`
+ * tells them apart; it belongs to the size where a trigger transfers nothing, and to the value where it carries one.
  *
  * A trigger may carry a value of up to 8 bytes instead of the name of a source: the source memory is then the id of the
  * value's size, and word 0 is the value, in its low bytes. With a signal and no data the value is the count that the
  * signal raises the peer's semaphore to.
  *
- * The layout is MSCCL++'s proxy trigger; its reserved bit is our lap parity. A slot is full if its parity bit equals
- * the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value of the other 127
- * bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also makes word 0
- * visible.
+ * The layout is MSCCL++'s proxy trigger, but for `get`; its reserved bit is our lap parity. A slot is full if its
+ * parity bit equals the parity of the lap in which it is read (see fifo.h). So no slot is ever cleared, and every value
+ * of the other 127 bits is legal. Parity is the last bit of word 1: an acquire load of word 1 that sees it change also
+ * makes word 0 visible.
  *
  * Plain C, no platform dependence: this header is part of the contract between the two sides.
  */
@@ -20,11 +23,17 @@
 #include "proxyccl/types.h"
 
 /* Operations are bits: putWithSignalAndFlush is one trigger with all three. A trigger with no bit set goes to the
- * Python handler of its channel. */
-enum { PROXYCCL_OP_CUSTOM = 0, PROXYCCL_OP_DATA = 1, PROXYCCL_OP_SIGNAL = 2, PROXYCCL_OP_FLUSH = 4 };
+ * Python handler of its channel. GET goes with DATA, and is the one bit that does not lie in the field `operation`. */
+enum {
+  PROXYCCL_OP_CUSTOM = 0,
+  PROXYCCL_OP_DATA = 1,
+  PROXYCCL_OP_SIGNAL = 2,
+  PROXYCCL_OP_FLUSH = 4,
+  PROXYCCL_OP_GET = 8
+};
 
 enum {
-  PROXYCCL_SIZE_BITS = 32,
+  PROXYCCL_SIZE_BITS = 31, /* of a transfer; 32 where a trigger transfers nothing */
   PROXYCCL_OFFSET_BITS = 32,
   PROXYCCL_MEMORY_BITS = 9,
   PROXYCCL_OP_BITS = 3,
@@ -39,6 +48,7 @@ enum {
 /* Bit positions of the fields: first those in word 0, then those in word 1. */
 enum {
   PROXYCCL_SIZE_SHIFT = 0,
+  PROXYCCL_GET_SHIFT = 31,
   PROXYCCL_SRC_OFFSET_SHIFT = 32,
   PROXYCCL_DST_OFFSET_SHIFT = 0,
   PROXYCCL_SRC_MEMORY_SHIFT = 32,
@@ -50,7 +60,7 @@ enum {
 
 /* A memory id covers 4 GiB; a larger memory takes consecutive ids. */
 #define PROXYCCL_WINDOW_BYTES (1UL << PROXYCCL_OFFSET_BITS)
-/* The most bytes that one trigger moves; a longer put becomes several triggers. */
+/* The most bytes that one trigger moves; a longer transfer becomes several triggers. */
 #define PROXYCCL_MAX_TRIGGER_BYTES ((1UL << PROXYCCL_SIZE_BITS) - 4096)
 
 typedef struct ProxycclTrigger {

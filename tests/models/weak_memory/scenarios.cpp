@@ -46,6 +46,7 @@ void declareQuietControl() {
 // -- a ring and the worker that drains it ---
 
 constexpr uint32_t kMaxSlots = 4;
+constexpr uint32_t kMaxChannels = 4;
 
 ProxycclTrigger slots[kMaxSlots];
 uint64_t tail, head, tail_cache;
@@ -54,6 +55,7 @@ ProxycclService service;
 ProxycclWorker worker;
 ProxycclWorkerStats stats;
 ProxycclCounters counters[PROXYCCL_MAX_CHANNELS];
+uint64_t completed[kMaxChannels];
 
 #ifdef PROXYCCL_WIDE_TRIGGERS
 void declareSlot(ProxycclTrigger& slot) { checked_wide(&slot); }
@@ -87,9 +89,13 @@ ProxycclFifo beginRing(uint32_t size_log2, ProxycclConnection* connection, uint3
   worker.connections[0] = connection;
   worker.timed[0].flushed = nullptr;
   connection->progress = {};
+  connection->unfinished = nullptr;
   for (uint32_t i = 0; i < channels; ++i) {
+    completed[i] = 0;
+    checked_growing(&completed[i], sizeof completed[i]);
+    service.channels[i] = {};
     service.channels[i].connection = connection;
-    service.channels[i].outbound = 0;
+    service.channels[i].completed = &completed[i];
   }
   return {slots, &tail, &head, &tail_cache, &refresh_lock, size_log2, 0};
 }
@@ -226,8 +232,9 @@ struct Stream {
   }
 };
 
-// With a stream the driver copies; otherwise the engine does.
-template <bool WithStream>
+// With a stream the driver copies; otherwise the engine does. The kernel waits by flushes, or for the tickets of its
+// puts.
+template <bool WithStream, bool ByTicket = false>
 struct ChannelScenario {
   static constexpr uint64_t kRounds = 2;
   enum Thread { kKernel, kEngine, kPeer, kStream };
@@ -256,7 +263,7 @@ struct ChannelScenario {
     service.memories[1] = {to, sizeof destination, 0, 0, WithStream ? nullptr : to};
     service.channels[0].remote_semaphore = &inbound;
     service.channels[0].flushed = &flushed;
-    handle = {fifo, {&inbound, expected, nullptr, nullptr}, &flushed, nullptr, &quiet, 0, 0, 1, 0};
+    handle = {fifo, {&inbound, expected, nullptr, nullptr}, &flushed, completed, nullptr, &quiet, 0, 0, 1, 0};
   }
 
   static void run(uint32_t thread) {
@@ -265,7 +272,9 @@ struct ChannelScenario {
       for (uint64_t round = 0; round < kRounds; ++round) {
         write(source, round + 1);
         const uint64_t offset = round * sizeof(uint64_t);
-        if (round % 2 == 0) {
+        if (ByTicket) {
+          CHECK(channel.waitComplete(channel.putWithSignal(offset, 0, sizeof(uint64_t))));
+        } else if (round % 2 == 0) {
           channel.putWithSignal(offset, 0, sizeof(uint64_t));
           CHECK(channel.flush());
         } else {
@@ -274,7 +283,7 @@ struct ChannelScenario {
       }
       write(source, 0);
     } else if (thread == kEngine) {
-      drain(kRounds / 2 * 3);
+      drain(ByTicket ? kRounds : kRounds / 2 * 3);
       if (WithStream) __atomic_store_n(&stream.closed, 1, __ATOMIC_RELEASE);
     } else if (thread == kPeer) {
       for (uint64_t round = 0; round < kRounds; ++round) {
@@ -590,6 +599,8 @@ const Scenario kScenarios[] = {
     SCENARIO("ring_of_4_with_3_producers", 4, RingScenario<3, 4, 2>),
     SCENARIO("channel_by_the_cpu", 3, ChannelScenario<false>),
     SCENARIO("channel_by_a_stream", 4, ChannelScenario<true>),
+    SCENARIO("tickets_by_the_cpu", 3, ChannelScenario<false, true>),
+    SCENARIO("tickets_by_a_stream", 4, ChannelScenario<true, true>),
     SCENARIO("semaphores", 2, SemaphoreScenario),
     SCENARIO("grid", 3, GridScenario),
     SCENARIO("packets_of_16_bytes", 2, PacketScenario<LL16Packet>),
