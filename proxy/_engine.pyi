@@ -200,6 +200,7 @@ class _ProxycclFabricOffer:
     source_bytes: int
     address_format: int
     ordered: int
+    reads: int
     remote: int
     device_memory: int
     virtual_keys: int
@@ -299,6 +300,7 @@ class _ProxycclVerbsOptions:
     send_depth: int
     cq_depth: int
     max_message: int
+    reads: int
     signal: int
     signal_rkey: int
     scratch_lkey: int
@@ -338,6 +340,7 @@ class _ProxycclFabricOptions:
     peer: int
     depth: int
     ordered: int
+    reads: int
     max_message: int
     signal_key: int
     requests: int
@@ -401,6 +404,7 @@ class Lib:
     PROXYCCL_VERBS_FETCH_ADD: Final[int]
     PROXYCCL_VERBS_COMPLETION: Final[int]
     PROXYCCL_VERBS_NO_INLINE: Final[int]
+    PROXYCCL_VERBS_NO_READS: Final[int]
     PROXYCCL_VERBS_OPERATIONS: Final[int]
     PROXYCCL_VERBS_CHAIN: Final[int]
     PROXYCCL_VERBS_CHAIN_BYTES: Final[int]
@@ -416,6 +420,7 @@ class Lib:
     PROXYCCL_STAGED_ALIGN: Final[int]
     PROXYCCL_STAGED_WORDS_BYTES: Final[int]
     PROXYCCL_FABRIC_FAILED: Final[int]
+    PROXYCCL_FABRIC_NO_READS: Final[int]
     PROXYCCL_FABRIC_REQUEST_BYTES: Final[int]
     PROXYCCL_FABRIC_MOST_DEPTH: Final[int]
     PROXYCCL_FABRIC_LOCAL_KEYS: Final[int]
@@ -535,6 +540,7 @@ class Lib:
         self,
         library: Passed[ProxycclFabricLibraryPointer],
         ordered: int,
+        reads: int,
         device_memory: int,
         offers: Passed[PointerTo[ProxycclFabricOffersPointer]] | Sequence[Passed[ProxycclFabricOffersPointer]],
         /,

@@ -136,15 +136,16 @@ typedef struct {
 } ProxycclFabricLibrary;
 typedef struct {
   const char *provider; const char *fabric; const char *domain; const void *source; uint32_t source_bytes;
-  uint32_t address_format; uint32_t ordered; uint32_t remote; uint32_t device_memory; uint32_t virtual_keys;
-  uint32_t provider_keys; uint32_t key_bytes; uint32_t depth; uint64_t max_message; uint64_t bits_per_second; ...;
+  uint32_t address_format; uint32_t ordered; uint32_t reads; uint32_t remote; uint32_t device_memory;
+  uint32_t virtual_keys; uint32_t provider_keys; uint32_t key_bytes; uint32_t depth; uint64_t max_message;
+  uint64_t bits_per_second; ...;
 } ProxycclFabricOffer;
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;
 typedef struct { uintptr_t endpoint; uintptr_t queue; ...; } ProxycclFabricParts;
 typedef struct { uintptr_t region; uint64_t key; uintptr_t descriptor; ...; } ProxycclFabricRegion;
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
-                           ProxycclFabricOffers **offers);
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
+                           uint32_t device_memory, ProxycclFabricOffers **offers);
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
 int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFabricOffers *offers, uint32_t number,

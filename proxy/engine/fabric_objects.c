@@ -16,6 +16,7 @@
 
 /* The oldest that has all of this. A library of any later version behaves as that one did. */
 #define INTERFACE FI_VERSION(1, 11)
+#define READS (FI_READ | FI_REMOTE_READ)
 
 typedef int Getinfo(uint32_t, const char *, const char *, uint64_t, const struct fi_info *, struct fi_info **);
 typedef void Freeinfo(struct fi_info *);
@@ -29,6 +30,7 @@ struct ProxycclFabricOffers {
 
 struct ProxycclFabricEndpoint {
   int binds_regions; /* memory is registered with the endpoint, not with its domain alone */
+  int reads;
   struct fid_fabric *fabric;
   struct fid_domain *domain;
   struct fid_cq *queue;
@@ -38,12 +40,12 @@ struct ProxycclFabricEndpoint {
 
 static int status_of(ssize_t status) { return status >= 0 ? 0 : (int)-status; }
 
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
-                           ProxycclFabricOffers **offers) {
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
+                           uint32_t device_memory, ProxycclFabricOffers **offers) {
   Freeinfo *free_info = (Freeinfo *)library->fi_freeinfo;
   struct fi_info *hints = ((Dupinfo *)library->fi_dupinfo)(NULL);
   if (hints == NULL) return ENOMEM;
-  hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE;
+  hints->caps = FI_RMA | FI_WRITE | FI_REMOTE_WRITE | (reads ? READS : 0);
   hints->mode = FI_CONTEXT | FI_CONTEXT2; /* requests give a provider the room */
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->threading = FI_THREAD_SAFE; /* workers share the endpoint */
@@ -86,6 +88,7 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
       .source_bytes = (uint32_t)info->src_addrlen,
       .address_format = info->addr_format,
       .ordered = (uint32_t)ordered,
+      .reads = (info->caps & READS) == READS,
       .remote = (info->caps & (FI_LOCAL_COMM | FI_REMOTE_COMM)) != FI_LOCAL_COMM,
       .device_memory = (info->caps & FI_HMEM) != 0,
       .virtual_keys = (info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0,
@@ -138,6 +141,7 @@ int proxyccl_fabric_open(const ProxycclFabricLibrary *library, const ProxycclFab
     return ENOMEM;
   }
   self->binds_regions = (info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
+  self->reads = (info->caps & READS) == READS;
   struct fi_info *own = ((Dupinfo *)library->fi_dupinfo)(info);
   const int status = own == NULL ? -ENOMEM : open_parts(self, (OpenFabric *)library->fi_fabric, own, completions, call);
   if (own != NULL) ((Freeinfo *)library->fi_freeinfo)(own);
@@ -200,7 +204,7 @@ int proxyccl_fabric_register(ProxycclFabricEndpoint *self, uintptr_t address, ui
   const struct fi_mr_attr attributes = {
       .mr_iov = &part,
       .iov_count = 1,
-      .access = FI_WRITE | FI_REMOTE_WRITE,
+      .access = FI_WRITE | FI_REMOTE_WRITE | (self->reads ? READS : 0),
       .requested_key = key,
       .iface = interface_of(owner),
       .device.cuda = owner == PROXYCCL_FABRIC_CUDA ? device : 0,
@@ -225,9 +229,9 @@ int proxyccl_fabric_deregister(uintptr_t region) { return status_of(fi_close(&((
 
 #else
 
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
-                           ProxycclFabricOffers **offers) {
-  (void)library, (void)ordered, (void)device_memory, (void)offers;
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
+                           uint32_t device_memory, ProxycclFabricOffers **offers) {
+  (void)library, (void)ordered, (void)reads, (void)device_memory, (void)offers;
   return ENOSYS;
 }
 

@@ -18,6 +18,7 @@ typedef struct ProxycclFabricOffer {
   const void *source; /* the endpoint's own address, `source_bytes` of `address_format`; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* writes change the peer's memory in their order */
+  uint32_t reads;         /* it reads peers' memory too */
   uint32_t remote;        /* it reaches other hosts */
   uint32_t device_memory; /* GPUs' memory can be registered, where the library was built for it */
   uint32_t virtual_keys;  /* a key goes with the memory's own addresses; otherwise with offsets in it */
@@ -28,11 +29,11 @@ typedef struct ProxycclFabricOffer {
   uint64_t bits_per_second; /* of the link; 0: not known */
 } ProxycclFabricOffer;
 
-/* What providers offer for writes to peers' memory. `ordered` asks for order, `device_memory` for the memory of GPUs
- * too. Freed by proxyccl_fabric_offers_free. */
+/* What providers offer for writes to peers' memory. `ordered` asks for order, `reads` for reads, `device_memory` for
+ * the memory of GPUs too. Freed by proxyccl_fabric_offers_free. */
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
-int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t device_memory,
-                           ProxycclFabricOffers **offers);
+int proxyccl_fabric_offers(const ProxycclFabricLibrary *library, uint32_t ordered, uint32_t reads,
+                           uint32_t device_memory, ProxycclFabricOffers **offers);
 /* 1 and the offer of a number from 0, or 0 if there is none. */
 int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, ProxycclFabricOffer *offer);
 void proxyccl_fabric_offers_free(ProxycclFabricOffers *offers);
@@ -68,8 +69,8 @@ typedef enum ProxycclFabricOwner {
   PROXYCCL_FABRIC_ROCR = 2
 } ProxycclFabricOwner;
 
-/* Registers memory that peers write and that writes read. `key` is for providers that let the caller choose, `device`
- * is the number of a CUDA device. */
+/* Registers memory that peers write, or read if the endpoint makes reads, and that own writes and reads name. `key` is
+ * for providers that let the caller choose, `device` is the number of a CUDA device. */
 int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address, uint64_t bytes, uint64_t key,
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);

@@ -7,8 +7,11 @@
  * as much as a signal does. Where nothing has followed such a request for a while, or a flush comes to wait behind it,
  * a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
  *
- * A completion tells that the data was delivered, as a reliable connection of verbs does: a peer whose workers have
- * ended carries out no more writes. */
+ * No provider promises all that a channel does of reads among writes. So a run of reads starts when the writes before
+ * it are complete, and what follows the run starts when its reads are. Each read has a completion of its own.
+ *
+ * A completion of a write tells that the data was delivered, as a reliable connection of verbs does: a peer whose
+ * workers have ended carries out no more writes. */
 #include "fabric_transport.h"
 
 #include <errno.h>
@@ -73,7 +76,8 @@ struct FabricConnection {
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
   uint64_t quiet_since;     /* when the last request without a completion was posted */
-  int hurried;              /* a flush that somebody waits for is behind what has no completion yet */
+  int hurried;              /* a flush that somebody waits for, or a read, is behind what has no completion yet */
+  int reading;              /* what is outstanding, and made, is reads; otherwise writes */
   uint64_t looks;           /* as it was at the last poll */
   struct iovec part;        /* the request that is made and not posted, if there is one */
   struct fi_rma_iov target; /* likewise */
@@ -108,6 +112,7 @@ static void *descriptor_of(const FabricConnection *self, uint64_t key) {
 /* Posts the request that is kept back, if there is one. */
 static int post(FabricConnection *self, int awaited) {
   if (self->posted == self->made) return 0;
+  awaited |= self->reading;
   FabricRequest *request = request_of(self, self->made);
   const struct fi_msg_rma message = {
       .msg_iov = &self->part,
@@ -121,7 +126,9 @@ static int post(FabricConnection *self, int awaited) {
   request->awaited = (uint32_t)awaited;
   request->state = 0;
   const ssize_t status =
-      fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_INJECT_COMPLETE);
+      self->reading
+          ? fi_readmsg(self->endpoint, &message, FI_COMPLETION)
+          : fi_writemsg(self->endpoint, &message, awaited ? FI_COMPLETION | FI_DELIVERY_COMPLETE : FI_INJECT_COMPLETE);
   if (status == -FI_EAGAIN) return WAITS;
   if (status != 0) return failed((int)-status);
   self->posted = self->made;
@@ -133,14 +140,20 @@ static int post(FabricConnection *self, int awaited) {
 /* Makes the next request of an operation. */
 static void make_request(FabricConnection *self, Operation *operation) {
   FabricRequest *request = request_of(self, ++self->made);
+  const uint64_t most = self->options.max_message;
+  const uint64_t bytes = operation->bytes < most ? operation->bytes : most;
   request->connection = self;
   self->target.addr = operation->destination;
   self->target.key = operation->destination_key;
   if (operation->kind == PUT) {
-    const uint64_t most = self->options.max_message;
-    const uint64_t bytes = operation->bytes < most ? operation->bytes : most;
     self->part = (struct iovec){(void *)(uintptr_t)operation->source, bytes};
     self->descriptor = descriptor_of(self, operation->source_key);
+    operation_advance(operation, bytes);
+  } else if (operation->kind == GET) {
+    self->part = (struct iovec){(void *)(uintptr_t)operation->destination, bytes};
+    self->descriptor = descriptor_of(self, operation->destination_key);
+    self->target.addr = operation->source;
+    self->target.key = operation->source_key;
     operation_advance(operation, bytes);
   } else {
     request->value = operation->value;
@@ -151,6 +164,18 @@ static void make_request(FabricConnection *self, Operation *operation) {
   self->target.len = self->part.iov_len;
 }
 
+/* 1 if an operation has to wait for what is outstanding: a read for writes, a write for reads. */
+static int turns(FabricConnection *self, const Operation *operation) {
+  const int reads = operation->kind == GET;
+  if (reads == self->reading) return 0;
+  if (self->made != self->retired) {
+    if (reads) self->hurried = 1;
+    return 1;
+  }
+  self->reading = reads;
+  return 0;
+}
+
 /* Makes requests of the operations in order, as far as there is room, and posts all but the last. */
 static int issue(FabricConnection *self) {
   for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
@@ -159,6 +184,7 @@ static int issue(FabricConnection *self) {
       operations_pop(&self->operations);
       continue;
     }
+    if (turns(self, operation)) return 0;
     const int status = post(self, !self->options.ordered || self->quiet + 1 >= self->run);
     if (status != 0) return status == WAITS ? 0 : status;
     if (self->made - self->retired == self->options.depth) return 0;
@@ -228,7 +254,15 @@ static uint32_t fabric_ready(const ProxycclConnection *base) {
 static int fabric_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   FabricConnection *self = self_of(base);
-  operations_push_put(&self->operations, dst, dst_offset, src, src_offset, bytes);
+  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
+  return issue(self);
+}
+
+static int fabric_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  FabricConnection *self = self_of(base);
+  if (!self->options.reads) return PROXYCCL_FABRIC_NO_READS;
+  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
   return issue(self);
 }
 
@@ -313,6 +347,7 @@ const ProxycclTransport proxyccl_fabric_transport = {
     .create = fabric_create,
     .ready = fabric_ready,
     .put = fabric_put,
+    .get = fabric_get,
     .put_value = fabric_put_value,
     .signal = fabric_signal,
     .flush = fabric_flush,

@@ -1,4 +1,4 @@
-/* RMA writes through libfabric, from one endpoint for all peers of a rank.
+/* RMA writes and reads through libfabric, from one endpoint for all peers of a rank.
  *
  * Compiling it needs libfabric's headers; running it needs no link to the library, as writing and polling are calls
  * through the operation tables of the endpoint and of its completion queue. */
@@ -7,8 +7,9 @@
 
 #include <stdint.h>
 
-/* A status of this transport is this value plus the number of libfabric's error. */
-enum { PROXYCCL_FABRIC_FAILED = 1 << 20 };
+/* A status of this transport is the first value plus the number of libfabric's error, or the second: nothing can be
+ * got, as the provider makes no reads. */
+enum { PROXYCCL_FABRIC_FAILED = 1 << 20, PROXYCCL_FABRIC_NO_READS = (2 << 20) - 1 };
 
 enum {
   PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* of the memory that a request takes */
@@ -23,7 +24,8 @@ typedef struct ProxycclFabricOptions {
   uint64_t peer;   /* the peer's fi_addr_t */
   uint32_t depth;  /* most requests outstanding */
   uint32_t
-      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
+      ordered;    /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
+  uint32_t reads; /* 1: the endpoint makes reads too */
   uint64_t max_message; /* bytes that one request may carry */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */
@@ -32,8 +34,9 @@ typedef struct ProxycclFabricOptions {
   uint64_t *looks;             /* into the queue, counted by all connections that share it */
 } ProxycclFabricOptions;
 
-/* The key of a put's source is its local key: an index, as the key may come from another process. A put's destination
- * has the peer's key, and as its `base` the address that goes with that key; so has a signal's word. */
+/* The key of own memory, a put's source or a get's destination, is its local key: an index, as the key may come from
+ * another process. The peer's memory has the peer's key, and as its `base` the address that goes with that key; so has
+ * a signal's word. */
 
 /* 1 if this build has the transport: it was built with libfabric's headers. */
 int proxyccl_fabric_built(void);

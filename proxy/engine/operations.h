@@ -11,15 +11,15 @@
 
 enum {
   OPERATIONS = 256, /* most operations in a queue; a power of two */
-  PER_TRIGGER = 3,  /* operations of a trigger: a put, a signal and a flush */
+  PER_TRIGGER = 3,  /* operations of a trigger: a put or get, a signal and a flush */
   FLUSHES = 256     /* most flushes in a queue; a power of two */
 };
 
-typedef enum { PUT, VALUE, SIGNAL, FLUSH } OperationKind;
+typedef enum { PUT, GET, VALUE, SIGNAL, FLUSH } OperationKind;
 
 typedef struct {
   OperationKind kind;
-  uint64_t source, destination; /* addresses of the part of a put that is not issued yet; a signal's word */
+  uint64_t source, destination; /* addresses of the part of a put or get that is not issued yet; a signal's word */
   uint64_t bytes;               /* of that part, or of a value; 0 for a signal */
   uint64_t source_key, destination_key;
   uint64_t *flushed;
@@ -51,9 +51,10 @@ static inline Operation *operations_push(OperationQueue *queue, OperationKind ki
   return operation;
 }
 
-static inline void operations_push_put(OperationQueue *queue, const ProxycclMemory *dst, uint64_t dst_offset,
-                                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
-  Operation *operation = operations_push(queue, PUT);
+static inline void operations_push_transfer(OperationQueue *queue, OperationKind kind, const ProxycclMemory *dst,
+                                            uint64_t dst_offset, const ProxycclMemory *src, uint64_t src_offset,
+                                            uint64_t bytes) {
+  Operation *operation = operations_push(queue, kind);
   operation->source = (uintptr_t)src->base + src_offset;
   operation->destination = (uintptr_t)dst->base + dst_offset;
   operation->bytes = bytes;
@@ -84,11 +85,11 @@ static inline void operations_push_flush(OperationQueue *queue, uint64_t *flushe
   operation->value = value;
 }
 
-/* Advances a put behind bytes that were issued. */
-static inline void operation_advance(Operation *put, uint64_t bytes) {
-  put->source += bytes;
-  put->destination += bytes;
-  put->bytes -= bytes;
+/* Advances a put or get behind bytes that were issued. */
+static inline void operation_advance(Operation *transfer, uint64_t bytes) {
+  transfer->source += bytes;
+  transfer->destination += bytes;
+  transfer->bytes -= bytes;
 }
 
 typedef struct {

@@ -288,7 +288,7 @@ static uint32_t staged_ready(const ProxycclConnection *base) {
 static int staged_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   StagedConnection *self = self_of(base);
-  operations_push_put(&self->operations, dst, dst_offset, src, src_offset, bytes);
+  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
   return issue(self);
 }
 

@@ -1,5 +1,9 @@
 /* Operations wait in a queue of the connection until the send queue has room. Requests are numbered from 1; all up to
- * number `retired` are complete. */
+ * number `retired` are complete.
+ *
+ * A queue pair starts its requests in their order, and carries them out in it but for one case: the answer of a read
+ * may come after what follows the read. So what follows a run of reads has a fence, behind which nothing starts before
+ * the reads are complete. A read behind writes needs none. */
 #include "verbs_transport.h"
 
 #include <errno.h>
@@ -38,7 +42,8 @@ typedef struct {
   uint32_t depth;         /* most requests outstanding */
   uint32_t chain_limit;   /* most requests in a chain */
   uint32_t chained;       /* requests that are made and not yet posted */
-  uint64_t chained_bytes; /* bytes of their puts */
+  uint64_t chained_bytes; /* bytes of their puts and gets */
+  int reading;            /* the last request was a read */
   uint64_t made, retired;
   struct ibv_send_wr requests[CHAIN]; /* linked in order */
   struct ibv_sge parts[CHAIN];
@@ -70,24 +75,32 @@ static void make_request(VerbsConnection *self, Operation *operation) {
   const uint32_t slot = self->chained++;
   struct ibv_send_wr *request = &self->requests[slot];
   struct ibv_sge *part = &self->parts[slot];
+  const uint32_t max_message = self->options.max_message;
+  const uint32_t most = operation->bytes < max_message ? (uint32_t)operation->bytes : max_message;
   request->wr_id = ++self->made;
-  request->send_flags = 0;
+  request->send_flags = self->reading && operation->kind != GET ? IBV_SEND_FENCE : 0;
+  self->reading = operation->kind == GET;
   if (operation->kind == PUT) {
-    const uint32_t max_message = self->options.max_message;
-    const uint32_t bytes = operation->bytes < max_message ? (uint32_t)operation->bytes : max_message;
-    *part = (struct ibv_sge){operation->source, bytes, (uint32_t)operation->source_key};
+    *part = (struct ibv_sge){operation->source, most, (uint32_t)operation->source_key};
     request->opcode = IBV_WR_RDMA_WRITE;
     request->wr.rdma.remote_addr = operation->destination;
     request->wr.rdma.rkey = (uint32_t)operation->destination_key;
-    operation_advance(operation, bytes);
-    self->chained_bytes += bytes;
+    operation_advance(operation, most);
+    self->chained_bytes += most;
+  } else if (operation->kind == GET) {
+    *part = (struct ibv_sge){operation->destination, most, (uint32_t)operation->destination_key};
+    request->opcode = IBV_WR_RDMA_READ;
+    request->wr.rdma.remote_addr = operation->source;
+    request->wr.rdma.rkey = (uint32_t)operation->source_key;
+    operation_advance(operation, most);
+    self->chained_bytes += most;
   } else if (operation->kind == VALUE || self->options.signal == PROXYCCL_VERBS_WRITE) {
     self->values[slot] = operation->value;
     const uint64_t bytes = operation->kind == VALUE ? operation->bytes : sizeof operation->value;
     *part = (struct ibv_sge){(uintptr_t)&self->values[slot], (uint32_t)bytes, 0};
     operation->bytes = 0;
     request->opcode = IBV_WR_RDMA_WRITE;
-    request->send_flags = IBV_SEND_INLINE;
+    request->send_flags |= IBV_SEND_INLINE;
     request->wr.rdma.remote_addr = operation->destination;
     request->wr.rdma.rkey = (uint32_t)operation->destination_key;
   } else {
@@ -143,7 +156,15 @@ static uint32_t verbs_ready(const ProxycclConnection *base) {
 static int verbs_put(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   VerbsConnection *self = self_of(base);
-  operations_push_put(&self->operations, dst, dst_offset, src, src_offset, bytes);
+  operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
+  return issue(self);
+}
+
+static int verbs_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                     const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  VerbsConnection *self = self_of(base);
+  if (self->options.reads == 0) return PROXYCCL_VERBS_NO_READS;
+  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
   return issue(self);
 }
 
@@ -212,6 +233,7 @@ const ProxycclTransport proxyccl_verbs_transport = {
     .create = verbs_create,
     .ready = verbs_ready,
     .put = verbs_put,
+    .get = verbs_get,
     .put_value = verbs_put_value,
     .signal = verbs_signal,
     .flush = verbs_flush,

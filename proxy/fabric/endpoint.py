@@ -35,11 +35,13 @@ class FabricAddress(Message, frozen=True):
         provider: the provider that its peers need too.
         format: libfabric's number of the form of `address`.
         address: the address.
+        reads: whether its peers may read the memory that is registered with it.
     """
 
     provider: Annotated[str, Meta(max_length=256)]
     format: Uint32
     address: Annotated[bytes, Meta(max_length=_ADDRESS_BYTES)]
+    reads: bool = False
 
 
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
@@ -55,7 +57,8 @@ class FabricConnectionOptions:
         peer: the peer's fi_addr_t.
         depth: most writes outstanding.
         ordered: whether a signal is written at once behind its data; otherwise when that is delivered.
-        max_message: bytes that one write may carry; a longer put becomes several.
+        reads: whether both ends make reads; otherwise gets are refused.
+        max_message: bytes that one request may carry; a longer put or get becomes several.
         signal_key: key of the memory with the peer's semaphore words.
         requests: address of registered memory for `depth` requests, which outlives the endpoint.
         requests_key: its local key.
@@ -68,6 +71,7 @@ class FabricConnectionOptions:
     peer: int
     depth: int
     ordered: bool
+    reads: bool
     max_message: int
     signal_key: int
     requests: int
@@ -158,7 +162,7 @@ class FabricEndpoint:
         room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
         raw = bytes(ffi.buffer(room, size[0]))
-        return ADDRESS.encode(FabricAddress(self.offer.provider, self.offer.address_format, raw))
+        return ADDRESS.encode(FabricAddress(self.offer.provider, self.offer.address_format, raw, self.offer.reads))
 
     def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
         """The options of a connection to a peer's endpoint.
@@ -197,6 +201,7 @@ class FabricEndpoint:
             peer=known[0],
             depth=self.depth,
             ordered=self.ordered,
+            reads=self.offer.reads and theirs.reads,
             max_message=self.offer.max_message,
             signal_key=signal_key,
             requests=ptr,

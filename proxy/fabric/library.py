@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import ipaddress
+import itertools
 import os
 import shutil
 import socket
@@ -127,6 +128,7 @@ class FabricOffer:
         address: the endpoint's own address, where it is known before; None, or an IP address.
         address_format: libfabric's number of the form of addresses.
         ordered: whether the writes of an endpoint change a peer's memory in their order.
+        reads: whether an endpoint reads peers' memory too, for gets.
         remote: whether it reaches other hosts.
         device_memory: whether it was asked to reach GPUs' memory, and may.
         virtual_keys: whether peers name registered memory by its addresses; otherwise by offsets in it.
@@ -143,6 +145,7 @@ class FabricOffer:
     address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
     address_format: int
     ordered: bool
+    reads: bool
     remote: bool
     device_memory: bool
     virtual_keys: bool
@@ -162,6 +165,8 @@ class FabricOffer:
             facts.append(f"{self.rate:g} Gbit/s")
         if self.device_memory:
             facts.append("GPUs' memory")
+        if not self.reads:
+            facts.append("no reads")
         if not self.remote:
             facts.append("this host alone")
         return ", ".join(facts)
@@ -171,7 +176,7 @@ class FabricOffer:
 
 
 def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
-    """What providers offer for writes to peers' memory, in libfabric's order of preference.
+    """What providers offer for writes to peers' memory, and reads of it, in libfabric's order of preference.
 
     Args:
         device_memory: whether the memory of GPUs is to be reached too, where a provider can.
@@ -180,9 +185,10 @@ def fabric_offers(*, device_memory: bool = False) -> list[FabricOffer]:
         ResourceError: out of memory.
         RuntimeUnavailableError: libfabric can't be used.
     """
-    # Some providers keep order, or reach GPUs, only where they are asked to.
+    # Some providers keep order, read, or reach GPUs, only where they are asked to.
     memories = (True, False) if device_memory else (False,)
-    return best_of([list(_ask(ordered=order, device_memory=memory)) for memory in memories for order in (True, False)])
+    demands = itertools.product(memories, (True, False), (True, False))
+    return best_of([list(_ask(ordered=order, reads=reads, device_memory=memory)) for memory, order, reads in demands])
 
 
 def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
@@ -198,10 +204,10 @@ def best_of(answers: list[list[FabricOffer]]) -> list[FabricOffer]:
     return list(best.values())
 
 
-def _ask(*, ordered: bool, device_memory: bool) -> Iterator[FabricOffer]:
+def _ask(*, ordered: bool, reads: bool, device_memory: bool) -> Iterator[FabricOffer]:
     library = load()
     made = ffi.new("ProxycclFabricOffers **")
-    error = lib.proxyccl_fabric_offers(library.functions, ordered, device_memory, made)
+    error = lib.proxyccl_fabric_offers(library.functions, ordered, reads, device_memory, made)
     if error == _NO_DATA:
         return
     library.check("fi_getinfo", "all providers", error)
@@ -217,6 +223,7 @@ def _ask(*, ordered: bool, device_memory: bool) -> Iterator[FabricOffer]:
             else None,
             address_format=native.address_format,
             ordered=bool(native.ordered),
+            reads=bool(native.reads),
             remote=bool(native.remote),
             device_memory=bool(native.device_memory),
             virtual_keys=bool(native.virtual_keys),

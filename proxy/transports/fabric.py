@@ -35,7 +35,7 @@ def native_options(options: FabricConnectionOptions) -> Any:
         native,
         options,
         (
-            *("endpoint", "queue", "peer", "depth", "ordered", "max_message"),
+            *("endpoint", "queue", "peer", "depth", "ordered", "reads", "max_message"),
             *("signal_key", "requests", "requests_key"),
         ),
     )
@@ -51,6 +51,8 @@ def _connect(engine: EngineRuntime, options: FabricConnectionOptions) -> EngineC
 
 
 def _status_text(status: int) -> str:
+    if status == lib.PROXYCCL_FABRIC_NO_READS:
+        return "the provider of one of the two ranks makes no reads; have the peer put the data"
     error = status - lib.PROXYCCL_FABRIC_FAILED
     if error < _OWN_ERRORS:
         return os.strerror(error)

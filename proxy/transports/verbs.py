@@ -61,7 +61,7 @@ def fill_verbs_options(native_options: Any, options: VerbsOptions) -> None:
     fill(
         native_options,
         options,
-        ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "scratch", "scratch_lkey"),
+        ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "reads", "scratch", "scratch_lkey"),
     )
 
 
@@ -80,6 +80,8 @@ def _status_text(status: int) -> str:
     """An errno in words, or an ibv_wc_status behind PROXYCCL_VERBS_COMPLETION."""
     if status == lib.PROXYCCL_VERBS_NO_INLINE:
         return "the device takes no inline data, in which values travel; put them from memory"
+    if status == lib.PROXYCCL_VERBS_NO_READS:
+        return "one of the two devices makes no RDMA reads; have the peer put the data"
     completion = status - lib.PROXYCCL_VERBS_COMPLETION
     if completion < 0:
         return os.strerror(status)

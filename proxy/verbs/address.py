@@ -13,10 +13,10 @@ from proxyccl.proxy.verbs.options import MTUS
 LINK_LAYERS = ("infiniband", "ethernet")
 GID_TYPES = ("IB", "RoCE v1", "RoCE v2")
 
-_LAYOUT = struct.Struct("<4sBBBBIIHHB16s")
+_LAYOUT = struct.Struct("<4sBBBBIIHHBB16s")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"PXRD"
-_VERSION = 1
+_VERSION = 2
 _QP_NUMBERS = range(2, 0xFFFFFF)  # 0 and 1 are the ports' own queue pairs, 0xFFFFFF means multicast
 _PSNS = range(1 << 24)
 _LIDS = range(1, 0xC000)  # higher ones mean multicast
@@ -37,6 +37,7 @@ class EndpointAddress:
         port: number of its port.
         mtu: largest path MTU that it accepts, in bytes.
         atomics: the peer's atomics that it executes at a time; 0 if it supports none.
+        reads: the peer's reads and atomics that it executes at a time; 0 if it supports none.
     """
 
     qp_number: int
@@ -48,6 +49,7 @@ class EndpointAddress:
     port: int
     mtu: int
     atomics: int
+    reads: int
 
     SIZE = _LAYOUT.size + _CHECKSUM.size
 
@@ -68,6 +70,7 @@ class EndpointAddress:
             self.lid,
             self.mtu,
             self.atomics,
+            self.reads,
             self.gid,
         )
         return data + _CHECKSUM.pack(zlib.crc32(data))
@@ -90,7 +93,7 @@ class EndpointAddress:
         (checksum,) = _CHECKSUM.unpack_from(data, _LAYOUT.size)
         if checksum != zlib.crc32(data[: _LAYOUT.size]):
             raise ArgumentError("peer", "a damaged endpoint's address: its checksum does not match")
-        _, _, layer, kind, port, number, psn, lid, mtu, atomics, gid = _LAYOUT.unpack_from(data)
+        _, _, layer, kind, port, number, psn, lid, mtu, atomics, reads, gid = _LAYOUT.unpack_from(data)
         checks = {
             "link layer": layer < len(LINK_LAYERS),
             "GID type": kind < len(GID_TYPES),
@@ -104,4 +107,4 @@ class EndpointAddress:
         for name, valid in checks.items():
             if not valid:
                 raise ArgumentError("peer", f"an endpoint's address with an invalid {name}")
-        return cls(number, psn, gid, GID_TYPES[kind], LINK_LAYERS[layer], lid, port, mtu, atomics)
+        return cls(number, psn, gid, GID_TYPES[kind], LINK_LAYERS[layer], lid, port, mtu, atomics, reads)

@@ -19,7 +19,7 @@ from proxyccl.proxy.verbs.options import MTUS, RdmaOptions
 from proxyccl.proxy.verbs.pyverbs_api import Pyverbs, error_number, load
 
 SIGNAL_BYTES = 8
-_MOST_ATOMICS = 16
+_MOST_READS = 16
 _HOP_LIMIT = 64
 _RNR_TIMER = 12  # 0.64 ms
 _RETRY_PAUSE = 0.05
@@ -36,8 +36,10 @@ class VerbsOptions:
         send_depth: work requests that its send queue takes.
         cq_depth: completions that its send completion queue takes. If that is less than `send_depth`, the rest of the
             send queue stays unused.
-        max_message: bytes that one request may carry; a longer put becomes several.
+        max_message: bytes that one request may carry; a longer put or get becomes several.
         signal_rkey: remote key of the memory with the peer's semaphore words.
+        reads: reads that the queue pair has outstanding at most; 0 if one of the two devices makes none, which has gets
+            refused.
         fetch_add: signal by an atomic add of one, for a device that takes no inline data.
         scratch: with `fetch_add`, address of 8 registered bytes, aligned to 8, that receive the words' old values.
         scratch_lkey: local key of those bytes.
@@ -48,6 +50,7 @@ class VerbsOptions:
     cq_depth: int
     max_message: int
     signal_rkey: int
+    reads: int = 0
     fetch_add: bool = False
     scratch: int = 0
     scratch_lkey: int = 0
@@ -73,7 +76,8 @@ class VerbsDevice:
         access: libibverbs' flags for memory that is registered with it: what peers may do.
         mtu: the largest path MTU of its endpoints, in bytes.
         max_message: bytes that one work request can carry.
-        atomics: a peer's atomics that it executes at a time; 0 if it supports none.
+        reads: a peer's reads and atomics that it executes at a time; 0 if it supports none.
+        atomics: the same of atomics.
     """
 
     def __init__(self, api: Pyverbs, context: Any, choice: DeviceChoice, options: RdmaOptions) -> None:
@@ -97,9 +101,12 @@ class VerbsDevice:
         self.max_message: int = port_attributes.max_msg_sz
         limits = self._limits
         has_atomics = limits.atomic_caps != api.enumerator("IBV_ATOMIC_NONE")
-        self.atomics = min(_MOST_ATOMICS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom) if has_atomics else 0
+        self.reads: int = min(_MOST_READS, limits.max_qp_rd_atom, limits.max_qp_init_rd_atom)
+        self.atomics = self.reads if has_atomics else 0
         # Without relaxed ordering: a signal must not overtake its data.
         self.access = api.enumerator("IBV_ACCESS_LOCAL_WRITE") | api.enumerator("IBV_ACCESS_REMOTE_WRITE")
+        if self.reads:
+            self.access |= api.enumerator("IBV_ACCESS_REMOTE_READ")
         if self.atomics:
             self.access |= api.enumerator("IBV_ACCESS_REMOTE_ATOMIC")
         with api.calling("ibv_alloc_pd", name):
@@ -269,6 +276,7 @@ class Endpoint:
             port=port.number,
             mtu=device.mtu,
             atomics=device.atomics,
+            reads=device.reads,
         )
 
     def connect(self, peer: bytes, timeout: float = 30.0, given_up: Callable[[], bool] = lambda: False) -> None:
@@ -297,14 +305,14 @@ class Endpoint:
         attributes.path_mtu = MTUS.index(mtu) + 1
         attributes.dest_qp_num = address.qp_number
         attributes.rq_psn = address.psn
-        attributes.max_dest_rd_atomic = device.atomics
+        attributes.max_dest_rd_atomic = device.reads
         attributes.min_rnr_timer = _RNR_TIMER
         attributes.ah_attr = self._path_to(address)
         attributes.sq_psn = self._psn
         attributes.timeout = options.timeout
         attributes.retry_cnt = options.retry_count
         attributes.rnr_retry = options.rnr_retry_count
-        attributes.max_rd_atomic = min(device.atomics, address.atomics)
+        attributes.max_rd_atomic = min(device.reads, address.reads)
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -370,6 +378,7 @@ class Endpoint:
             cq_depth=self.send_depth,
             max_message=self._device.max_message,
             signal_rkey=signal_rkey,
+            reads=min(self._device.reads, self.peer.reads),
         )
         if self.signal == "write":
             return made

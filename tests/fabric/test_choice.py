@@ -18,6 +18,7 @@ def offer(provider: str, domain: str, address: str | None = None, **facts: Any) 
         "address": ipaddress.ip_address(address) if address else None,
         "address_format": 2,
         "ordered": True,
+        "reads": True,
         "remote": True,
         "device_memory": False,
         "virtual_keys": False,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from proxyccl import ArgumentError, Operation
+from proxyccl import ArgumentError, Operation, Trigger
 from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.table import find_transport
 from support.fake_fabric import FakeFabricPeer
@@ -20,6 +20,7 @@ from support.running import TIMEOUT
 
 lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+GET = Operation.DATA | Operation.GET
 
 pytestmark = [
     pytest.mark.host_only(reason="an endpoint of its own, in the CPU's memory"),
@@ -76,12 +77,63 @@ def test_a_signal_arrives_behind_its_data(depth: int, ordered: bool, offsets: bo
         assert (destination == source).all()
 
 
+@orders
+@pytest.mark.parametrize(("size", "max_message", "depth"), [(1, 1, 1), (4097, 4096, 2), (1_000_003, 64, 128)])
+def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth: int, ordered: bool) -> None:
+    own, theirs = np.zeros(size + 5, np.uint8), memory(size + 3)
+    with loop_of(own, theirs, depth=depth, max_message=max_message, ordered=ordered) as loop:
+        loop.push(0, GET, size, source=3, destination=4)
+        loop.flush()
+        assert (own[4:-1] == theirs[3:]).all()
+        assert not own[:4].any()
+        assert own[-1] == 0
+        assert loop.peers[0].device.counts.reads == -(-size // max_message)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gets_keep_their_place_among_unordered_writes(seed: int) -> None:
+    """A place is put to once, and then got. A signal comes behind all before it."""
+    rng = random.Random(seed)
+    own, theirs = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
+    expected = own.copy()
+    options = {"depth": rng.choice([1, 2, 5, 16, 128]), "max_message": rng.choice([7, 64, 4096]), "ordered": False}
+    with loop_of(own, theirs, **options) as loop:
+        (peer,) = loop.peers
+        peer.device.dawdle(rng.choice([1, 3, 40]), seed)
+        for turn in range(60):
+            at, size = 60 * turn, rng.randint(1, 60)
+            loop.push(0, PUT | rng.choice([SIGNAL, FLUSH, PUT]), size, source=at, destination=at)
+            loop.push(0, GET | rng.choice([SIGNAL, FLUSH, PUT]), size, source=at, destination=4096 + at)
+            expected[4096 + at : 4096 + at + size] = expected[at : at + size]
+        loop.flush()
+        assert (own == expected).all()
+
+
+def test_a_provider_that_makes_no_reads_refuses_gets() -> None:
+    with loop_of(np.zeros(8, np.uint8), memory(8), reads=False) as loop:
+        loop.push(0, GET, 4)
+        failure = loop.fails()
+        assert failure.reason == "get: the provider of one of the two ranks makes no reads; have the peer put the data"
+        assert loop.peers[0].device.counts.reads == 0
+
+
+def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
+    """Providers reach own memory by its address, so a peer's must never stand for it."""
+    with loop_of(np.zeros(8, np.uint8), memory(8)) as loop:
+        (peer,) = loop.peers
+        loop.producer.push(Trigger(GET, peer.channels[0], 4, peer.source_id, 0, peer.destination_id, 0))
+        assert "only RDMA reaches a memory" in loop.fails().reason
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
-    """Random triggers on three channels, puts over one another, and an endpoint that dawdles and refuses."""
+    """Random triggers on three channels, puts and gets over one another, and an endpoint that dawdles and refuses.
+
+    Gets do not write over one another: they keep no order among themselves.
+    """
     rng = random.Random(seed)
-    source, destination = memory(1 << 14, seed), np.zeros(1 << 12, np.uint8)
-    expected = destination.copy()
+    source, destination = memory(1 << 16, seed), np.zeros(1 << 12, np.uint8)
+    own, expected, free = source.copy(), destination.copy(), 1 << 14
     with loop_of(
         source,
         destination,
@@ -93,17 +145,22 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
         loop.peers[0].device.dawdle(rng.choice([1, 3, 40]), seed)
         for _ in range(400):
             operation, size = Operation(rng.randint(1, 7)), rng.randint(1, 300)
-            start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
-            where, data = {"source": start}, source[start : start + size]
+            start, end = rng.randrange(free - 300), rng.randrange(len(destination) - 300)
+            where, data = {"source": start, "destination": end}, own[start : start + size]
             if operation & PUT and rng.randrange(4) == 0:
-                where, size = {"value": rng.getrandbits(64)}, rng.choice([1, 2, 4, 8])
+                where, size = {"value": rng.getrandbits(64), "destination": end}, rng.choice([1, 2, 4, 8])
                 data = bytes_of_value(where["value"], size)
-            if operation & PUT:
+            elif operation & PUT and rng.randrange(4) == 0:
+                operation |= GET
+                own[free : free + size] = expected[end : end + size]
+                where, free = {"source": end, "destination": free}, free + size
+            if operation & PUT and not operation & Operation.GET:
                 expected[end : end + size] = data
-            loop.push(0, operation, size, destination=end, channel=rng.randrange(3), **where)
+            loop.push(0, operation, size, channel=rng.randrange(3), **where)
         for channel in range(3):
             loop.flush(channel=channel)
         assert (destination == expected).all()
+        assert (source == own).all()
 
 
 def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:

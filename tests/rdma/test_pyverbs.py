@@ -134,9 +134,10 @@ ADDRESSES = st.builds(
     port=st.integers(1, 254),
     mtu=st.sampled_from(MTUS),
     atomics=st.integers(0, 255),
+    reads=st.integers(0, 255),
 )
 ROCE = EndpointAddress(
-    17, 5, ipaddress.IPv6Address("::ffff:10.9.0.2").packed, "RoCE v2", "ethernet", 0, 1, 4096, atomics=16
+    17, 5, ipaddress.IPv6Address("::ffff:10.9.0.2").packed, "RoCE v2", "ethernet", 0, 1, 4096, atomics=16, reads=16
 )
 
 
@@ -176,7 +177,7 @@ def test_an_address_says_what_is_wrong_with_it() -> None:
     data = ROCE.encode()
     with pytest.raises(ArgumentError, match=f"address of {len(data) - 1} bytes; expected {len(data)}"):
         EndpointAddress.decode(data[:-1])
-    with pytest.raises(ArgumentError, match="format version 09; expected 01"):
+    with pytest.raises(ArgumentError, match="format version 09; expected 02"):
         EndpointAddress.decode(data[:4] + b"\x09" + data[5:])
     with pytest.raises(ArgumentError, match="damaged"):
         EndpointAddress.decode(data[:8] + bytes([data[8] ^ 1]) + data[9:])
@@ -620,6 +621,18 @@ def test_options_and_choices_beyond_the_port_are_refused(opened: Open) -> None:
         opened(gid=7)
     opens, closes = (pyverbs_stand_in.log().count((what, "Context")) for what in ("open", "close"))
     assert opens == closes == 2
+
+
+@pytest.mark.parametrize(("own", "peer", "used"), [(4, 16, 4), (16, 4, 4), (16, 0, 0), (0, 16, 0), (64, 64, 16)])
+def test_both_devices_limit_the_reads(own: int, peer: int, used: int, opened: Open, stand_in: SimpleNamespace) -> None:
+    stand_in.reads = own
+    device = opened()
+    endpoint = device.endpoint()
+    assert EndpointAddress.decode(endpoint.address).reads == device.reads == min(own, 16)
+    assert bool(device.access & 4) == bool(own), "peers may read memory"
+    endpoint.connect(replace(ROCE, reads=peer).encode())
+    attributes = endpoint._qp.attributes
+    assert (attributes.max_dest_rd_atomic, attributes.max_rd_atomic) == (min(own, 16), used)
 
 
 @pytest.mark.parametrize(("own", "peer", "used"), [(None, 4096, 2048), (1024, 4096, 1024), (None, 512, 512)])

@@ -52,6 +52,7 @@ pytestmark = [
 
 ffi, lib = _engine.ffi, _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+GET = Operation.DATA | Operation.GET
 BUILT = bool(lib.proxyccl_verbs_built())
 OPERATIONS: int = lib.PROXYCCL_VERBS_OPERATIONS
 CHAIN: int = lib.PROXYCCL_VERBS_CHAIN
@@ -136,10 +137,10 @@ def test_a_put_of_nothing_makes_no_request() -> None:
 @needs_transport
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_happens_as_if_one_after_another(seed: int) -> None:
-    """Random triggers on three channels, puts over one another, and a device that dawdles."""
+    """Random triggers on three channels, puts and gets over one another, and a device that dawdles."""
     rng = random.Random(seed)
-    source, destination = memory(1 << 16, seed), np.zeros(1 << 12, np.uint8)
-    expected = destination.copy()
+    source, destination = memory(1 << 13, seed), np.zeros(1 << 12, np.uint8)
+    own, expected = source.copy(), destination.copy()
     depth, cq_depth = rng.choice([1, 2, 5, 16, 128]), rng.choice([1, 3, 16, 256])
     signals, flushes, written = [0, 0, 0], [0, 0, 0], 0
     signalled: list[tuple[int, int, int]] = []
@@ -160,15 +161,19 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
             channel = rng.randrange(3)
             size = rng.randint(0, 300) if operation & PUT else 0
             start, end = rng.randrange(len(source) - 300), rng.randrange(len(destination) - 300)
-            value, data = None, source[start : start + size]
-            if operation & PUT and not seed % 2 and rng.randrange(4) == 0:
+            where: dict[str, int] = {"source": start, "destination": end}
+            if operation & PUT and rng.randrange(3) == 0:
+                operation |= GET
+                own[start : start + size] = expected[end : end + size]
+                where = {"source": end, "destination": start}
+            elif operation & PUT and not seed % 2 and rng.randrange(4) == 0:
                 value, size = rng.getrandbits(64), rng.choice([1, 2, 4, 8])
-                data = bytes_of_value(value, size)
+                expected[end : end + size] = bytes_of_value(value, size)
+                where["value"] = value
             else:
                 written += size
-            expected[end : end + size] = data
-            where = {} if value is None else {"value": value}
-            ticket = loop.push(0, operation, size, source=start, destination=end, channel=channel, **where)
+                expected[end : end + size] = own[start : start + size]
+            ticket = loop.push(0, operation, size, channel=channel, **where)
             if operation & SIGNAL:
                 signals[channel] += 1
                 signalled.append((peer.words[channel:].ctypes.data, signals[channel], written))
@@ -177,10 +182,91 @@ def test_everything_happens_as_if_one_after_another(seed: int) -> None:
         for channel in range(3):
             loop.flush(channel=channel)
         assert (destination == expected).all()
+        assert (source == own).all()
         words = range(peer.words.ctypes.data, peer.words.ctypes.data + peer.words.nbytes)
         assert [signal for signal in peer.device.signals if signal[0] in words] == signalled
         assert peer.words.tolist() == signals
         assert all(peer.flushed(channel) > flushes[channel] for channel in range(3))
+
+
+@needs_transport
+@pytest.mark.parametrize("depth", [1, 2, 16, 128])
+@pytest.mark.parametrize(("size", "max_message"), [(1, 1), (4097, 4096), (100_003, 64), (100_000_000, 65536)])
+def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth: int) -> None:
+    own, theirs = np.zeros(size + 5, np.uint8), memory(size + 3)
+    with Loop(own, theirs, send_depth=depth, max_message=max_message) as loop:
+        loop.push(0, GET, size, source=3, destination=4)
+        loop.flush()
+        assert (own[4:-1] == theirs[3:]).all()
+        assert not own[:4].any()
+        assert own[-1] == 0
+        counts = loop.peers[0].device.counts
+        assert counts.requests == counts.reads == -(-size // max_message)
+        counters = loop.service.counters(loop.peers[0].channels[0])
+        assert (counters.gets, counters.puts, counters.bytes) == (1, 0, size)
+
+
+@needs_transport
+@pytest.mark.parametrize("fetch_add", [False, True], ids=["write", "fetch-add"])
+def test_only_the_first_request_behind_reads_has_a_fence(fetch_add: bool) -> None:
+    with Loop(memory(64), memory(64, 1), fetch_add=fetch_add) as loop:
+        for operation in (PUT, GET, GET, SIGNAL, PUT, GET, PUT | SIGNAL, PUT):
+            loop.push(0, operation, 8)
+        loop.flush()
+        counts = loop.peers[0].device.counts
+        assert (counts.requests, counts.reads, counts.fenced) == (9, 3, 2)
+
+
+@needs_transport
+def test_a_device_that_makes_no_reads_refuses_gets() -> None:
+    with Loop(np.zeros(8, np.uint8), memory(8), reads=0) as loop:
+        loop.push(0, GET, 4)
+        failure = loop.fails()
+        assert failure.reason == "get: one of the two devices makes no RDMA reads; have the peer put the data"
+        assert failure.status == lib.PROXYCCL_VERBS_NO_READS
+        assert loop.peers[0].device.counts.requests == 0
+
+
+@needs_transport
+def test_a_read_that_fails_names_the_peer() -> None:
+    with Loop(np.zeros(64, np.uint8), memory(64), peers=2) as loop:
+        loop.peers[1].device.fail_request(2, REM_ACCESS_ERR)
+        loop.push(1, GET, 8, count=3)
+        failure = loop.fails()
+        assert (failure.peer, failure.status) == (8, lib.PROXYCCL_VERBS_COMPLETION + REM_ACCESS_ERR)
+
+
+@needs_transport
+def test_a_ticket_is_complete_when_its_requests_are() -> None:
+    """Without a flush; what is issued later does not hold it up."""
+    with Loop(np.zeros(64, np.uint8), memory(64), channels=2) as loop:
+        (peer,) = loop.peers
+        first, second = peer.channels
+        peer.device.allow(0)
+        got = loop.push(0, GET, 8)
+        loop.let_poll(0)
+        put = loop.push(0, PUT, 8, channel=1)
+        loop.let_poll(0)
+        assert (loop.service.completed(first), loop.service.completed(second)) == (0, 0)
+        peer.device.allow(1)
+        loop.wait(lambda: loop.service.completed(first) == got + 1, "the get")
+        loop.let_poll(0)
+        assert loop.service.completed(second) == 0
+        peer.device.allow(-1)
+        loop.wait(lambda: loop.service.completed(second) == put + 1, "the put")
+
+
+@needs_transport
+def test_tickets_are_told_of_while_triggers_keep_coming() -> None:
+    with Loop(memory(64), np.zeros(64, np.uint8), send_depth=4, service={"fifo_size": 16}) as loop:
+        (peer,) = loop.peers
+        seen = {0}
+        peer.device.dawdle(2, 1)
+        for _ in range(2000):
+            last = loop.push(0, PUT, 8)
+            seen.add(loop.service.completed(peer.channels[0]))
+        assert len(seen) > 20
+        loop.wait(lambda: loop.service.completed(peer.channels[0]) == last + 1, "the last put")
 
 
 @needs_transport

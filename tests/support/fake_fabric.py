@@ -110,6 +110,7 @@ class FakeFabricPeer(FakePeer):
         channels: number of channels to it.
         depth: most writes outstanding.
         ordered: whether the endpoint keeps the order of writes.
+        reads: whether it makes reads.
         offsets: whether the peer's memory is named by offsets; otherwise by addresses.
         max_message: bytes of a write, at most.
     """
@@ -126,6 +127,7 @@ class FakeFabricPeer(FakePeer):
         channels: int = 1,
         depth: int = 16,
         ordered: bool = True,
+        reads: bool = True,
         offsets: bool = False,
         max_message: int = 4096,
     ) -> None:
@@ -145,6 +147,7 @@ class FakeFabricPeer(FakePeer):
             peer=PEER,
             depth=depth,
             ordered=ordered,
+            reads=reads,
             max_message=max_message,
             signal_key=SIGNAL_KEY,
             requests=self._requests.ctypes.data,

@@ -35,9 +35,9 @@ def library() -> tuple[Any, Any]:
 class FakeDevice:
     """A queue pair to memory of this process. Leaving it asserts that no limit was broken."""
 
-    def __init__(self, send_depth: int = 16, cq_depth: int = 16) -> None:
+    def __init__(self, send_depth: int = 16, cq_depth: int = 16, reads: int = 16) -> None:
         self._ffi, self._lib = library()
-        self._device = self._lib.fake_open(send_depth, cq_depth)
+        self._device = self._lib.fake_open(send_depth, cq_depth, reads)
         self.qp: int = self._lib.fake_qp(self._device)
         self.cq: int = self._lib.fake_cq(self._device)
         self.qp_num: int = self._lib.fake_qp_num(self._device)
@@ -172,8 +172,13 @@ class OwnTriggers:
         channel: int = 0,
         value: int | None = None,
     ) -> Trigger:
-        """A trigger on one of the channels, with offsets into the two memories, or with a value."""
+        """A trigger on one of the channels, with offsets into the two memories, or with a value.
+
+        A get goes from `destination_id` to `source_id`, from offset `source` to offset `destination`.
+        """
         number = self.channels[channel]
+        if operation & Operation.GET:
+            return Trigger(operation, number, size, self.destination_id, source, self.source_id, destination)
         if value is not None:
             return value_trigger(operation, number, value, size, self.destination_id, destination)
         return Trigger(operation, number, size, self.source_id, source, self.destination_id, destination)
@@ -196,6 +201,7 @@ class FakePeer(OwnTriggers):
         cq_depth: of the completion queue; None for as many.
         max_message: bytes of a request, at most.
         fetch_add: how it is signalled.
+        reads: most reads outstanding; 0 if the device makes none.
     """
 
     def __init__(
@@ -210,10 +216,11 @@ class FakePeer(OwnTriggers):
         cq_depth: int | None = None,
         max_message: int = 4096,
         fetch_add: bool = False,
+        reads: int = 16,
     ) -> None:
         cq_depth = send_depth if cq_depth is None else cq_depth
         self.service, self.rank = service, rank
-        self.device = FakeDevice(send_depth, cq_depth)
+        self.device = FakeDevice(send_depth, cq_depth, reads)
         self.words = np.zeros(channels, np.uint64)
         self.scratch = np.zeros(1, np.uint64)
         keys: dict[int, NDArray[Any]] = {
@@ -230,6 +237,7 @@ class FakePeer(OwnTriggers):
             cq_depth=cq_depth,
             max_message=max_message,
             signal_rkey=SIGNAL_RKEY,
+            reads=reads,
             fetch_add=fetch_add,
             scratch=self.scratch.ctypes.data if fetch_add else 0,
             scratch_lkey=SCRATCH_LKEY if fetch_add else 0,

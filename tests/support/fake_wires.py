@@ -111,6 +111,7 @@ class FabricWire:
             peer=fake_fabric.PEER,
             depth=self._depth,
             ordered=self._ordered,
+            reads=False,
             max_message=self._max_message,
             signal_key=self.peer_key,
             requests=self._requests.ctypes.data,

@@ -18,7 +18,7 @@ class PyverbsError(Exception):
         self.error_code = error_code
 
 log = []  # (what, name or address or ...)
-device = Record(inline=16, atomic=1, refused={})  # refused: class -> errno
+device = Record(inline=16, atomic=1, reads=4, refused={})  # refused: class -> errno
 
 class Object:
     def __init__(self, *args, **kwargs):
@@ -47,7 +47,7 @@ from .pyverbs_error import Object, Record, device
 class Context(Object):
     def query_device(self):
         return Record(atomic_caps=device.atomic, max_qp=100, max_qp_wr=128, max_cqe=64, max_mr=1000,
-                      max_mr_size=1 << 40, max_qp_rd_atom=4, max_qp_init_rd_atom=128)
+                      max_mr_size=1 << 40, max_qp_rd_atom=device.reads, max_qp_init_rd_atom=128)
     def query_port(self, number):
         return Record(active_mtu=4, max_msg_sz=1 << 23)
 """,
@@ -79,7 +79,12 @@ class QP(Object):
 """,
 }
 ENUMERATORS = {
-    "ibv_access_flags": {"IBV_ACCESS_LOCAL_WRITE": 1, "IBV_ACCESS_REMOTE_WRITE": 2, "IBV_ACCESS_REMOTE_ATOMIC": 8},
+    "ibv_access_flags": {
+        "IBV_ACCESS_LOCAL_WRITE": 1,
+        "IBV_ACCESS_REMOTE_WRITE": 2,
+        "IBV_ACCESS_REMOTE_READ": 4,
+        "IBV_ACCESS_REMOTE_ATOMIC": 8,
+    },
     "ibv_atomic_cap": {"IBV_ATOMIC_NONE": 0},
     "ibv_qp_type": {"IBV_QPT_RC": 2},
 }

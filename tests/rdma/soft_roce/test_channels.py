@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
+from support.random_transfers import run_random_transfers
 from support.ranks import Ranks
 from support.soft_roce.kernels import KERNELS
 from support.soft_roce.nodes import two_nodes
@@ -98,6 +99,19 @@ def test_a_queue_of_16_bears_a_flood_of_puts() -> None:
 
     with two_nodes(local=1, send_depth=16) as pair:
         pair.run(body)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_puts_values_gets_and_signals_keep_their_order(pair: Ranks, seed: int) -> None:
+    def body(comm: Communicator) -> None:
+        assert run_random_transfers(comm, seed).transport == "verbs"
+
+    pair.run(body)
+
+
+def test_they_do_so_where_signals_are_added() -> None:
+    with two_nodes(local=1, signal="fetch_add", send_depth=16) as pair:
+        pair.run(lambda comm: run_random_transfers(comm, 7, values=False))
 
 
 def test_a_put_longer_than_a_message_is_split(pair: Ranks) -> None:

@@ -1,4 +1,5 @@
-/* Writes are taken as a provider takes them, and carried out at later polls: their data is read then. */
+/* Writes and reads are taken as a provider takes them, and carried out at later polls: their data is read then. Reads
+ * are carried out in any order among each other and among writes, whatever order writes keep. */
 #include "fake_endpoint.h"
 
 #include <pthread.h>
@@ -15,8 +16,8 @@ enum { PEER = 3, MAX_MEMORIES = 16, MAX_SIGNALS = 1 << 16 };
 typedef struct {
   void* context;
   uint64_t number, source, descriptor, target, bytes, key;
-  int awaited;
-} Write;
+  int awaited, reads;
+} Request;
 
 typedef struct {
   uint64_t key, base, bytes;
@@ -35,7 +36,7 @@ struct FakeEndpoint {
   struct fi_ops_cq reads;
   pthread_mutex_t lock;
   uint32_t depth, ordered, held, completed, dawdle, random;
-  Write* taken;
+  Request* taken;
   Completion* completions;
   int64_t allowed;
   uint64_t failing;
@@ -66,12 +67,16 @@ static void* reach(const FakeEndpoint* self, uint64_t key, uint64_t address, uin
   return NULL;
 }
 
-static int carry_out(FakeEndpoint* self, const Write* write) {
+static int carry_out(FakeEndpoint* self, const Request* write) {
   if (write->number == self->failing) return self->failing_error;
   void* target = reach(self, write->key, write->target, write->bytes);
   const uint64_t base = (uint64_t)write->source;
   if (target == NULL) return FI_EACCES;
   if (reach(self, write->descriptor, base, write->bytes) == NULL) return FI_EFAULT;
+  if (write->reads) {
+    memcpy((void*)write->source, target, write->bytes);
+    return 0;
+  }
   memcpy(target, (void*)write->source, write->bytes);
   /* Signals and values are the writes of what is in the memory of requests; signals have 8 bytes. */
   if (write->source >= (uint64_t)write->context && write->source < (uint64_t)write->context + 128) {
@@ -93,8 +98,9 @@ static uint32_t draw(FakeEndpoint* self) {
 static void advance(FakeEndpoint* self) {
   uint32_t most = self->dawdle != 0 ? draw(self) % (self->dawdle + 1) : self->depth;
   for (; most > 0 && self->held > 0 && self->allowed != 0; --most) {
-    const uint32_t chosen = self->ordered ? 0 : draw(self) % self->held;
-    const Write write = self->taken[chosen];
+    uint32_t chosen = draw(self) % self->held;
+    while (self->ordered && chosen > 0 && !self->taken[chosen].reads) --chosen;
+    const Request write = self->taken[chosen];
     const int error = carry_out(self, &write);
     if (self->allowed > 0) --self->allowed;
     memmove(&self->taken[chosen], &self->taken[chosen + 1], (self->held - chosen - 1) * sizeof write);
@@ -104,7 +110,7 @@ static void advance(FakeEndpoint* self) {
   }
 }
 
-static ssize_t writemsg(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags) {
+static ssize_t take(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags, int reads) {
   FakeEndpoint* self = (FakeEndpoint*)fid;
   ssize_t status = 0;
   pthread_mutex_lock(&self->lock);
@@ -118,19 +124,31 @@ static ssize_t writemsg(struct fid_ep* fid, const struct fi_msg_rma* message, ui
   } else {
     const int awaited = (flags & FI_COMPLETION) != 0, empty = message->rma_iov->len == 0;
     ++*(empty ? &self->counts.empty : &self->counts.requests);
-    if (awaited && !(flags & FI_DELIVERY_COMPLETE)) note(self, "a completion before the delivery");
-    self->taken[self->held++] = (Write){message->context,
-                                        empty ? 0 : self->counts.requests,
-                                        (uint64_t)message->msg_iov->iov_base,
-                                        (uint64_t)*message->desc,
-                                        message->rma_iov->addr,
-                                        message->rma_iov->len,
-                                        message->rma_iov->key,
-                                        awaited};
+    if (!reads && awaited && !(flags & FI_DELIVERY_COMPLETE)) note(self, "a completion before the delivery");
+    if (reads && (flags & FI_DELIVERY_COMPLETE || !awaited))
+      note(self, "a read with a completion that it does not have");
+    self->counts.reads += (uint64_t)reads;
+    self->taken[self->held++] = (Request){message->context,
+                                          empty ? 0 : self->counts.requests,
+                                          (uint64_t)message->msg_iov->iov_base,
+                                          (uint64_t)*message->desc,
+                                          message->rma_iov->addr,
+                                          message->rma_iov->len,
+                                          message->rma_iov->key,
+                                          awaited,
+                                          reads};
     self->counts.awaited += (uint64_t)awaited;
   }
   pthread_mutex_unlock(&self->lock);
   return status;
+}
+
+static ssize_t writemsg(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags) {
+  return take(fid, message, flags, 0);
+}
+
+static ssize_t readmsg(struct fid_ep* fid, const struct fi_msg_rma* message, uint64_t flags) {
+  return take(fid, message, flags, 1);
 }
 
 static ssize_t read_completions(struct fid_cq* queue, void* buffer, size_t count) {
@@ -181,6 +199,7 @@ FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered) {
   self->signals = calloc(MAX_SIGNALS, sizeof *self->signals);
   pthread_mutex_init(&self->lock, NULL);
   self->writes.writemsg = writemsg;
+  self->writes.readmsg = readmsg;
   self->endpoint.rma = &self->writes;
   self->reads.read = read_completions;
   self->reads.readerr = read_error;

@@ -8,7 +8,7 @@
 typedef struct FakeEndpoint FakeEndpoint;
 
 typedef struct {
-  uint64_t requests, empty, executed, awaited, refused, polls, signals, bytes;
+  uint64_t requests, empty, executed, awaited, refused, polls, reads, signals, bytes;
 } FakeFabricCounts;
 
 typedef struct {
@@ -22,7 +22,7 @@ uintptr_t fake_endpoint_fid(FakeEndpoint* endpoint);
 uintptr_t fake_endpoint_queue(FakeEndpoint* endpoint);
 const char* fake_endpoint_breach(const FakeEndpoint* endpoint);
 void fake_endpoint_counts(FakeEndpoint* endpoint, FakeFabricCounts* counts);
-/* Memory that writes read under a descriptor, or that they write under a key. `offsets`: peers name it from 0. */
+/* Own memory under a descriptor, or the peer's under a key. `offsets`: peers name it from 0. */
 void fake_endpoint_register(FakeEndpoint* endpoint, uint64_t key, uint64_t base, uint64_t bytes, uint32_t offsets);
 void fake_endpoint_allow(FakeEndpoint* endpoint, int64_t requests);
 void fake_endpoint_dawdle(FakeEndpoint* endpoint, uint32_t most, uint32_t seed);

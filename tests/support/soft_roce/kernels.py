@@ -50,10 +50,12 @@ if __name__ == "__main__":
     EXAMPLES = TESTS.parent / "examples"
     for directory in (*proxyccl.__path__, TESTS, EXAMPLES):
         compileall.compile_dir(directory, quiet=1)
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path[:0] = (str(EXAMPLES), str(TESTS))
 
     import gpu_data_interchange
 
+    from support import random_transfers
+
     runtime = open_runtime("host")
-    for source in (KERNELS, gpu_data_interchange.KERNEL):
+    for source in (KERNELS, random_transfers.KERNEL, gpu_data_interchange.KERNEL):
         runtime.compile(source)

@@ -1,5 +1,8 @@
 /* Requests are taken at a post, as a device takes them, and executed in their order at a later poll. A slot of the send
- * queue is free again when a completion of its request, or of a later one, was polled. */
+ * queue is free again when a completion of its request, or of a later one, was polled.
+ *
+ * A read is carried out as late as a device may: when a request with a fence follows, or one of the two is completed.
+ */
 #include "fake_device.h"
 
 #include <errno.h>
@@ -15,7 +18,7 @@ typedef struct {
   uint64_t local, remote, length, add;
   uint64_t inlined; /* value of an inline write */
   uint32_t lkey, rkey;
-  int opcode, is_inline, is_signalled;
+  int opcode, is_inline, is_signalled, is_fenced;
 } Request;
 
 typedef struct {
@@ -35,10 +38,11 @@ struct FakeDevice {
   struct ibv_cq cq;
   struct ibv_qp qp;
   pthread_mutex_t lock;
-  uint32_t send_depth, cq_depth;
+  uint32_t send_depth, cq_depth, reads;
   Request *queue;          /* request number n lies at n % send_depth */
   Completion *completions; /* likewise, by number of the completion */
   uint64_t posted, executed, freed, completed, polled;
+  uint64_t carried_out; /* all reads up to this request's number are */
   int64_t allowed;
   uint32_t dawdle, random;
   uint64_t failing_request, failing_post;
@@ -63,6 +67,15 @@ static int reachable(const FakeDevice *device, uint32_t key, uint64_t address, u
       return 1;
   }
   return 0;
+}
+
+/* Carries out the reads among the requests up to a number. */
+static void read_up_to(FakeDevice *device, uint64_t number) {
+  while (device->carried_out < number) {
+    const Request *request = &device->queue[++device->carried_out % device->send_depth];
+    if (request->opcode == IBV_WR_RDMA_READ && device->carried_out <= device->executed)
+      memcpy((void *)request->local, (void *)request->remote, request->length);
+  }
 }
 
 static void complete(FakeDevice *device, const Request *request, uint64_t number, int status) {
@@ -97,6 +110,8 @@ static int execute(FakeDevice *device, const Request *request) {
     if (request->remote % 8 != 0) return IBV_WC_REM_INV_REQ_ERR;
     *(uint64_t *)request->local = __atomic_fetch_add((uint64_t *)request->remote, request->add, __ATOMIC_RELEASE);
     note_signal(device, request);
+  } else if (request->opcode == IBV_WR_RDMA_READ) {
+    ++device->counts.reads;
   } else if (request->is_inline) {
     if (request->length == MAX_INLINE && request->remote % MAX_INLINE == 0) {
       __atomic_store_n((uint64_t *)request->remote, request->inlined, __ATOMIC_RELEASE);
@@ -124,11 +139,16 @@ static void advance(FakeDevice *device) {
     if (!device->in_error) {
       if (device->allowed == 0) return;
       if (device->allowed > 0) --device->allowed;
+      if (request->is_fenced) read_up_to(device, number - 1);
       status = number == device->failing_request ? device->failing_status : execute(device, request);
       device->in_error = status != IBV_WC_SUCCESS;
     }
-    ++device->executed;
-    if (request->is_signalled || status != IBV_WC_SUCCESS) complete(device, request, number, status);
+    if (status == IBV_WC_SUCCESS) ++device->executed;
+    if (request->is_signalled || status != IBV_WC_SUCCESS) {
+      read_up_to(device, status == IBV_WC_SUCCESS ? number : number - 1);
+      complete(device, request, number, status);
+    }
+    if (status != IBV_WC_SUCCESS) device->carried_out = ++device->executed;
   }
 }
 
@@ -150,7 +170,8 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
                        .lkey = wr->sg_list->lkey,
                        .opcode = (int)wr->opcode,
                        .is_inline = (wr->send_flags & IBV_SEND_INLINE) != 0,
-                       .is_signalled = (wr->send_flags & IBV_SEND_SIGNALED) != 0};
+                       .is_signalled = (wr->send_flags & IBV_SEND_SIGNALED) != 0,
+                       .is_fenced = (wr->send_flags & IBV_SEND_FENCE) != 0};
   if (request->opcode == IBV_WR_ATOMIC_FETCH_AND_ADD) {
     request->remote = wr->wr.atomic.remote_addr;
     request->rkey = wr->wr.atomic.rkey;
@@ -158,7 +179,9 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   } else {
     request->remote = wr->wr.rdma.remote_addr;
     request->rkey = wr->wr.rdma.rkey;
-    if (request->opcode != IBV_WR_RDMA_WRITE) note(device, "a request is neither a write nor an atomic add");
+    if (request->opcode == IBV_WR_RDMA_READ && device->reads == 0) note(device, "a read on a device that makes none");
+    if (request->opcode != IBV_WR_RDMA_WRITE && request->opcode != IBV_WR_RDMA_READ)
+      note(device, "a request is neither a write nor a read nor an atomic add");
   }
   if (request->length == 0) note(device, "a request carries nothing");
   if (request->is_inline) {
@@ -170,6 +193,7 @@ static int take(FakeDevice *device, const struct ibv_send_wr *wr) {
   ++device->counts.requests;
   device->counts.signalled += (uint64_t)request->is_signalled;
   device->counts.inlined += (uint64_t)request->is_inline;
+  device->counts.fenced += (uint64_t)request->is_fenced;
   if (device->posted - device->freed > device->counts.most_outstanding)
     device->counts.most_outstanding = device->posted - device->freed;
   return 0;
@@ -208,7 +232,7 @@ static int fake_poll_cq(struct ibv_cq *cq, int entries, struct ibv_wc *wc) {
   return taken;
 }
 
-FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth) {
+FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth, uint32_t reads) {
   FakeDevice *device = calloc(1, sizeof *device);
   pthread_mutex_init(&device->lock, NULL);
   device->queue = calloc(send_depth, sizeof *device->queue);
@@ -216,6 +240,7 @@ FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth) {
   device->signals = calloc(MAX_SIGNALS, sizeof *device->signals);
   device->send_depth = send_depth;
   device->cq_depth = cq_depth;
+  device->reads = reads;
   device->allowed = -1;
   device->context.ops.post_send = fake_post_send;
   device->context.ops.poll_cq = fake_poll_cq;

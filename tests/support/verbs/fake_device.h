@@ -16,6 +16,8 @@ typedef struct FakeCounts {
   uint64_t executed;         /* of them */
   uint64_t longest_chain;    /* requests in one call */
   uint64_t most_outstanding; /* requests in the send queue at once */
+  uint64_t reads;            /* executed */
+  uint64_t fenced;           /* requests with a fence */
   uint64_t signals;          /* writes of 8 inline bytes, and atomics, executed */
 } FakeCounts;
 
@@ -25,7 +27,8 @@ typedef struct FakeSignal {
   uint64_t bytes_before; /* written by requests before */
 } FakeSignal;
 
-FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth);
+/* `reads`: 0 if it makes no reads. */
+FakeDevice *fake_open(uint32_t send_depth, uint32_t cq_depth, uint32_t reads);
 void fake_close(FakeDevice *device);
 uintptr_t fake_qp(const FakeDevice *device);
 uintptr_t fake_cq(const FakeDevice *device);
