@@ -54,7 +54,8 @@ class StagedOptions:
 
 
 class RemoteWriteTargets:
-    """The ranges of own memory that peers may write by staged puts. Threads and engines share it.
+    """The ranges of own memory that peers may write by staged puts and read by staged gets. Threads and engines share
+    it.
 
     A peer names a range by its key. The engine refuses a key that has been removed.
     """

@@ -103,8 +103,6 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
     return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
                            "only RDMA reaches a memory that the trigger names, but its channel copies");
   route->transfer = route->op & PROXYCCL_OP_GET ? transport->get : transport->put;
-  if (route->transfer == NULL)
-    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel's transport makes no gets");
   route->names = names_of(trigger);
   return CONTINUE;
 }

@@ -12,6 +12,11 @@
  * A message's place is free once it is sent and credited. The wire never waits for a peer's engine, so two engines that
  * wait for each other's credits both return theirs.
  *
+ * A get is a message without data, the request. It is credited as any other. The peer notes it, and sends the data in
+ * messages of its own, the answer, when all that arrived before the request is placed. Requests are answered in their
+ * order, so the requester knows by itself where the data belongs. Until its gets are complete it makes no message of
+ * what follows them. The number of noted requests is bounded, so an answer waits for nothing but room in the ring.
+ *
  * A wire over sockets may leave a count half written, its low bytes first, until more of it arrives. Such a count is
  * too low and never too high, so the highest that was read is the one that counts. */
 #include "staged_transport.h"
@@ -29,14 +34,17 @@ enum {
   WAITS = -1 /* no status: there is no room now */
 };
 
-/* The header of a message, which carries a piece of a put, a signal behind it, both or neither. */
+/* The header of a message, which carries a piece of a put or of an answer, a signal behind it, both or neither; or it
+ * is a request. */
 typedef struct {
-  uint64_t destination; /* address of the data, the receiver's own */
-  uint64_t target;      /* key of the receiver's range that it lies in */
-  uint64_t bytes;
-  uint64_t word; /* address of a semaphore word, the receiver's own; 0: no signal */
+  uint64_t address; /* of the put's data or of what is asked for, the receiver's own */
+  uint64_t target;  /* key of the receiver's range that it lies in */
+  uint64_t bytes;   /* of data in the message */
+  uint64_t word;    /* address of a semaphore word, the receiver's own; 0: no signal */
   uint64_t value;
-  uint64_t reserved[3];
+  uint64_t asked;   /* bytes that are asked for; 0: it is no request */
+  uint64_t answers; /* 1: the data belongs to the oldest request that is not answered; 0: to `address` */
+  uint64_t reserved;
 } Header;
 
 _Static_assert(sizeof(Header) == PROXYCCL_STAGED_ALIGN, "messages are aligned to their headers");
@@ -50,6 +58,20 @@ typedef struct {
 } Words;
 
 _Static_assert(sizeof(Words) == PROXYCCL_STAGED_WORDS_BYTES, "the rings begin behind the words");
+
+/* A get whose data has not arrived whole, or not all been placed. */
+typedef struct {
+  uint64_t destination, bytes; /* of what has not arrived */
+  uint64_t last;               /* number of the peer's message with the last of the data */
+} Asked;
+
+/* A request of the peer. */
+typedef struct {
+  uint64_t source, bytes; /* of what is not in a message yet */
+  uint64_t behind;        /* number of the request's message: what came before is to be placed first */
+} Answer;
+
+enum { GETS = PROXYCCL_STAGED_GETS };
 
 typedef struct {
   ProxycclConnection base;
@@ -71,6 +93,11 @@ typedef struct {
   uint64_t arrived;  /* the highest that was read */
   uint64_t taken, taken_marked;
   uint64_t returned; /* credits returned */
+  /* Gets, by number. */
+  uint64_t asked, arriving, got; /* requests made; the one whose data arrives next; complete */
+  uint64_t noted, answered;      /* requests of the peer, and those whose answers are made */
+  Asked gets[GETS];
+  Answer answers[GETS];
   OperationQueue operations;
   FlushQueue flushes; /* by messages */
 } StagedConnection;
@@ -122,37 +149,74 @@ static Header *open_message(StagedConnection *self, uint64_t bytes) {
   return self->last;
 }
 
-/* A message does not wrap, so the rest of the ring limits its data. A message without data fills a rest of one header.
- */
+/* Makes a message with the first bytes from `source` on, at most `most`, and returns its header; *made is their number.
+ * A message does not wrap, so the rest of the ring limits its data. A message without data fills a rest of one header.
+ * NULL with a status, or WAITS. */
+static Header *make_piece(StagedConnection *self, uint64_t source, uint64_t most, uint64_t *made, int *status) {
+  const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
+  uint64_t bytes = self->options.ring_bytes - place;
+  if (bytes > self->options.chunk_bytes) bytes = self->options.chunk_bytes;
+  if (bytes > most) bytes = most;
+  Header *header = open_message(self, bytes);
+  *status = header == NULL ? WAITS : 0;
+  *made = header == NULL ? 0 : bytes;
+  if (*made == 0) return header;
+  const ProxycclMemory memory = {.base = (char *)(uintptr_t)source, .bytes = bytes};
+  *status = self->out->transport->put(self->out, &self->device_sending, place, &memory, 0, bytes);
+  *status = copy_status(*status, PROXYCCL_STAGED_COPY_OUT);
+  return header;
+}
+
+/* A piece of a put. */
 static int make_put(StagedConnection *self, Operation *operation) {
-  while (operation->bytes > 0) {
-    const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
-    uint64_t bytes = self->options.ring_bytes - place;
-    Header *header;
-    if (bytes > self->options.chunk_bytes) bytes = self->options.chunk_bytes;
-    if (bytes > operation->bytes) bytes = operation->bytes;
-    header = open_message(self, bytes);
-    if (header == NULL) return WAITS;
-    if (bytes == 0) continue;
-    header->destination = operation->destination;
-    header->target = operation->destination_key;
-    const ProxycclMemory source = {(char *)(uintptr_t)operation->source, bytes, 0, 0};
-    const int status = self->out->transport->put(self->out, &self->device_sending, place, &source, 0, bytes);
-    if (status != 0) return copy_status(status, PROXYCCL_STAGED_COPY_OUT);
-    operation_advance(operation, bytes);
-  }
+  uint64_t bytes;
+  int status;
+  Header *header = make_piece(self, operation->source, operation->bytes, &bytes, &status);
+  if (status != 0 || bytes == 0) return status;
+  header->address = operation->destination;
+  header->target = operation->destination_key;
+  operation_advance(operation, bytes);
+  return 0;
+}
+
+/* A request. */
+static int make_get(StagedConnection *self, Operation *operation) {
+  if (self->asked - self->got == GETS) return WAITS;
+  Header *header = open_message(self, 0);
+  if (header == NULL) return WAITS;
+  header->address = operation->source;
+  header->target = operation->source_key;
+  header->asked = operation->bytes;
+  self->gets[self->asked++ % GETS] = (Asked){operation->destination, operation->bytes, 0};
+  operation->bytes = 0;
+  return 0;
+}
+
+/* A piece of the answer to the oldest request that is not answered. */
+static int make_answer(StagedConnection *self) {
+  Answer *answer = &self->answers[self->answered % GETS];
+  uint64_t bytes;
+  int status;
+  if (self->answered == self->noted || answer->behind > word_load(&self->words->placed)) return WAITS;
+  Header *header = make_piece(self, answer->source, answer->bytes, &bytes, &status);
+  if (status != 0 || bytes == 0) return status;
+  header->answers = 1;
+  answer->source += bytes;
+  answer->bytes -= bytes;
+  self->answered += answer->bytes == 0;
   return 0;
 }
 
 /* The CPU copies a value. The rest of the ring has room for a header, and for one value more unless it ends there. */
-static int make_value(StagedConnection *self, const Operation *operation) {
+static int make_value(StagedConnection *self, Operation *operation) {
   const uint64_t place = self->head % self->options.ring_bytes + sizeof(Header);
   if (place == self->options.ring_bytes && open_message(self, 0) == NULL) return WAITS;
   Header *header = open_message(self, operation->bytes);
   if (header == NULL) return WAITS;
-  header->destination = operation->destination;
+  header->address = operation->destination;
   header->target = operation->destination_key;
   memcpy(header + 1, &operation->value, operation->bytes);
+  operation->bytes = 0;
   return 0;
 }
 
@@ -170,23 +234,36 @@ static int make_flush(StagedConnection *self, const Operation *operation) {
   return flushes_push(&self->flushes, operation, self->made, self->freed) ? 0 : WAITS;
 }
 
-/* Makes messages of the operations in order, as far as there is room. */
+/* Makes a message of the next operation, or of a part of it. */
+static int make_next(StagedConnection *self) {
+  Operation *operation = operations_next(&self->operations);
+  int status;
+  if (operation == NULL || (operation->kind != GET && self->asked != self->got)) return WAITS;
+  if (operation->kind == PUT)
+    status = make_put(self, operation);
+  else if (operation->kind == GET)
+    status = make_get(self, operation);
+  else if (operation->kind == VALUE)
+    status = make_value(self, operation);
+  else if (operation->kind == SIGNAL)
+    status = make_signal(self, operation);
+  else
+    status = make_flush(self, operation);
+  if (status == 0 && (operation->kind == FLUSH || operation->bytes == 0)) operations_pop(&self->operations);
+  return status;
+}
+
+/* Makes messages of the operations, and of answers to the peer, each in their order and in turn, as far as there is
+ * room.
+ */
 static int issue(StagedConnection *self) {
-  for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
-    int status;
-    if (operation->kind == PUT)
-      status = make_put(self, operation);
-    else if (operation->kind == VALUE)
-      status = make_value(self, operation);
-    else if (operation->kind == SIGNAL)
-      status = make_signal(self, operation);
-    else
-      status = make_flush(self, operation);
-    if (status == WAITS) return 0;
-    if (status != 0) return status;
-    operations_pop(&self->operations);
+  for (;;) {
+    const int answered = make_answer(self);
+    if (answered != 0 && answered != WAITS) return answered;
+    const int made = make_next(self);
+    if (made != 0 && made != WAITS) return made;
+    if (answered == WAITS && made == WAITS) return 0;
   }
-  return 0;
 }
 
 /* Has a stream store `count` to `word` behind the copies that were issued. */
@@ -225,12 +302,12 @@ static int reclaim(StagedConnection *self, uint32_t *progress) {
 
 /* -- receiving --- */
 
-/* 1 if the message's data lies in the range that it names. */
-static int may_put(const StagedConnection *self, const Header *header) {
+/* 1 if bytes at the message's address lie in the range that it names. */
+static int may_reach(const StagedConnection *self, const Header *header, uint64_t bytes) {
   if (header->target >= PROXYCCL_STAGED_WRITE_TARGETS) return 0;
   const ProxycclRemoteWriteTarget target = target_load(&self->options.write_targets[header->target]);
-  return header->destination >= target.base && header->destination - target.base <= target.bytes &&
-         header->bytes <= target.bytes - (header->destination - target.base);
+  return header->address >= target.base && header->address - target.base <= target.bytes &&
+         bytes <= target.bytes - (header->address - target.base);
 }
 
 static int may_signal(const StagedConnection *self, uint64_t word) {
@@ -238,13 +315,39 @@ static int may_signal(const StagedConnection *self, uint64_t word) {
          word - self->options.signals < self->options.signals_bytes;
 }
 
+/* Notes a request. Its message is the next to be taken. */
+static int note_request(StagedConnection *self, const Header *header) {
+  if (header->bytes > 0 || self->noted - self->answered == GETS)
+    return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_REQUEST;
+  if (!may_reach(self, header, header->asked)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
+  self->answers[self->noted++ % GETS] = (Answer){header->address, header->asked, self->taken + 1};
+  return 0;
+}
+
+/* Where the data of an answer belongs, or 0 if it was not asked for. The message is the next to be taken. */
+static uint64_t take_answer(StagedConnection *self, uint64_t bytes) {
+  Asked *get = &self->gets[self->arriving % GETS];
+  if (self->arriving == self->asked || bytes > get->bytes) return 0;
+  const uint64_t destination = get->destination;
+  get->destination += bytes;
+  get->bytes -= bytes;
+  get->last = self->taken + 1;
+  self->arriving += get->bytes == 0;
+  return destination;
+}
+
 /* Checks a message, then issues its copy and its signal. */
 static int place(StagedConnection *self, const Header *header, uint64_t data) {
+  uint64_t address = header->address;
   int status = 0;
-  if (header->bytes > 0 && !may_put(self, header)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
+  if (header->asked > 0 && (status = note_request(self, header)) != 0) return status;
+  if (header->bytes > 0 && header->answers && (address = take_answer(self, header->bytes)) == 0)
+    return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_ANSWER;
+  if (header->bytes > 0 && !header->answers && !may_reach(self, header, header->bytes))
+    return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_RANGE;
   if (header->word != 0 && !may_signal(self, header->word)) return PROXYCCL_STAGED_REFUSED + PROXYCCL_STAGED_BAD_WORD;
   if (header->bytes > 0) {
-    const ProxycclMemory destination = {(char *)(uintptr_t)header->destination, header->bytes, 0, 0};
+    const ProxycclMemory destination = {.base = (char *)(uintptr_t)address, .bytes = header->bytes};
     status = self->in->transport->put(self->in, &destination, 0, &self->device_receiving, data, header->bytes);
   }
   if (status == 0 && header->word != 0)
@@ -269,6 +372,12 @@ static int take(StagedConnection *self, uint32_t *progress) {
   return 0;
 }
 
+/* Completes the gets whose data is placed. */
+static void complete_gets(StagedConnection *self, uint32_t *progress) {
+  const uint64_t placed = word_load(&self->words->placed);
+  for (; self->got != self->arriving && self->gets[self->got % GETS].last <= placed; ++self->got) ++*progress;
+}
+
 static int return_credits(StagedConnection *self, uint32_t *progress) {
   const ProxycclTransport *wire = self->wire->transport;
   const uint64_t placed = word_load(&self->words->placed);
@@ -289,6 +398,13 @@ static int staged_put(ProxycclConnection *base, const ProxycclMemory *dst, uint6
                       const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   StagedConnection *self = self_of(base);
   operations_push_transfer(&self->operations, PUT, dst, dst_offset, src, src_offset, bytes);
+  return issue(self);
+}
+
+static int staged_get(ProxycclConnection *base, const ProxycclMemory *dst, uint64_t dst_offset,
+                      const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
+  StagedConnection *self = self_of(base);
+  operations_push_transfer(&self->operations, GET, dst, dst_offset, src, src_offset, bytes);
   return issue(self);
 }
 
@@ -316,6 +432,7 @@ static int staged_flush(ProxycclConnection *base, uint64_t *flushed, uint64_t va
 static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   StagedConnection *self = self_of(base);
   int status = reclaim(self, progress);
+  complete_gets(self, progress);
   if (status == 0) status = issue(self);
   if (status != 0) return status;
   status = mark(self->out, &self->words->copied, self->made, &self->marked);
@@ -332,10 +449,11 @@ static int staged_poll(ProxycclConnection *base, uint32_t *progress) {
   return status == 0 ? proxyccl_mark_progress(base) : status;
 }
 
-/* An operation waits only behind a message without a credit. */
+/* An operation waits only behind a message without a credit, or behind a get. */
 static int staged_idle(const ProxycclConnection *base) {
   const StagedConnection *self = (const StagedConnection *)base;
-  return self->made == self->freed && self->returned == self->taken && self->wire->transport->idle(self->wire) &&
+  return self->asked == self->got && self->answered == self->noted && self->made == self->freed &&
+         self->returned == self->taken && self->wire->transport->idle(self->wire) &&
          self->out->transport->idle(self->out) && self->in->transport->idle(self->in);
 }
 
@@ -411,6 +529,7 @@ const char *proxyccl_staged_fabric_error_text(const ProxycclConnection *base) {
       .create = own_name##_create,                                                                             \
       .ready = staged_ready,                                                                                   \
       .put = staged_put,                                                                                       \
+      .get = staged_get,                                                                                       \
       .put_value = staged_put_value,                                                                           \
       .signal = staged_signal,                                                                                 \
       .flush = staged_flush,                                                                                   \

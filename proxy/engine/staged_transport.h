@@ -1,9 +1,10 @@
-/* Writes between pinned memory of two hosts, for memory that the device between them can't register. The device is one
- * of verbs (transport `staged`) or of libfabric (`staged_fabric`): the connection's wire.
+/* Puts and gets through pinned memory of two hosts, for memory that the device between them can't register. The device
+ * is one of verbs (transport `staged`) or of libfabric (`staged_fabric`): the connection's wire.
  *
  * Each side of a connection has an area: some words, a ring to send from and a ring to receive in. The sender's engine
  * copies a put in pieces into its ring and writes them into the same place of the receiver's ring. The receiver's
- * engine copies them to their destination, so both engines must run. */
+ * engine copies them to their destination, so both engines must run. A get is a request to the peer's engine, which
+ * sends the data as it sends a put. */
 #ifndef PROXYCCL_STAGED_TRANSPORT_H
 #define PROXYCCL_STAGED_TRANSPORT_H
 
@@ -18,20 +19,23 @@ enum {
 };
 
 typedef enum ProxycclStagedRefusal {
-  PROXYCCL_STAGED_BAD_COUNT = 0,  /* its count of messages is out of range */
-  PROXYCCL_STAGED_BAD_LENGTH = 1, /* a message does not fit the ring */
-  PROXYCCL_STAGED_BAD_RANGE = 2,  /* a put leaves the memory that is offered */
-  PROXYCCL_STAGED_BAD_WORD = 3    /* a signal is for no semaphore word */
+  PROXYCCL_STAGED_BAD_COUNT = 0,   /* its count of messages is out of range */
+  PROXYCCL_STAGED_BAD_LENGTH = 1,  /* a message does not fit the ring */
+  PROXYCCL_STAGED_BAD_RANGE = 2,   /* a put or get leaves the memory that is offered */
+  PROXYCCL_STAGED_BAD_WORD = 3,    /* a signal is for no semaphore word */
+  PROXYCCL_STAGED_BAD_REQUEST = 4, /* it asks for more gets than may be outstanding, or carries data too */
+  PROXYCCL_STAGED_BAD_ANSWER = 5   /* it carries more data than was asked for */
 } ProxycclStagedRefusal;
 
 enum {
-  PROXYCCL_STAGED_WRITE_TARGETS = 4096, /* most ranges of a rank that peers may write */
+  PROXYCCL_STAGED_WRITE_TARGETS = 4096, /* most ranges of a rank that peers may write, and read */
+  PROXYCCL_STAGED_GETS = 64,            /* most gets of a side that are not complete; a power of two */
   PROXYCCL_STAGED_MESSAGES = 256,       /* most messages without a credit; a power of two */
   PROXYCCL_STAGED_ALIGN = 64,           /* alignment of messages, and so of rings */
   PROXYCCL_STAGED_WORDS_BYTES = 512
 };
 
-/* A range of own memory that peers may write. Its index in the table is the key by which they name it. */
+/* A range of own memory that peers may write, and read. Its index in the table is the key by which they name it. */
 typedef struct ProxycclRemoteWriteTarget {
   uint64_t base;
   uint64_t bytes; /* 0: no range */

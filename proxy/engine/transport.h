@@ -42,7 +42,7 @@ typedef struct ProxycclTransport {
   /* Moves at least one byte from own memory to the peer's. */
   int (*put)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
-  /* The same from the peer's memory to own memory. NULL: the transport can't. */
+  /* The same from the peer's memory to own memory. */
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns

@@ -31,8 +31,10 @@ STATUSES = range(lib.PROXYCCL_STAGED_COPY_OUT, 2 * lib.PROXYCCL_STAGED_REFUSED)
 _REFUSALS = {
     lib.PROXYCCL_STAGED_BAD_COUNT: "the peer's count of messages is out of range",
     lib.PROXYCCL_STAGED_BAD_LENGTH: "a message of the peer does not fit the ring",
-    lib.PROXYCCL_STAGED_BAD_RANGE: "the peer put data outside the memory that this rank offers",
+    lib.PROXYCCL_STAGED_BAD_RANGE: "the peer put or got data outside the memory that this rank offers",
     lib.PROXYCCL_STAGED_BAD_WORD: "the peer signalled an address that is no semaphore word of this rank",
+    lib.PROXYCCL_STAGED_BAD_REQUEST: "the peer asks for more gets than may be outstanding, or sends data with one",
+    lib.PROXYCCL_STAGED_BAD_ANSWER: "the peer sends more data than was asked for",
 }
 """Why the engine refused a peer's message, by ProxycclStagedRefusal."""
 

@@ -28,14 +28,16 @@ from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
 from proxyccl.proxy.staging import RemoteWriteTargets
 from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
-from support.fake_staging import COPY, EVENT_QUERY, End, Ends, seen_as
+from support.fake_staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
 from support.fake_verbs import bytes_of_value
 from support.fake_wires import AddingVerbsWire, FabricWire, FakeWire, UnorderedFabricWire, VerbsWire
 from support.ranks import Gate
 
 lib = _engine.lib
 PUT, SIGNAL, FLUSH = Operation.DATA, Operation.SIGNAL, Operation.FLUSH
+GET = Operation.DATA | Operation.GET
 HEADER = 64
+OUTSIDE = "the peer put or got data outside the memory that this rank offers"
 REM_ACCESS_ERR = 10
 ARRIVED, CREDITED = 0, 128 // 8  # words of an area
 RECEIVING = int(lib.PROXYCCL_STAGED_WORDS_BYTES)  # offset in an area, less a ring
@@ -126,6 +128,90 @@ def test_a_put_of_any_length_arrives_whole(size: int, ring_bytes: int, chunk_byt
         assert not arrived[4 + size :].any()
 
 
+@pytest.mark.parametrize("wire", [WIRES[0], WIRES[-1]])
+@pytest.mark.parametrize(("ring_bytes", "chunk_bytes"), [(128, 64), (4096, 1000), (1 << 20, 1 << 18)])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 4097, 50_001])
+def test_a_get_of_any_length_brings_it_whole(size: int, ring_bytes: int, chunk_bytes: int, wire: MakeWire) -> None:
+    with Ends(size + 9, ring_bytes=ring_bytes, chunk_bytes=chunk_bytes, wire=wire) as ends:
+        here, there = ends
+        theirs, own = there.source.numpy(), np.zeros(size + 9, np.uint8)
+        there.destination.upload(theirs)
+        here.source.upload(own)
+        here.push(GET, size, source=3, destination=4)
+        ends.flush(here)
+        own[4 : 4 + size] = theirs[3 : 3 + size]
+        assert (here.source.numpy() == own).all()
+        counters = here.service.counters(here.channels[0])
+        assert (counters.gets, counters.puts, counters.bytes) == (1, 0, size)
+
+
+@pytest.mark.parametrize("ring_bytes", [128, 1 << 16])
+def test_two_ends_get_from_each_other_more_often_than_they_may_ask(ring_bytes: int) -> None:
+    count, size = 4 * int(lib.PROXYCCL_STAGED_GETS), 50
+    with Ends(count * size, ring_bytes=ring_bytes, chunk_bytes=64, service={"fifo_size": 2048}) as ends:
+        for number, end in enumerate(ends):
+            end.device.dawdle(3, number)
+            end.destination.upload(end.source.numpy())
+        wanted = [other.source.numpy() for other in reversed(ends.ends)]
+        for i in range(count):
+            for end in ends:
+                end.push(GET, size, source=i * size, destination=i * size)
+        for end in ends:
+            ends.flush(end)
+        for end, theirs in zip(ends, wanted, strict=True):
+            assert (end.source.numpy() == theirs).all()
+
+
+@pytest.mark.host_only("copies are replaced by the CPU's")
+@pytest.mark.parametrize("seed", range(3))
+def test_puts_and_gets_pass_data_on_whatever_stream_is_first(seed: int) -> None:
+    streams, count, size = [LateStreams(2 * seed), LateStreams(2 * seed + 1)], 60, 40
+    with Ends(
+        2 * count * size,
+        ring_bytes=1024,
+        chunk_bytes=64,
+        first={"calls": streams[0].calls},
+        second={"calls": streams[1].calls},
+    ) as ends:
+        here, there = ends
+        own = here.source.numpy()
+        for i in range(count):
+            here.push(PUT, size, source=i * size, destination=i * size)
+            here.push(GET, size, source=i * size, destination=(count + i) * size)
+            here.push(PUT, size, source=(count + i) * size, destination=(count + i) * size)
+        ends.flush(here)
+        own[count * size :] = own[: count * size]
+        assert (here.source.numpy() == own).all()
+        assert (there.destination.numpy() == own).all()
+
+
+def test_what_follows_a_get_waits_for_its_data() -> None:
+    with Ends() as ends:
+        here, there = ends
+        with Stuck(there):
+            ticket = here.push(GET, 8)
+            here.push(PUT | SIGNAL | FLUSH, 8)
+            ends.wait(lambda: here.device.counts.executed == 2, "the request")
+            assert not here.service.drain(0.05)
+            assert here.device.counts.requests == 2  # the request, and the count of messages
+            assert here.service.completed(here.channels[0]) == 0
+        ends.wait(lambda: here.service.completed(here.channels[0]) > ticket + 1, "all of it")
+        assert there.words[0] == 1
+
+
+def test_draining_waits_for_an_answer_that_the_peer_has_not_sent() -> None:
+    with Ends() as ends:
+        here, there = ends
+        there.device.allow(1)  # its credit for the request
+        here.push(GET, 4000)
+        ends.wait(lambda: there.device.counts.executed == 1, "the credit")
+        assert not here.service.drain(0.05)
+        assert not there.service.drain(0.05)
+        there.device.allow(-1)
+        assert here.service.drain(60)
+        assert there.service.drain(60)
+
+
 def test_a_put_of_25_megabytes_through_a_ring_of_two() -> None:
     size = 25_000_003
     with Ends(size, ring_bytes=2 << 20, chunk_bytes=256 << 10, max_message=1 << 20) as ends:
@@ -156,7 +242,7 @@ RANDOM_WIRES = [(seed, WIRES[seed % len(WIRES)]) for seed in range(8)]
     ("seed", "wire"), [pytest.param(seed, *wire.values, marks=wire.marks) for seed, wire in RANDOM_WIRES]
 )
 def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, runtime: Runtime) -> None:
-    """Random triggers on three channels both ways at once, puts over one another, and devices that dawdle."""
+    """Random triggers on three channels both ways at once, puts and gets over one another, and devices that dawdle."""
     rng = random.Random(seed)
     ring_bytes = rng.choice([128, 192, 1024, 65536])
     chunk_bytes, max_message = rng.choice([1, 50, 64, 500, 4096]), rng.choice([7, 64, 4096])
@@ -181,18 +267,26 @@ def test_everything_happens_as_if_one_after_another(seed: int, wire: MakeWire, r
             number, operation, channel = rng.randrange(2), Operation(rng.randint(1, 7)), rng.randrange(3)
             size = rng.randint(0, longest) if operation & PUT else 0
             start, end = rng.randrange(4096 - longest), rng.randrange(4096 - longest)
-            value, data = None, sources[number][start : start + size]
+            where: dict[str, int] = {"source": start, "destination": end}
+            own, theirs = sources[number], expected[1 - number]
             if operation & PUT and rng.randrange(4) == 0:
                 value, size = rng.getrandbits(64), rng.choice([1, 2, 4, 8])
-                data = bytes_of_value(value, size)
-            expected[1 - number][end : end + size] = data
+                theirs[end : end + size] = bytes_of_value(value, size)
+                where["value"] = value
+            elif operation & PUT and rng.randrange(3) == 0:
+                operation |= GET
+                own[start : start + size] = theirs[end : end + size]
+                where = {"source": end, "destination": start}
+            else:
+                theirs[end : end + size] = own[start : start + size]
             signals[1 - number][channel] += bool(operation & SIGNAL)
-            ends.ends[number].push(operation, size, source=start, destination=end, channel=channel, value=value)
+            ends.ends[number].push(operation, size, channel=channel, **where)
         for end in ends:
             for channel in range(3):
                 ends.flush(end, channel)
         for number, end in enumerate(ends):
             assert (end.destination.numpy() == expected[number]).all()
+            assert (end.source.numpy() == sources[number]).all()
             assert end.words[:3].tolist() == signals[number]
             assert end.device.breach is None
 
@@ -358,11 +452,7 @@ def test_one_worker_may_serve_both_directions_to_several_peers() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("target", "the peer put data outside the memory that this rank offers"),
-        ("number", "the peer put data outside the memory that this rank offers"),
-        ("before", "the peer put data outside the memory that this rank offers"),
-        ("behind", "the peer put data outside the memory that this rank offers"),
-        ("removed", "the peer put data outside the memory that this rank offers"),
+        *((change, OUTSIDE) for change in ("target", "number", "before", "behind", "removed")),
         ("word", "the peer signalled an address that is no semaphore word of this rank"),
         ("odd word", "the peer signalled an address that is no semaphore word of this rank"),
     ],
@@ -391,6 +481,57 @@ def test_what_was_not_offered_is_refused_where_it_arrives(change: str, reason: s
         assert not there.destination.numpy().any()
         assert not there.words.any()
         assert here.flushed() == 0
+
+
+@pytest.mark.parametrize("change", ["target", "before", "behind", "removed"])
+def test_what_was_not_offered_can_not_be_got(change: str) -> None:
+    with Ends(256) as ends:
+        here, there = ends
+        before, base, nbytes, key = here.source.numpy(), there.destination.ptr, there.destination.nbytes, there.key
+        if change == "removed":
+            there.write_targets.remove(key)
+        wrong = {
+            "target": (base, nbytes, key + 1),
+            "before": (base - 8, nbytes, key),
+            "behind": (base + 64, nbytes, key),
+        }.get(change, (base, nbytes, key))
+        here.destination_id = here.service.add_memory(*wrong)
+        here.push(GET | FLUSH, 200)
+        assert there.fails().reason == f"completion: refused: {OUTSIDE}"
+        assert (here.source.numpy() == before).all()
+        assert here.flushed() == 0
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ({"bytes": 8, "answers": 1}, "the peer sends more data than was asked for"),
+        ({"bytes": 8, "asked": 8}, "the peer asks for more gets than may be outstanding, or sends data with one"),
+    ],
+)
+def test_messages_of_gets_that_can_not_be_are_refused(header: dict[str, int], reason: str) -> None:
+    fields = ("address", "target", "bytes", "word", "value", "asked", "answers")
+    with Ends(ring_bytes=4096) as ends:
+        _, there = ends
+        area = seen_as(there.area, np.uint64)
+        for name, value in header.items():
+            area[(RECEIVING + 4096) // 8 + fields.index(name)] = value
+        area[ARRIVED] = 1
+        assert there.fails().reason == f"completion: refused: {reason}"
+
+
+def test_more_requests_than_may_be_outstanding_are_refused() -> None:
+    most = int(lib.PROXYCCL_STAGED_GETS)
+    with Ends(ring_bytes=1 << 16) as ends:
+        _, there = ends
+        there.device.allow(0)  # so its answers fill the ring and stay there
+        area = seen_as(there.area, np.uint64)
+        size = there.destination.nbytes
+        for i in range(most + 20):
+            message = area[(RECEIVING + (1 << 16) + HEADER * i) // 8 :]
+            message[0], message[1], message[5] = there.destination.ptr, there.key, size
+        area[ARRIVED] = most + 20
+        assert "asks for more gets than may be outstanding" in there.fails().reason
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(("transport", "signal"), [("fabric", "auto")])
+@pytest.mark.parametrize(
+    ("transport", "signal"), [("fabric", "auto"), ("staged_fabric", "auto"), ("staged_fabric", "delivered")]
+)
 def test_they_keep_their_order(transport: str, signal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = load_if_here()
     if library is None:

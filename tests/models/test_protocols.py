@@ -30,6 +30,8 @@ VERIFIERS = {
     "staged, both sides send": ("staged", ("RING=3", "PUTS=2")),
     "staged, one side sends many laps": ("staged", ("RING=2", "PUTS=4", "REPLIES=1")),
     "staged, few messages without a credit": ("staged", ("RING=6", "PUTS=3", "MESSAGES=1")),
+    "gets, room for one message": ("gets", ("ROOM=1", "GETS=1")),
+    "gets, room for several": ("gets", ("ROOM=3", "GETS=2")),
     "exchange": ("exchange", ()),
     "close": ("close", ()),
     "survivors, nobody late": ("survivors", ("DEATHS=2",)),
@@ -39,6 +41,7 @@ if DEEP:
     VERIFIERS |= {
         "staged, both sides send more": ("staged", ("RING=2", "PUTS=3")),
         "staged, one side sends more": ("staged", ("RING=4", "PUTS=6", "REPLIES=1")),
+        "gets, more of them": ("gets", ("OPERATIONS=3", "MORE=5", "ROOM=2", "GETS=2")),
         "exchange, more of them": ("exchange", ("EXCHANGES=5",)),
         "survivors, some late, one ends": ("survivors", ("DEATHS=1", "LATE=1", "ATTEMPTS=2")),
     }
@@ -53,6 +56,10 @@ BUGS = {
     "a message is credited before it is placed": ("staged, both sides send", 6),
     "a credit too many": ("staged, one side sends many laps", 7),
     "a count that is half written is believed": ("staged, one side sends many laps", 8),
+    "a request is credited when it is answered": ("gets, room for one message", 1),
+    "a get is answered before what came before it is placed": ("gets, room for several", 2),
+    "a put or signal does not wait for gets": ("gets, room for several", 3),
+    "gets are asked for without a limit": ("gets, room for several", 4),
     "nobody looks whether a peer has left": ("exchange", 1),
     "a peer that left after the exchange counts as missing": ("exchange", 2),
     "a rank leaves before it tells its exchanges": ("exchange", 3),

@@ -10,6 +10,7 @@ import pytest
 from proxyccl import AbortedError, Array, Communicator, Runtime
 from proxyccl.proxy.transports import verbs
 from proxyccl.proxy.verbs.registrations import Registrations
+from support.random_transfers import run_random_transfers
 from support.ranks import Ranks
 from support.reference import Call
 from support.soft_roce.kernels import KERNELS
@@ -43,6 +44,14 @@ def exchanged(comm: Communicator, part: int) -> dict[int, str]:
     got = target.numpy().reshape(comm.world_size, part)
     assert all(np.array_equal(got[channel.peer], bytes_of(channel.peer, part)) for channel in channels)
     return {channel.peer: channel.transport for channel in channels}
+
+
+def test_puts_values_gets_and_signals_keep_their_order() -> None:
+    def body(comm: Communicator) -> None:
+        assert run_random_transfers(comm, 1).transport == "staged"
+
+    with ranks(1, "staged") as pair:
+        pair.run(body)
 
 
 def test_channels_and_collectives_are_the_same_over_it() -> None:
