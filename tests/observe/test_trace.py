@@ -28,6 +28,7 @@ from proxyccl.proxy.observe.tracing import (
     TracedTrigger,
     Tracer,
 )
+from proxyccl.proxy.trigger import operation_name
 from support.device_arrays import barrier, on_device, on_host
 from support.observing import KERNELS, channels_of, command, look, output_of, wait_for_looks, wait_until_traced
 from support.running import TIMEOUT, run_ranks
@@ -119,6 +120,18 @@ def test_a_handlers_trigger_is_complete_when_it_has_returned() -> None:
             assert t.completed_ns - t.issued_ns >= 2e6
 
     run_ranks(1, body)
+
+
+def test_gets_are_recorded_and_counted_by_their_name() -> None:
+    def body(comm: Communicator) -> None:
+        channels = channels_of(comm)
+        trace = traced(comm, channels, 7, kernel="gets")
+        assert Counter(operation_name(t.trigger.operation) for t in trace.triggers) == {"get": 7, "flush": 1}
+        (channel,) = look(comm).channels
+        assert (channel.gets, channel.puts, channel.bytes) == (7, 0, 700)
+        comm.barrier()
+
+    run_ranks(2, body)
 
 
 def test_a_collective_is_recorded_on_every_rank_and_worker() -> None:

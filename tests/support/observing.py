@@ -41,6 +41,10 @@ extern "C" __global__ void flush_large(DeviceHandle<ProxyChannel>* channels, uin
     channels[0].flush();
   }
 }
+extern "C" __global__ void gets(DeviceHandle<ProxyChannel>* channels, int count) {
+  for (int i = 0; i < count; ++i) channels[0].get(0, 0, 100);
+  channels[0].flush();
+}
 extern "C" __global__ void empty_puts(DeviceHandle<ProxyChannel>* channels, int count) {
   for (int i = 0; i < count; ++i) channels[0].put(0, 0, 0);
   channels[0].flush();
