@@ -67,6 +67,9 @@ def test_put_and_signal_run_on_the_host_and_are_shown(tmp_path: Path) -> None:
     assert [row["bytes"] for row in results["latency"]][:2] == [0, 1024]
     assert all(row["one_way_us"] > 0 for row in (*results["latency"], *results["sm_latency"]))
     assert all(row["gbs"] > 0 for row in (*results["bandwidth"], *results["sm_bandwidth"]))
+    assert [row["operation"] for row in results["completion"]][:2] == ["put", "get"]
+    assert all(row["flush_us"] > 0 and row["ticket_us"] > 0 for row in results["completion"])
+    assert all(row["put_gbs"] > 0 and row["get_gbs"] > 0 for row in results["get_bandwidth"])
     assert make_page(tmp_path).returncode == 0
     page = (tmp_path / "README.md").read_text()
     assert "signal alone" in page
