@@ -33,6 +33,9 @@ from support.processes import FileBootstrap
 _AFTER_SHRINK_STEPS = 5
 _SHRINKS = 4
 _EXIT_STATUS = 7
+_START_SECONDS = 30.0
+"""Within which all ranks must have been started. The time-out of a case counts from then on, as a busy machine starts
+some ranks seconds behind others."""
 
 
 class PlannedError(Exception):
@@ -184,9 +187,9 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
     """The rank's life with its communicators. Returns the process's status."""
     comm: Communicator | None = None
     try:
-        comm = Communicator(
-            FileBootstrap.from_environment(), timeout=case.timeout, proxy=case.place, local_world_size=case.nodes
-        )
+        bootstrap = FileBootstrap.from_environment()
+        bootstrap.all_gather(b"", _START_SECONDS, lambda: None)
+        comm = Communicator(bootstrap, timeout=case.timeout, proxy=case.place, local_world_size=case.nodes)
         work = Work(comm, case.seed)
         say("ready", daemon=getattr(comm.proxy, "daemon", None))
         steps = work_until_the_end(case, comm, work, rng, victim=victim)
