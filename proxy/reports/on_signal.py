@@ -10,6 +10,8 @@ from collections.abc import Callable
 from proxyccl.proxy._engine import lib
 
 SIGNAL = signal.SIGUSR1
+_COUNT_BYTES = 8
+"""Of an eventfd's count."""
 
 _lock = threading.Lock()
 _tried = False
@@ -39,5 +41,5 @@ def install(report: Callable[[str], object]) -> None:
 
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
-        os.eventfd_read(descriptor)
+        os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not go on after another signal's handler
         report(f"signal {SIGNAL.name}")

@@ -243,6 +243,12 @@ def test_a_signal_to_healthy_ranks(reports: Path) -> None:
     assert not any(report.waits or report.failure or report.exchange for report in found.values())
 
 
+def test_signals_that_the_program_handles_leave_the_reporter_waiting(reports: Path) -> None:
+    found, said = run_hangs(reports, "signalled_after_other_signals")
+    assert set(found) == set(range(PROCESSES))
+    assert said == ["reported"] * PROCESSES
+
+
 def test_a_program_that_handles_the_signal_itself_keeps_it(reports: Path) -> None:
     found, said = run_hangs(reports, "signal_handled_by_the_program")
     assert not found

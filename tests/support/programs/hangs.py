@@ -95,6 +95,21 @@ def signalled_while_all_is_well() -> None:
     say(f"wrote {len(list(REPORTS.iterdir())) - before} more")
 
 
+def signalled_after_other_signals() -> None:
+    """The thread that reports has met signals that the program handles."""
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    comm = Communicator(bootstrap, timeout=LONG)
+    (reporter,) = (thread for thread in threading.enumerate() if thread.name == "proxyccl-signal")
+    assert reporter.ident is not None
+    for _ in range(20):
+        signal.pthread_kill(reporter.ident, signal.SIGALRM)
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    await_reports(comm.world_size)
+    say("reported")
+    comm.close()
+
+
 def signal_handled_by_the_program() -> None:
     caught = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: caught.set())
@@ -122,6 +137,7 @@ SCENARIOS = {
         killed,
         signalled_while_it_hangs,
         signalled_while_all_is_well,
+        signalled_after_other_signals,
         signal_handled_by_the_program,
         forked,
     )
