@@ -33,6 +33,11 @@ FAULTS = (
 """
 HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory")
 """Faults that nobody may notice."""
+_TIMEOUT_SECONDS = 3.0
+_HARMLESS_TIMEOUT_SECONDS = 15.0
+"""Where no wait may run out: on a busy machine a rank that compiles a kernel takes seconds."""
+_DAEMON_STARTS_SECONDS = 60.0
+"""Of two daemons, the first one and that behind a shrink: each may take half of it (`proxyccl.proxy.daemon.job`)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class Case:
         fault: one of FAULTS.
         victim: the rank to which it happens.
         delay: seconds from when all ranks are ready to the fault.
-        work: seconds that the ranks work, if nothing ends them.
         timeout: of every wait, in seconds.
+        work: seconds that the ranks work, if nothing ends them.
     """
 
     seed: int
@@ -58,8 +63,8 @@ class Case:
     fault: str
     victim: int
     delay: float
+    timeout: float
     work: float = 1.2
-    timeout: float = 3.0
 
     @classmethod
     def of(cls, seed: int) -> Case:
@@ -69,14 +74,15 @@ class Case:
         ranks = rng.randint(2, 4)
         place = "process" if fault.startswith("daemon") else rng.choice(["thread", "process"])
         nodes = 2 if ranks == 4 and rng.random() < 0.3 else None
-        return cls(seed, ranks, place, nodes, fault, rng.randrange(ranks), rng.uniform(0, 1.0))
+        timeout = _HARMLESS_TIMEOUT_SECONDS if fault in HARMLESS else _TIMEOUT_SECONDS
+        return cls(seed, ranks, place, nodes, fault, rng.randrange(ranks), rng.uniform(0, 1.0), timeout)
 
     @property
     def bound(self) -> float:
         """Seconds within which every process must have ended: time-outs of a wait, of a shrink, of its retry and of the
         end, and what starting takes where cores are shared.
         """
-        return 60 + 8 * self.timeout
+        return 60 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 
     def __str__(self) -> str:
         nodes = f", nodes of {self.nodes}" if self.nodes else ""
