@@ -3,7 +3,11 @@
 Contenders, each making a communicator of all ranks but the last:
 - `Communicator` over MPI;
 - `split`, whose result ends with the whole;
-- `shrink`, whose result does not, and which bears the loss of ranks.
+- `shrink`, whose result does not, and which bears the loss of ranks;
+- on NVIDIA GPUs NCCL's ncclCommInitRank, whose unique id MPI passes on, and its ncclCommShrink.
+While nothing is under way, and from within an all_reduce that the last rank does not join, as after its loss. There the
+whole is given up: ours by `abort`, NCCL's by ncclCommAbort, or by ncclCommShrink's own flag NCCL_SHRINK_ABORT.
+
 A time is that of the slowest rank, from a barrier until the call returns, and until the new communicator's first
 all_reduce of 1 KiB has ended. The contenders take turns; the table shows medians. Results are checked.
 """
@@ -13,10 +17,13 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from nccl_communicators import Nccl, NcclError
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator
@@ -26,73 +33,216 @@ from proxyccl.channels.tools.tables import Column, Table
 _TURNS, _QUICK_TURNS = 20, 2
 _COUNT = 256
 _COLUMNS = (
-    Column("made by", "", 16, left=True),
+    Column("made by", "", 30, left=True),
     Column("call", "(ms)", 9, ".2f"),
     Column("with all_reduce", "(ms)", 16, ".2f"),
 )
+WORLD = MPI.COMM_WORLD
+RANK, LAST = WORLD.Get_rank(), WORLD.Get_size() - 1
 
 
-def contenders(part: MPI.Intracomm, whole: Communicator) -> dict[str, Callable[[], Communicator]]:
-    """What makes a communicator of the ranks of `part`, by name."""
-    members = list(range(part.Get_size()))
-    last = whole.world_size - 1
-    return {
-        "Communicator": lambda: Communicator(part),
-        "split": lambda: whole.split(members),
-        "shrink": lambda: whole.shrink(exclude=[last]),
+class Contender(ABC):
+    """One way to a communicator of fewer ranks.
+
+    Args:
+        name: as the table shows it.
+        stuck: whether an all_reduce is under way that the last rank does not join.
+    """
+
+    def __init__(self, name: str, *, stuck: bool) -> None:
+        self.name, self.stuck = name, stuck
+
+    @abstractmethod
+    def open(self, home: Communicator) -> None:
+        """Makes the communicator of all ranks, and has it work once.
+
+        Args:
+            home: a communicator whose device and memory the contender may use.
+        """
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Queues an all_reduce of the whole."""
+
+    @abstractmethod
+    def regroup(self, part: MPI.Intracomm) -> None:
+        """Makes the communicator of the ranks of `part`, which alone call this."""
+
+    @abstractmethod
+    def check(self) -> bool:
+        """Has it work once. Returns whether the result is right."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees everything. The last rank calls it too, without having regrouped."""
+
+
+class Ours(Contender):
+    """See `Contender`; `how` makes the communicator from the whole and the MPI communicator of its ranks."""
+
+    def __init__(self, name: str, how: Callable[[Communicator, MPI.Intracomm], Communicator], *, stuck: bool) -> None:
+        super().__init__(name, stuck=stuck)
+        self._how = how
+        self._part: Communicator | None = None
+
+    def open(self, home: Communicator) -> None:
+        """See `Contender`."""
+        self._whole = Communicator()
+        self._stream = self._whole.runtime.create_stream()
+        self._x, self._lost = (self._whole.empty(_COUNT, "float32").fill(1) for _ in range(2))
+        self._whole.all_reduce(self._x)
+        self._whole.synchronize()
+        self._x.fill(1)
+        self._whole.synchronize()
+
+    def begin(self) -> None:
+        """See `Contender`."""
+        self._whole.all_reduce(self._lost, stream=self._stream)
+
+    def regroup(self, part: MPI.Intracomm) -> None:
+        """See `Contender`."""
+        if self.stuck:
+            self._whole.abort("the last rank does not come")
+        self._part = self._how(self._whole, part)
+
+    def check(self) -> bool:
+        """See `Contender`."""
+        assert self._part is not None
+        self._part.all_reduce(self._x)
+        self._part.synchronize()
+        return bool(np.all(self._x.numpy() == LAST))
+
+    def close(self) -> None:
+        """See `Contender`."""
+        if self._part is not None:
+            self._part.close()
+            self._part = None
+        self._whole.close()
+
+
+class Ncclwise(Contender):
+    """See `Contender`; `shrink` by ncclCommShrink, otherwise anew."""
+
+    def __init__(self, name: str, nccl: Nccl, *, shrink: bool, stuck: bool) -> None:
+        super().__init__(name, stuck=stuck)
+        self._nccl, self._shrink = nccl, shrink
+        self._part: Any = None
+
+    def open(self, home: Communicator) -> None:
+        """See `Contender`."""
+        self._stream = home.runtime.create_stream()
+        self._x, self._lost = (home.empty(_COUNT, "float32").fill(1) for _ in range(2))
+        home.synchronize()
+        self._whole: Any = self._nccl.communicator(WORLD)
+        self._whole.all_reduce(self._x.ptr, _COUNT, self._stream.handle)
+        self._stream.synchronize()
+        self._x.fill(1)
+        home.synchronize()
+
+    def begin(self) -> None:
+        """See `Contender`."""
+        self._whole.all_reduce(self._lost.ptr, _COUNT, self._stream.handle)
+
+    def regroup(self, part: MPI.Intracomm) -> None:
+        """See `Contender`."""
+        if self._shrink:
+            self._part = self._whole.shrink([LAST], abort=self.stuck)
+            return
+        if self.stuck:
+            self._whole.abort()
+            self._whole = None
+        self._part = self._nccl.communicator(part)
+
+    def check(self) -> bool:
+        """See `Contender`."""
+        self._part.all_reduce(self._x.ptr, _COUNT, self._stream.handle)
+        self._stream.synchronize()
+        return bool(np.all(self._x.numpy() == LAST))
+
+    def close(self) -> None:
+        """See `Contender`."""
+        if self._part is not None:
+            self._part.close()
+            self._part = None
+        if self._whole is not None:
+            if self.stuck:
+                self._whole.abort()
+            else:
+                self._whole.close()
+
+
+def contenders(runtime: str) -> tuple[list[Contender], str]:
+    """All of them, and why NCCL is not among them, or its version."""
+    members = list(range(LAST))
+    ways: dict[str, Callable[[Communicator, MPI.Intracomm], Communicator]] = {
+        "Communicator": lambda _, part: Communicator(part),
+        "split": lambda whole, _: whole.split(members),
+        "shrink": lambda whole, _: whole.shrink(exclude=[LAST]),
     }
+    found: list[Contender] = [Ours(name, how, stuck=False) for name, how in ways.items()]
+    found += [Ours(f"abort, {name}", ways[name], stuck=True) for name in ("Communicator", "shrink")]
+    if runtime != "cuda":
+        return found, f"NCCL does not run on the {runtime} runtime"
+    try:
+        nccl = Nccl()
+    except (OSError, NcclError) as error:
+        return found, f"without NCCL: {error}"
+    found += [
+        Ncclwise("ncclCommInitRank", nccl, shrink=False, stuck=False),
+        Ncclwise("ncclCommShrink", nccl, shrink=True, stuck=False),
+        Ncclwise("ncclCommAbort, InitRank", nccl, shrink=False, stuck=True),
+        Ncclwise("ncclCommShrink, SHRINK_ABORT", nccl, shrink=True, stuck=True),
+    ]
+    return found, f"NCCL {nccl.version}"
 
 
-def measure(name: str, wrong: list[str]) -> tuple[float, float]:
+def measure(contender: Contender, home: Communicator, part: MPI.Intracomm, wrong: list[str]) -> tuple[float, float]:
     """The two times of a contender, in ms."""
-    rank, last = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size() - 1
     times = [0.0, 0.0]
-    part = MPI.COMM_WORLD.Split(int(rank == last))
-    with Communicator() as whole:
-        x = whole.empty(_COUNT, "float32").fill(1)
-        whole.all_reduce(x)
-        whole.synchronize()
-        MPI.COMM_WORLD.Barrier()
-        if rank != last:
-            began = time.perf_counter()
-            made = contenders(part, whole)[name]()
-            times[0] = time.perf_counter() - began
-            made.all_reduce(x)
-            made.synchronize()
-            times[1] = time.perf_counter() - began
-            if np.any(x.numpy() != (last + 1) * last):
-                wrong.append(name)
-            made.close()
-        MPI.COMM_WORLD.Barrier()
-    part.Free()
-    return MPI.COMM_WORLD.allreduce(times[0], MPI.MAX) * 1e3, MPI.COMM_WORLD.allreduce(times[1], MPI.MAX) * 1e3
+    contender.open(home)
+    WORLD.Barrier()
+    if RANK != LAST:
+        if contender.stuck:
+            contender.begin()
+            part.Barrier()
+        began = time.perf_counter()
+        contender.regroup(part)
+        times[0] = time.perf_counter() - began
+        if not contender.check():
+            wrong.append(contender.name)
+        times[1] = time.perf_counter() - began
+    WORLD.Barrier()
+    contender.close()
+    return WORLD.allreduce(times[0], MPI.MAX) * 1e3, WORLD.allreduce(times[1], MPI.MAX) * 1e3
 
 
 def main() -> int:
     parsed = common_arguments(__doc__.splitlines()[0]).parse_args()
     end_if_it_hangs(parsed.seconds)
-    names = ("Communicator", "split", "shrink")
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    wrong: list[str] = []
+    part = WORLD.Split(int(RANK == LAST))
     deadline = time.monotonic() + parsed.seconds
     with Communicator() as comm:
-        heading(comm, "communicators of fewer ranks", "median; slowest rank")
+        ways, nccl = contenders(comm.runtime.name)
+        times: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+        wrong: list[str] = []
+        heading(comm, "communicators of fewer ranks", "median; slowest rank", nccl)
         for _ in range(_QUICK_TURNS if parsed.quick else _TURNS):
-            for name in names:
-                times[name].append(measure(name, wrong))
-            if MPI.COMM_WORLD.bcast(time.monotonic() > deadline):
+            for way in ways:
+                times[way.name].append(measure(way, comm, part, wrong))
+            if WORLD.bcast(time.monotonic() > deadline):
                 break
-        failed = MPI.COMM_WORLD.allreduce(len(wrong))
+        failed = WORLD.allreduce(len(wrong))
         if comm.rank == 0:
             table, rows = Table(_COLUMNS), []
             table.header()
-            for name in names:
-                call, first = (statistics.median(column) for column in zip(*times[name], strict=True))
+            for name, each in times.items():
+                call, first = (statistics.median(column) for column in zip(*each, strict=True))
                 table.row(name, call, first)
-                rows.append({"made_by": name, "call_ms": call, "with_all_reduce_ms": first})
+                rows.append({"made_by": name, "turns": len(each), "call_ms": call, "with_all_reduce_ms": first})
             print(f"# wrong results: {failed}")
             if parsed.json:
-                write_json(parsed.json, {"benchmark": "regroup", **describe(comm), "results": rows})
+                write_json(parsed.json, {"benchmark": "regroup", **describe(comm), "nccl": nccl, "results": rows})
+    part.Free()
     return int(bool(failed))
 
 

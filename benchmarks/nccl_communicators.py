@@ -1,0 +1,122 @@
+"""NCCL's communicators by its C API, for `regroup.py`: made, shrunk, aborted, with an all_reduce. Needs no torch.
+
+Signatures and constants are those of nccl.h. ncclCommShrink is there from NCCL 2.27 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+# NVLink multicast must not be used. NCCL reads this when it makes its first communicator.
+os.environ["NCCL_NVLS_ENABLE"] = "0"
+
+from mpi4py import MPI
+
+_FIRST_VERSION = 22700  # NCCL 2.27
+_FLOAT32, _SUM = 7, 0
+_SHRINK_DEFAULT, _SHRINK_ABORT = 0, 1
+_UNIQUE_ID_BYTES = 128
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", ctypes.c_byte * _UNIQUE_ID_BYTES),)
+
+
+_int, _pointer = ctypes.c_int, ctypes.c_void_p
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "ncclGetVersion": (ctypes.POINTER(_int),),
+    "ncclGetUniqueId": (ctypes.POINTER(_UniqueId),),
+    "ncclCommInitRank": (ctypes.POINTER(_pointer), _int, _UniqueId, _int),
+    "ncclCommShrink": (_pointer, ctypes.POINTER(_int), _int, ctypes.POINTER(_pointer), _pointer, _int),
+    "ncclCommDestroy": (_pointer,),
+    "ncclCommAbort": (_pointer,),
+    "ncclAllReduce": (_pointer, _pointer, ctypes.c_size_t, _int, _int, _pointer, _pointer),
+}
+
+
+class NcclError(Exception):
+    """A call of NCCL failed; the message names it."""
+
+
+class Nccl:
+    """NCCL's library.
+
+    Attributes:
+        version: such as "2.28.9".
+
+    Raises:
+        OSError: there is none; the message says where it was looked for.
+        NcclError: it is too old to shrink.
+    """
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(_path())
+        self._library.ncclGetErrorString.restype = ctypes.c_char_p
+        number = _int()
+        self.call("ncclGetVersion", ctypes.byref(number))
+        self.version = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
+        if number.value < _FIRST_VERSION:
+            raise NcclError(f"NCCL {self.version} has no ncclCommShrink, which came with 2.27")
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Calls a function. Raises NcclError if it does not succeed."""
+        function = getattr(self._library, name)
+        function.argtypes = _SIGNATURES[name]
+        if status := function(*arguments):
+            raise NcclError(f"{name}: {self._library.ncclGetErrorString(status).decode()}")
+
+    def communicator(self, ranks: MPI.Intracomm) -> NcclCommunicator:
+        """A communicator of these ranks, each on its thread's current device."""
+        unique = _UniqueId()
+        if ranks.Get_rank() == 0:
+            self.call("ncclGetUniqueId", ctypes.byref(unique))
+        unique = _UniqueId.from_buffer_copy(ranks.bcast(bytes(unique)))
+        made = _pointer()
+        self.call("ncclCommInitRank", ctypes.byref(made), ranks.Get_size(), unique, ranks.Get_rank())
+        return NcclCommunicator(self, made)
+
+
+class NcclCommunicator:
+    """A communicator of NCCL. Its calls wait for the other ranks without a bound.
+
+    Args:
+        nccl: the library.
+        handle: the communicator's.
+    """
+
+    def __init__(self, nccl: Nccl, handle: ctypes.c_void_p) -> None:
+        self._nccl, self._handle = nccl, handle
+
+    def all_reduce(self, pointer: int, count: int, stream: int) -> None:
+        """Queues a sum of float32 in place."""
+        self._nccl.call("ncclAllReduce", pointer, pointer, count, _FLOAT32, _SUM, self._handle, stream)
+
+    def shrink(self, exclude: Sequence[int], *, abort: bool) -> Self:
+        """A communicator of the other ranks, which alone call this; with `abort` what is under way is ended first."""
+        made = _pointer()
+        ranks = (_int * len(exclude))(*exclude)
+        flags = _SHRINK_ABORT if abort else _SHRINK_DEFAULT
+        self._nccl.call("ncclCommShrink", self._handle, ranks, len(exclude), ctypes.byref(made), None, flags)
+        return type(self)(self._nccl, made)
+
+    def close(self) -> None:
+        """Frees it, when its calls have ended."""
+        self._nccl.call("ncclCommDestroy", self._handle)
+
+    def abort(self) -> None:
+        """Ends its calls, and frees it."""
+        self._nccl.call("ncclCommAbort", self._handle)
+
+
+def _path() -> str:
+    """The library of the package nvidia-nccl, whose torch may have loaded it, or the one that the linker finds."""
+    package = importlib.util.find_spec("nvidia")
+    for place in package.submodule_search_locations or () if package else ():
+        for library in Path(place).glob("nccl/lib/libnccl.so.2"):
+            return str(library)
+    return "libnccl.so.2"
