@@ -239,7 +239,13 @@ class Communicator:
         try:
             shrunk._collectives.start()
         except CommunicatorError:  # a rank was lost since all had agreed
-            return shrunk.shrink(timeout=bounded)
+            try:
+                return shrunk.shrink(timeout=bounded)
+            finally:
+                shrunk._group.close()
+        except ProxyCCLError:
+            shrunk._group.close()
+            raise
         return shrunk
 
     def _excluded(self, exclude: Sequence[int]) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from typing import Any
@@ -16,14 +17,19 @@ from proxyccl import (
     Communicator,
     ExcludedError,
     MismatchError,
+    PeerLostError,
     ThreadBootstrap,
     WaitTimeoutError,
 )
+from proxyccl.channels import group
+from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.meeting import Meeting, meet_survivors
 from proxyccl.channels.reports import reporter
 from proxyccl.channels.symmetric import SymmetricMemory
 from support.device_arrays import on_device, on_host
 from support.paths import PROGRAMS
 from support.processes import run_processes
+from support.ranks import open_descriptors
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.hip
@@ -192,6 +198,35 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
         shrunk.close()
 
     run_ranks(3, body)
+
+
+def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All had agreed and then failed, and the next attempt fails too."""
+
+    def fails(collectives: Collectives) -> None:
+        if collectives.group.members:
+            collectives.group.failure.abort("lost since")
+            collectives.group.failure.check()
+        start(collectives)
+
+    def meets_once(whole: Meeting, *rest: Any) -> Meeting:
+        if whole.members:
+            raise PeerLostError("lost again")
+        return meet_survivors(whole, *rest)
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(PeerLostError, match="lost again"):
+            comm.shrink()
+
+    start = Collectives.start
+    monkeypatch.setattr(Collectives, "start", fails)
+    monkeypatch.setattr(group, "meet_survivors", meets_once)
+    run_ranks(2, body)  # some descriptors are a process's for good
+    gc.collect()
+    descriptors = open_descriptors()
+    run_ranks(2, body)
+    gc.collect()
+    assert open_descriptors() <= descriptors
 
 
 def test_ranks_that_exclude_different_ones_are_told() -> None:
