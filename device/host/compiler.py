@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from proxyccl.device.compile_cache import INCLUDE_DIR, cached
@@ -47,7 +48,12 @@ def compile_source(source: str, names: list[str], options: tuple[str, ...], incl
     text = text_with_exports(source, names)
 
     def build(target: Path) -> None:
-        _run([*compiler, *flags, "-o", str(target)], text, "compile")
+        # A compiler's failure does not say that the disk is full. So it writes where its own temporary files go, and an
+        # error of the copy tells that the cache can't be written.
+        with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
+            made = Path(directory, target.name)
+            _run([*compiler, *flags, "-o", str(made)], text, "compile")
+            shutil.copy(made, target)
 
     key = text
     if include_dirs or options:  # headers that are not ours may come in, and they may change

@@ -91,8 +91,11 @@ class Hosts:
             self._ip(host, "link", "set", interface, "up")
 
     def _ip(self, place: int, *arguments: str) -> None:
+        self._tool("ip", place, *arguments)
+
+    def _tool(self, tool: str, place: int, *arguments: str) -> None:
         done = subprocess.run(
-            [*self._inside(place), program("ip"), *arguments],
+            [*self._inside(place), program(tool), *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -100,10 +103,19 @@ class Hosts:
             env=self._environment,
         )
         if done.returncode:
-            raise NoNetworkError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+            raise NoNetworkError(f"{tool} {' '.join(arguments)}: {done.stderr.strip()}")
 
     def _inside(self, place: int) -> list[str]:
         return ["nsenter", "--net", "--uts", "--target", str(self._holders[place].pid), "--"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """In which programs find libfabric."""
+        return self._environment
+
+    def inside(self, host: int) -> list[str]:
+        """What starts a command on a host, which becomes that command."""
+        return self._inside(host + 1)
 
     def start(self, host: int, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         """Starts Python on a host, where it finds libfabric, with both outputs in a pipe."""
@@ -111,7 +123,7 @@ class Hosts:
 
     def _run(self, host: int, command: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [*self._inside(host + 1), *command],
+            [*self.inside(host), *command],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -143,6 +155,18 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Takes a host off the switch."""
         self._ip(0, "link", "set", f"port{host}", "down")
+
+    def join(self, host: int) -> None:
+        """Ends `cut`."""
+        self._ip(0, "link", "set", f"port{host}", "up")
+
+    def disturb(self, host: int, *discipline: str) -> None:
+        """Has a host's packets queued by a discipline of `tc`, such as ``netem loss 3%``."""
+        self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
+
+    def calm(self, host: int) -> None:
+        """Ends `disturb`."""
+        self._tool("tc", 0, "qdisc", "del", "dev", f"port{host}", "root")
 
     def close(self) -> None:
         """Ends the processes that keep the namespaces, and with them those."""

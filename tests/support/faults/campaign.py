@@ -1,5 +1,7 @@
 """Runs cases and checks how each ended. python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
+With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
+
 A finding is a process that did not end in time or ended by what has no name, a wrong result, ranks that disagree who
 goes on, a harmless fault that somebody noticed, or something that is left behind: a process, a descriptor, a file.
 """
@@ -17,13 +19,16 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.faults.case import FAULTS, HARMLESS, Case
+from support.faults.case import FAULTS, HARMLESS, LINK_FAULTS, Case
+from support.faults.surroundings import Surroundings
+from support.networks import Hosts
 
 _RANK = Path(__file__).parent / "rank.py"
 _SETTLES_SECONDS = 10.0
@@ -74,10 +79,16 @@ class Campaign:
 
     Args:
         directory: for what the cases leave: reports and caches. The cache is shared, as compiling takes seconds.
+        hosts: two hosts for cases on hosts.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
         self._directory = directory
+        self._surroundings = Surroundings(directory, hosts)
+
+    def why_not(self, case: Case) -> str:
+        """Why a case can't be run on this machine, or ""."""
+        return self._surroundings.why_not(case)
 
     def run(self, case: Case) -> list[str]:
         """Runs a case. Returns its findings."""
@@ -105,8 +116,9 @@ class Campaign:
         for rank in ranks:
             rank.ready.wait(max(0, deadline - time.monotonic()))
         time.sleep(case.delay)
-        self._strike(case, ranks)
-        findings = self._await_end(ranks, deadline)
+        with self._surroundings.link_fault(case):
+            self._strike(case, ranks)
+            findings = self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
             reader.join()
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
@@ -114,12 +126,11 @@ class Campaign:
         findings += self._leavings(mark, before, runtime_directory)
         return findings
 
-    @staticmethod
-    def _start(case: Case, rank: int, environment: dict[str, str], here: Path) -> Rank:
+    def _start(self, case: Case, rank: int, environment: dict[str, str], here: Path) -> Rank:
         with (here / f"stderr-{rank}").open("w") as errors:
             process = subprocess.Popen(
-                [sys.executable, str(_RANK), str(case.seed)],
-                env={**environment, "RANK": str(rank)},
+                self._surroundings.command(case, rank, [str(_RANK), *case.arguments], here),
+                env={**environment, **self._surroundings.environment(case, rank, here), "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
@@ -213,11 +224,14 @@ class Campaign:
         return found
 
 
-def run(seeds: range, directory: Path, report: Path | None = None) -> dict[int, list[str]]:
-    """Runs the cases of some seeds, and shows each. Returns the findings by seed."""
-    campaign, findings, kinds = Campaign(directory), {}, Counter[str]()
-    for seed in seeds:
-        case, began = Case.of(seed), time.monotonic()
+def run(cases: Iterable[Case], campaign: Campaign, report: Path | None = None) -> dict[str, list[str]]:
+    """Runs cases, and shows each. Returns the findings by case."""
+    findings, kinds, left_out = {}, Counter[str](), Counter[str]()
+    for case in cases:
+        if reason := campaign.why_not(case):
+            left_out[f"{case.fault}: {reason}"] += 1
+            continue
+        began = time.monotonic()
         found = campaign.run(case)
         kinds[case.fault] += 1
         lines = [f"{case}: {'FOUND' if found else 'ok'} in {time.monotonic() - began:.1f} s", *found]
@@ -226,9 +240,11 @@ def run(seeds: range, directory: Path, report: Path | None = None) -> dict[int, 
             with report.open("a") as file:
                 print(*lines, sep="\n  ", file=file)
         if found:
-            findings[seed] = found
-    print(f"{len(seeds)} cases, {len(findings)} with findings: {sorted(findings)}")
-    print(", ".join(f"{kinds[fault]} {fault}" for fault in FAULTS))
+            findings[str(case)] = found
+    print(f"{kinds.total()} cases, {len(findings)} with findings", *findings, sep="\n  ")
+    print(", ".join(f"{kinds[fault]} {fault}" for fault in FAULTS + LINK_FAULTS if kinds[fault]))
+    for reason, count in left_out.items():
+        print(f"{count} left out: {reason}")
     return findings
 
 
@@ -238,10 +254,15 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")
     parser.add_argument("--report", type=Path, help="a file to add the results to")
+    parser.add_argument("--hosts", action="store_true", help="put the ranks on two hosts")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS + LINK_FAULTS, help="these in turn instead of all")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as directory:
+    hosts = arguments.hosts
+    with tempfile.TemporaryDirectory() as directory, Hosts(2) if hosts else contextlib.nullcontext() as made:
         seeds = range(arguments.seed, arguments.seed + arguments.count)
-        return int(bool(run(seeds, Path(directory), arguments.report)))
+        faults = arguments.faults or [None]
+        cases = (Case.of(seed, faults[seed % len(faults)], hosts=hosts) for seed in seeds)
+        return int(bool(run(cases, Campaign(Path(directory), made), arguments.report)))
 
 
 if __name__ == "__main__":

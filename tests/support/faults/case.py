@@ -20,6 +20,8 @@ FAULTS = (
     "few descriptors",
     "little memory",
     "no directory",
+    "full disk",
+    "clock jumps",
     "daemon killed",
     "daemon stopped",
 )
@@ -30,8 +32,11 @@ FAULTS = (
 - wrong arguments: one call with another count; garbage: one of its messages has other bytes
 - fork: children that end at once, in different ways; signals: a handler runs every millisecond
 - few descriptors, little memory: limits that are set while it works; no directory: reports and cache can't be written
+- full disk: reports and cache are on a file system that is full; clock jumps: its time of day does, at every reading
 """
-HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory")
+LINK_FAULTS = ("link cut", "link pause", "link loss")
+"""What the link between two hosts does: it is cut, for good or for less than the time-out, or it loses packets."""
+HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory", "full disk", "clock jumps", *LINK_FAULTS[1:])
 """Faults that nobody may notice."""
 _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
@@ -49,6 +54,7 @@ class Case:
         ranks: how many.
         place: where their proxies run.
         nodes: ranks of a node; None for one node.
+        hosts: whether the ranks are on two hosts, which libfabric joins over TCP.
         fault: one of FAULTS.
         victim: the rank to which it happens.
         delay: seconds from when all ranks are ready to the fault.
@@ -60,6 +66,7 @@ class Case:
     ranks: int
     place: str
     nodes: int | None
+    hosts: bool
     fault: str
     victim: int
     delay: float
@@ -67,15 +74,25 @@ class Case:
     work: float = 1.2
 
     @classmethod
-    def of(cls, seed: int) -> Case:
-        """The case of a seed. Faults come in turn."""
+    def of(cls, seed: int, fault: str | None = None, *, hosts: bool = False) -> Case:
+        """The case of a seed, with a fault, or with the one whose turn it is."""
         rng = random.Random(seed)
-        fault = FAULTS[seed % len(FAULTS)]
+        faults = FAULTS + LINK_FAULTS if hosts else FAULTS
+        fault = faults[seed % len(faults)] if fault is None else fault
         ranks = rng.randint(2, 4)
         place = "process" if fault.startswith("daemon") else rng.choice(["thread", "process"])
-        nodes = 2 if ranks == 4 and rng.random() < 0.3 else None
+        nodes = 2 if ranks == 4 and rng.random() < 0.3 and not hosts else None
         timeout = _HARMLESS_TIMEOUT_SECONDS if fault in HARMLESS else _TIMEOUT_SECONDS
-        return cls(seed, ranks, place, nodes, fault, rng.randrange(ranks), rng.uniform(0, 1.0), timeout)
+        return cls(seed, ranks, place, nodes, hosts, fault, rng.randrange(ranks), rng.uniform(0, 1.0), timeout)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of rank.py: what gives this case again."""
+        return [str(self.seed), self.fault, *(["hosts"] if self.hosts else [])]
+
+    def host(self, rank: int) -> int:
+        """A rank's host: 0 for the first half of the ranks, 1 for the others."""
+        return 2 * rank // self.ranks
 
     @property
     def bound(self) -> float:
@@ -85,6 +102,8 @@ class Case:
         return 60 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 
     def __str__(self) -> str:
-        nodes = f", nodes of {self.nodes}" if self.nodes else ""
-        what = f"{self.fault} of rank {self.victim}" if self.fault != "none" else "no fault"
+        nodes = ", two hosts" if self.hosts else f", nodes of {self.nodes}" if self.nodes else ""
+        what = f"{self.fault} of rank {self.victim}"
+        if self.fault == "none" or self.fault in LINK_FAULTS:
+            what = self.fault.replace("none", "no fault")
         return f"seed {self.seed}: {self.ranks} ranks, proxy in a {self.place}{nodes}, {what} after {self.delay:.3f} s"

@@ -1,6 +1,6 @@
 """One rank of a case: works, has its fault, and goes on with the ranks that are left. Prints what it saw, in JSON.
 
-rank.py SEED; further by the environment, as `run_processes` sets it.
+rank.py SEED FAULT [hosts], further by the environment, as `run_processes` sets it.
 
 It ends with 0 if all that it saw has a name: errors of the library, and after a shrink results that are right.
 """
@@ -210,11 +210,10 @@ def run(case: Case, rng: random.Random, *, victim: bool) -> int:
     return 0
 
 
-def main(seed: int) -> int:
+def main(case: Case) -> int:
     """Returns the process's status."""
-    case = Case.of(seed)
     rank, before = int(os.environ["RANK"]), descriptors()
-    victim, rng = rank == case.victim, random.Random(1000 * seed + rank)
+    victim, rng = rank == case.victim, random.Random(1000 * case.seed + rank)
     if victim:
         begin_fault(case, rng)
     status = run(case, rng, victim=victim)
@@ -225,4 +224,4 @@ def main(seed: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(Case.of(int(sys.argv[1]), sys.argv[2], hosts=len(sys.argv) > 3)))

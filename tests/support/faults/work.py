@@ -48,6 +48,7 @@ class Work:
         self._numbers = np.random.default_rng(seed)
         self._layer: EPAll2AllLayer | None = None
         self._channels: Any = None
+        self._other: Communicator | None = None
         self._kinds: list[Callable[[], None]] = [
             self._all_reduce,
             self._all_gather,
@@ -58,6 +59,7 @@ class Work:
             self._puts,
             self._experts,
             self._part,
+            self._beside,
         ]
 
     def step(self) -> None:
@@ -167,3 +169,17 @@ class Work:
         with self.comm.split(members) as part:
             got = part.all_reduce(values[self.comm.rank].copy(), algorithm=algorithm)
             _require(got, values[members].sum(axis=0), "all_reduce of a part")
+
+    def _beside(self) -> None:
+        """Another communicator of all ranks, which lasts as long as the first one and works at the same time."""
+        if self._other is None:
+            self._other = self.comm.split(range(self.comm.world_size))
+        values = [self._everyone(self._count()) for _ in range(2)]
+        algorithms = [self._algorithm() for _ in range(2)]
+        streams = [comm.runtime.create_stream() for comm in (self.comm, self._other)]
+        arrays = [self._own(each) for each in values]
+        for comm, x, algorithm, stream in zip((self.comm, self._other), arrays, algorithms, streams, strict=True):
+            comm.all_reduce(x, algorithm=algorithm, stream=stream)
+        for comm, x, expected, stream in zip((self.comm, self._other), arrays, values, streams, strict=True):
+            comm.synchronize(stream)
+            _require(self._values(x), expected.sum(axis=0), "all_reduce of two communicators")

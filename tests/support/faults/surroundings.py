@@ -1,0 +1,109 @@
+"""What a case needs around its ranks: a full disk, a clock that jumps, hosts and a link that fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from support.faults.case import Case
+from support.networks import Hosts
+
+_CLOCK = Path(__file__).with_name("jumping_clock.c")
+_FULL_DISK = 'mount -t tmpfs -o size=4k full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'
+_LOSS = ("netem", "loss", "20%")
+
+
+def why_no_mounts() -> str:
+    """Why this process can't mount file systems that others do not see, or ""."""
+    try:
+        done = subprocess.run(
+            ["unshare", "--mount", "mount", "-t", "tmpfs", "tried", "/tmp"], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return "there is no unshare (util-linux)"
+    return done.stderr.strip() if done.returncode else ""
+
+
+def jumping_clock(directory: Path) -> Path:
+    """Compiles the library whose clock jumps."""
+    library = directory / "jumping_clock.so"
+    compiler = os.environ.get("CC", "cc")
+    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)], check=True)
+    return library
+
+
+class Surroundings:
+    """Where the ranks of cases run.
+
+    Args:
+        directory: for what all cases share.
+        hosts: two hosts for ranks on hosts.
+    """
+
+    def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
+        self._directory = directory
+        self._hosts = hosts
+        self._clock: Path | None = None
+        self._no_mounts: str | None = None
+
+    def why_not(self, case: Case) -> str:
+        """Why a case can't be run here, or ""."""
+        if case.fault != "full disk":
+            return ""
+        if self._no_mounts is None:
+            self._no_mounts = why_no_mounts()
+        return self._no_mounts
+
+    def command(self, case: Case, rank: int, program: list[str], here: Path) -> list[str]:
+        """What starts a rank's program, whose process is the one that this starts."""
+        command = [sys.executable, *program]
+        if rank == case.victim and case.fault == "full disk":
+            command = ["unshare", "--mount", "sh", "-c", _FULL_DISK, str(self._full(here)), *command]
+        if self._hosts is not None:
+            command = [*self._hosts.inside(case.host(rank)), *command]
+        return command
+
+    def environment(self, case: Case, rank: int, here: Path) -> dict[str, str]:
+        """What a rank has in its environment beside what all have."""
+        found = {} if self._hosts is None else dict(self._hosts.environment)
+        if rank == case.victim and case.fault == "full disk":
+            found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))
+        if rank == case.victim and case.fault == "clock jumps":
+            if self._clock is None:
+                self._clock = jumping_clock(self._directory)
+            found["LD_PRELOAD"] = str(self._clock)
+        return found
+
+    @staticmethod
+    def _full(here: Path) -> Path:
+        full = here / "full"
+        full.mkdir(exist_ok=True)
+        return full
+
+    @contextlib.contextmanager
+    def link_fault(self, case: Case) -> Iterator[None]:
+        """What the link between the hosts has from now on; when this ends it is whole again."""
+        hosts = self._hosts
+        if hosts is None or case.fault not in ("link cut", "link pause", "link loss"):
+            yield
+            return
+        if case.fault == "link loss":
+            hosts.disturb(1, *_LOSS)
+        else:
+            hosts.cut(1)
+        mend = hosts.calm if case.fault == "link loss" else hosts.join
+        early = threading.Timer(case.timeout / 6, mend, (1,)) if case.fault == "link pause" else None
+        if early is not None:
+            early.start()
+        try:
+            yield
+        finally:
+            if early is None:
+                mend(1)
+            else:
+                early.join()
