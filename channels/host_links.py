@@ -6,8 +6,10 @@ The ranks of one host learn it from shared memory (control.py).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
+import os
 import secrets
 import selectors
 import socket
@@ -30,6 +32,8 @@ _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
 _GREETING_SECONDS = 2.0
 _INTERVAL_SECONDS = 0.1
+_UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
+"""What a call is repeated after, as a link that is down for a moment comes back."""
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
@@ -173,15 +177,16 @@ class Listener:
     def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
         # All addresses at once: some lead nowhere, or to another host that has the same one.
         failures = dict.fromkeys(offer.addresses, "no answer")
-        with selectors.DefaultSelector() as calls, contextlib.ExitStack() as sockets:
-            for address in offer.addresses:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                connection = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
-                connection.setblocking(False)
-                connection.connect_ex((address, offer.port))
-                calls.register(connection, selectors.EVENT_WRITE, (connection, address))
-            while calls.get_map() and time.monotonic() < deadline:
+        to_call, next_calls = list(offer.addresses), 0.0
+        with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
+            undo.callback(_close_all, calls)
+            while (to_call or calls.get_map()) and time.monotonic() < deadline:
                 give_up()
+                if time.monotonic() > next_calls:
+                    next_calls = time.monotonic() + _INTERVAL_SECONDS
+                    refused = {address: _begin_call(calls, address, offer.port) for address in to_call}
+                    failures |= {address: os.strerror(status) for address, status in refused.items() if status}
+                    to_call = [address for address, status in refused.items() if status in _UNREACHABLE]
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
@@ -190,11 +195,15 @@ class Listener:
                             calls.modify(connection, selectors.EVENT_READ, key.data)
                             continue
                         if connection.recv(_TOKEN_BYTES) == offer.token:
-                            return HostLink(peer, socket.socket(fileno=connection.detach()))
+                            calls.unregister(connection)
+                            return HostLink(peer, connection)
                         failures[address] = "somebody else listens there"
                     except OSError as error:
                         failures[address] = str(error)
+                        if error.errno in _UNREACHABLE:
+                            to_call.append(address)
                     calls.unregister(connection)
+                    connection.close()
         tried = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
         raise PeerLostError(
             f"no connection to rank {peer} on another host, port {offer.port}: {tried or 'it has no address'}",
@@ -221,3 +230,20 @@ class Listener:
     def close(self) -> None:
         """Listens no more."""
         self._socket.close()
+
+
+def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
+    """Returns 0, or the status of what can't even begin."""
+    connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    status = connection.connect_ex((address, port))
+    if status not in (0, errno.EINPROGRESS):
+        connection.close()
+        return status
+    calls.register(connection, selectors.EVENT_WRITE, (connection, address))
+    return 0
+
+
+def _close_all(calls: selectors.BaseSelector) -> None:
+    for key in list(calls.get_map().values()):
+        key.data[0].close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import select
 import socket
@@ -10,11 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from proxyccl import PeerLostError, open_runtime
+from proxyccl.channels import host_links
 from proxyccl.channels.control import Presence, create_segment
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_addresses
@@ -202,6 +205,37 @@ def test_many_addresses_of_a_peer_make_one_link() -> None:
         link.close()
     callee.close()
     caller.close()
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a link that is down shows: the call fails, when it begins or behind that."""
+
+    class Unreachable(socket.socket):
+        """Two of them are."""
+
+        calls = 0
+
+        def connect_ex(self, address: Any) -> int:
+            Unreachable.calls += 1
+            failing = Unreachable.calls <= 2
+            return errno.EHOSTUNREACH if failing and when == "at once" else super().connect_ex(address)
+
+        def send(self, *arguments: Any) -> int:
+            if Unreachable.calls <= 2:
+                raise OSError(errno.EHOSTUNREACH, "No route to host")
+            return super().send(*arguments)
+
+    callee, caller = Listener(0), Listener(1)
+    offer = structs.replace(callee.offer, addresses=["127.0.0.1"])
+    monkeypatch.setattr(host_links.socket, "socket", Unreachable)
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
+        links = caller.join([0], [offer], TIMEOUT, patient)
+        accepted = called.result(TIMEOUT)[1]
+    assert Unreachable.calls == 3
+    for link in (links[0], accepted, callee, caller):
+        link.close()
 
 
 def test_an_echo_is_no_answer() -> None:
