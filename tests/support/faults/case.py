@@ -99,7 +99,7 @@ class Case:
         """Seconds within which every process must have ended: time-outs of a wait, of a shrink, of its retry and of the
         end, and what starting takes where cores are shared.
         """
-        return 60 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
+        return 90 + 8 * self.timeout + (_DAEMON_STARTS_SECONDS if self.place == "process" else 0)
 
     def __str__(self) -> str:
         nodes = ", two hosts" if self.hosts else f", nodes of {self.nodes}" if self.nodes else ""
