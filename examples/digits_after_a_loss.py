@@ -2,7 +2,8 @@
 
 The training is digits_data_parallel.py's. One rank is killed in the middle. A collective needs every rank, so no other
 rank is then more than one step ahead; it takes that step back, and all repeat it. So no step is lost or done twice. The
-example checks that: the weights must agree within 1e-5 with those of one process that trains alone.
+example checks that: the weights must be those of a training whose communicator is shrunk in the middle as planned, to
+the last bit, and agree within 1e-5 with those of one process that trains alone.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
@@ -33,18 +34,27 @@ def agree(comm: Communicator, step: int) -> int:
     return min(int.from_bytes(theirs, "little") for theirs in comm.all_gather_bytes(step.to_bytes(4, "little")))
 
 
-def train_on(comm: Communicator, model: Perceptron, training: Digits, epochs: int, lost: int) -> Communicator:
-    """Trains, whoever is lost meanwhile. Rank `lost` is, in the middle. Returns the communicator of those left."""
+def train_on(
+    comm: Communicator, model: Perceptron, training: Digits, epochs: int, lost: int, *, planned: bool
+) -> Communicator:
+    """Trains, whoever is lost meanwhile. Returns the communicator of those left.
+
+    In the middle rank `lost` is killed; if that is planned, it returns, and the others go on without it.
+    """
     steps = [chosen for epoch in range(epochs) for chosen in batches(len(training), BATCH, seed=epoch)]
     first_rank = comm.rank
     bucket = comm.empty(model.weights.size, "float32")
     before = model.weights.copy()
     step = 0
     while step < len(steps):
+        if planned and step == len(steps) // 2:
+            if comm.rank == lost:
+                return comm
+            comm = comm.shrink(exclude=[lost])
         chosen = steps[step]
         share = chosen[len(chosen) * comm.rank // comm.world_size : len(chosen) * (comm.rank + 1) // comm.world_size]
         bucket.upload(model.gradient(Digits(training.images[share], training.labels[share])).astype(np.float32))
-        if first_rank == lost and step == len(steps) // 2:
+        if first_rank == lost and step == len(steps) // 2 and not planned:
             os.kill(os.getpid(), signal.SIGKILL)
         try:
             comm.all_reduce(bucket)
@@ -67,14 +77,20 @@ def train_on(comm: Communicator, model: Perceptron, training: Digits, epochs: in
 
 def rank_main(directory: str, rank: int, ranks: int, epochs: int, lost: int) -> None:
     """One rank."""
-    comm = Communicator(FileBootstrap(directory, rank, ranks))
-    training, test = load(comm)
-    model = Perceptron.random(seed=0)
-    comm = train_on(comm, model, training, epochs, lost)
+    expected, model = Perceptron.random(seed=0), Perceptron.random(seed=0)
+    with Communicator(FileBootstrap(f"{directory}/planned", rank, ranks)) as comm:
+        training, test = load(comm)
+        shrunk = train_on(comm, expected, training, epochs, lost, planned=True)
+        if rank != lost:
+            shrunk.close()
+    comm = Communicator(FileBootstrap(f"{directory}/lost", rank, ranks))
+    comm = train_on(comm, model, training, epochs, lost, planned=False)
+    assert np.array_equal(model.weights, expected.weights), "the weights differ from those of a planned shrink"
     if comm.rank == 0:
         alone = Perceptron.random(seed=0)
         train(alone, training, epochs, BATCH)
         difference = float(np.max(np.abs(model.weights - alone.weights)))
+        print("the weights are those of a training that had fewer ranks from there as planned")
         print(f"accuracy {model.accuracy(test):.4f}, one process {alone.accuracy(test):.4f}", end="; ")
         print(f"largest difference of a weight {difference:.1e}")
         assert difference <= TOLERANCE, f"the weights differ from the one-process run's by {difference:.2e}"

@@ -150,6 +150,7 @@ def test_training_goes_on_after_a_loss_as_if_the_rank_had_never_been() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the process of rank 0 ended" in done.stdout
     assert "2 of 3 ranks go on" in done.stdout
+    assert "the weights are those of a training that had fewer ranks from there as planned" in done.stdout
     assert "rank 0 was killed; the other 2 have trained to the end" in done.stdout
 
 

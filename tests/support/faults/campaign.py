@@ -54,6 +54,11 @@ class Rank:
             self.ready.set()
         self.ready.set()
 
+    def errors_said(self) -> str:
+        """The errors that it met, in order."""
+        met = [each for each in self.events if each["event"] in ("error", "ended")]
+        return "; ".join(f"{each['kind']}: {each['message']}" for each in met) or "no error"
+
     def said(self, event: str) -> dict[str, Any] | None:
         """The last such event."""
         return next((each for each in reversed(self.events) if each["event"] == event), None)
@@ -201,7 +206,8 @@ class Campaign:
                 and (seen["after"] > seen["before"] + _LASTING_DESCRIPTORS)
             ):
                 what = ", ".join(filter(None, seen["open"]))
-                findings.append(f"rank {number} had {seen['before']} descriptors and has {seen['after']}: {what}")
+                counts = f"rank {number} had {seen['before']} descriptors and has {seen['after']}: {what}"
+                findings.append(f"{counts}; it met {rank.errors_said()}")
             if "Traceback" in rank.errors and "PlannedError" not in rank.errors and status == 0:
                 findings.append(f"rank {number} printed a traceback: {rank.errors[-3000:]}")
         members = [member for group in groups for member in group]
