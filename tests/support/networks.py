@@ -161,7 +161,7 @@ class Hosts:
         self._ip(0, "link", "set", f"port{host}", "up")
 
     def disturb(self, host: int, *discipline: str) -> None:
-        """Has a host's packets queued by a discipline of `tc`, such as ``netem loss 3%``."""
+        """Has a host's packets queued by a discipline of `tc`, such as ``tbf``."""
         self._tool("tc", 0, "qdisc", "add", "dev", f"port{host}", "root", *discipline)
 
     def calm(self, host: int) -> None:

@@ -158,15 +158,22 @@ def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.R
     return steps
 
 
+def shrink(comm: Communicator) -> Communicator:
+    """Shrinks a communicator, and ends it."""
+    try:
+        return comm.shrink()
+    finally:
+        try:
+            comm.close()
+        except ProxyCCLError as error:  # it had not failed, and a rank that was left behind does not close it
+            say("error", kind=type(error).__name__, message=str(error))
+
+
 def go_on(case: Case, comm: Communicator) -> None:
     """Shrinks, and works with those that are left."""
     numbers = list(range(case.ranks))
     for attempt in range(_SHRINKS):
-        before = comm
-        try:
-            comm = before.shrink()
-        finally:
-            before.close()
+        comm = shrink(comm)
         numbers = [numbers[member] for member in comm.members]
         work = Work(comm, case.seed + 1000 * attempt + sum(1 << number for number in numbers))
         try:

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.faults.case import Case
+from support.faults.case import LINK_FAULTS, Case
 from support.networks import Hosts
 
 _CLOCK = Path(__file__).with_name("jumping_clock.c")
 _FULL_DISK = 'mount -t tmpfs -o size=4k full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'
-_LOSS = ("netem", "loss", "20%")
+_LOSS = ("tbf", "rate", "20mbit", "burst", "4kb", "limit", "8kb")
+"""A narrow link with a short queue, which drops the rest of a burst. Few kernels lack it, and many lack netem."""
 
 
 def why_no_mounts() -> str:
@@ -53,6 +54,8 @@ class Surroundings:
 
     def why_not(self, case: Case) -> str:
         """Why a case can't be run here, or ""."""
+        if case.fault in LINK_FAULTS and self._hosts is None:
+            return "its ranks are on one host"
         if case.fault != "full disk":
             return ""
         if self._no_mounts is None:
@@ -89,7 +92,7 @@ class Surroundings:
     def link_fault(self, case: Case) -> Iterator[None]:
         """What the link between the hosts has from now on; when this ends it is whole again."""
         hosts = self._hosts
-        if hosts is None or case.fault not in ("link cut", "link pause", "link loss"):
+        if hosts is None or case.fault not in LINK_FAULTS:
             yield
             return
         if case.fault == "link loss":
