@@ -241,7 +241,9 @@ def main() -> int:
                 rows.append({"made_by": name, "turns": len(each), "call_ms": call, "with_all_reduce_ms": first})
             print(f"# wrong results: {failed}")
             if parsed.json:
-                write_json(parsed.json, {"benchmark": "regroup", **describe(comm), "nccl": nccl, "results": rows})
+                write_json(
+                    parsed.json, {"benchmark": "regroup", **describe(comm), "nccl": nccl, "wrong": failed, "rows": rows}
+                )
     part.Free()
     return int(bool(failed))
 

@@ -764,6 +764,27 @@ def fabric_writes_section(result: Result) -> Section:
     return Section("Writes through libfabric beside a bare loop", f"proxied over bare: {reached}", lines)
 
 
+def regroup_section(result: Result) -> Section:
+    """A table of the ways to a communicator of fewer ranks."""
+    rows = {row["made_by"]: row for row in result["rows"]}
+    lines = [
+        *origin(result),
+        "Communicators of all ranks but the last. *abort* and *SHRINK_ABORT*: out of an all_reduce that the last rank "
+        f"does not join. {result['nccl']}. The load average was {result['machine']['load']}.",
+        "",
+    ]
+    lines += table(
+        ["made by", "until the call returns, ms", "until a first all_reduce has ended, ms"],
+        [[name, number(row["call_ms"]), number(row["with_all_reduce_ms"])] for name, row in rows.items()],
+    )
+    lines += [wrong_line(result["wrong"]), ""]
+    summary = f"`shrink` in {number(rows['shrink']['call_ms'], 1)} ms"
+    summary += f", anew in {number(rows['Communicator']['call_ms'], 1)} ms"
+    if "ncclCommShrink" in rows:
+        summary += f", NCCL's in {number(rows['ncclCommShrink']['call_ms'], 1)} ms"
+    return Section(f"Communicators of fewer ranks, {place(result)}", summary, lines)
+
+
 SECTIONS: dict[str, Callable[[Result], Section]] = {
     "all_reduce": all_reduce_section,
     "all_gather": move_section,
@@ -781,5 +802,6 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "between_hosts": host_collectives_section,
     "rdma_writes": rdma_writes_section,
     "fabric_writes": fabric_writes_section,
+    "regroup": regroup_section,
 }
 """By program, in the page's order: first what a user calls, then the layers below."""

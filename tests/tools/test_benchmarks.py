@@ -86,13 +86,17 @@ def test_execution_plans_run_on_the_host() -> None:
     assert "# out of bounds values: 0 OK" in done.stdout
 
 
-def test_communicators_of_fewer_ranks_are_made_on_the_host() -> None:
-    done = run_mpi(3, BENCHMARKS / "regroup.py", "--quick", env={"PROXYCCL_RUNTIME": "host"})
+def test_communicators_of_fewer_ranks_are_made_on_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "regroup.json"
+    done = run_mpi(3, BENCHMARKS / "regroup.py", "--quick", "--json", str(path), env={"PROXYCCL_RUNTIME": "host"})
     assert done.returncode == 0, done.stdout + done.stderr
     assert "# wrong results: 0" in done.stdout
-    assert len(re.findall(r"^(?:Communicator|split|shrink)(?: +[\d.]+){2}$", done.stdout, re.MULTILINE)) == 3, (
-        done.stdout
-    )
+    assert "NCCL does not run on the host runtime" in done.stdout
+    ways = r"^(?:abort, )?(?:Communicator|split|shrink)(?: +[\d.]+){2}$"
+    assert len(re.findall(ways, done.stdout, re.MULTILINE)) == 5, done.stdout
+    assert json.loads(path.read_text())["wrong"] == 0
+    assert make_page(tmp_path).returncode == 0
+    assert "| abort, shrink |" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.host_only(reason="it runs Triton's interpreter")
