@@ -43,7 +43,7 @@ extern "C" __global__ void get_elsewhere(Proxy* channels, unsigned own, unsigned
   channels[0].flush();
 }
 // One rank writes numbers, the other gets each of them and lets it be overwritten.
-extern "C" __global__ void hand_over(Proxy* channels, int rank, unsigned long turns, unsigned long* memory) {
+extern "C" __global__ void hand_over(Proxy* channels, int rank, unsigned long turns, uint64_t* memory) {
   for (unsigned long turn = 1; turn <= turns; ++turn) {
     if (rank == 0) {
       storeRelaxedSystem<uint64_t>(memory, turn);
