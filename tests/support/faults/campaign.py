@@ -45,6 +45,7 @@ class Rank:
     events: list[dict[str, Any]] = field(default_factory=list)
     errors: str = ""
     ready: threading.Event = field(default_factory=threading.Event)
+    hung: bool = False
 
     def read(self) -> None:
         """Reads its output to the end, in a thread."""
@@ -172,6 +173,7 @@ class Campaign:
                 rank.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 findings.append(f"rank {number} did not end in time")
+                rank.hung = True
                 rank.process.send_signal(signal.SIGABRT)  # it shows where its threads are
                 try:
                     rank.process.wait(5)
@@ -194,7 +196,7 @@ class Campaign:
             )
             if wrong := rank.said("wrong"):
                 findings.append(f"rank {number}: a wrong result: {wrong['message']}")
-            elif status != 0 and not may_end_badly:
+            elif status != 0 and (rank.hung or not may_end_badly):
                 findings.append(f"rank {number} ended with {status}: {rank.errors[-3000:]}")
             if case.fault in HARMLESS and (error := rank.said("error")):
                 findings.append(f"rank {number} noticed a harmless fault: {error['kind']}: {error['message']}")
