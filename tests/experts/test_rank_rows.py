@@ -265,19 +265,45 @@ def test_padded_rows(world: Ranks, case: Case) -> None:
     world.run(lambda comm: check_padded_rows(comm, case))
 
 
+@pytest.mark.parametrize("buffers", [0, 1])
 @pytest.mark.parametrize("announced", [True, False])
-def test_all_ranks_learn_that_a_layer_is_too_small(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_learn_that_a_layer_is_too_small(
+    announced: bool, buffers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not announced:
         monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
 
     def body(comm: Communicator) -> None:
         case, larger = Case((3, 2)), Case((9, 2))
-        with case.layer(comm, grows=True) as layer:
+        with case.layer(comm, grows=True, output_buffers=buffers) as layer:
             layer.dispatch(*case.arguments(comm))
             with pytest.raises(CapacityError) as caught:
                 layer.dispatch(*larger.arguments(comm))
             assert caught.value.needed == 9
             same(layer.dispatch(*case.arguments(comm))[0], rows_by_rank(case, comm.rank).rows)
+
+    with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_an_output_stays_until_its_buffer_is_taken_again(announced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not announced:
+        monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", 0)
+
+    def body(comm: Communicator) -> None:
+        cases = [Case((3 + i, 2)) for i in range(3)]
+        with Case((9, 2)).layer(comm, output_buffers=2) as layer:
+            outputs = [layer.dispatch(*case.arguments(comm))[0] for case in cases[:2]]
+            halves = layer.dispatch_recv(layer.dispatch_send(*cases[2].arguments(comm)))[0]  # takes no buffer
+            for case, rows in zip(cases, [*outputs, halves], strict=True):
+                same(rows, rows_by_rank(case, comm.rank).rows)
+            again, _, desc = layer.dispatch(*cases[2].arguments(comm))
+            same(again, rows_by_rank(cases[2], comm.rank).rows)
+            same(outputs[1], rows_by_rank(cases[1], comm.rank).rows)
+            assert desc.output_buffer == 1
+            overwrite(again, 5)
+            assert (on_host(outputs[0]).reshape(-1)[:1] == 5).all()  # the same memory
 
     with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
         ranks.run(body)
@@ -295,6 +321,9 @@ def test_what_is_refused() -> None:
         refused("layout", lambda: case.layer(comm, layout="token"))
         refused("weight_dtype", lambda: case.layer(comm, weight_dtype="float64"))
         refused("num_tot_experts", lambda: Case((3,), experts_per_rank=4096).layer(comm))
+        refused("output_buffers", lambda: case.layer(comm, layout="expert", output_buffers=1))
+        refused("output_buffers", lambda: case.layer(comm, output_buffers=-1))
+        refused("output_buffers", lambda: case.layer(comm, output_buffers=1.0))
         refused("max_recv_tokens", lambda: case.layer(comm, layout="padded", max_recv_tokens=5))
         refused("expert_alignment", lambda: case.layer(comm, expert_alignment=8))
         refused("max_tokens", lambda: Case((3 << 20,), experts_per_rank=1024).layer(comm, layout="padded"))
@@ -303,6 +332,7 @@ def test_what_is_refused() -> None:
         refused("full_scatter_indices", lambda: layer.dispatch(rows, ids, weights, ids))
         bad = on_device(comm, np.full((3, 4), case.experts + 1))
         refused("exp_indices", lambda: layer.dispatch(rows, bad, weights))
+        refused("exp_indices", lambda: case.layer(comm, output_buffers=1).dispatch(rows, bad, weights))
         aligned = case.layer(comm, layout="expert", expert_alignment=8)
         narrow = on_device(comm, case.ids[comm.rank].astype(np.int32))
         refused("full_scatter_indices", lambda: aligned.dispatch(rows, narrow, weights, narrow))
