@@ -12,6 +12,7 @@ from proxyccl.channels.handles import ChannelSet
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.device.compile_cache import compiled_image, shipped_options
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.numba import numpy_functions
 
 try:
     import numba_cuda  # noqa: F401  (numba has a module `cuda` without it too, an older one)
@@ -20,6 +21,8 @@ except ImportError as error:
     raise RuntimeUnavailableError(
         f"numba: its Python packages are missing ({error}); install them with: pip install 'proxyccl[numba]'"
     ) from None
+
+numpy_functions.load()
 
 # Numba's convention: a result goes where the first parameter points, and 0 is returned, as no exception is raised.
 _SOURCE = r"""
