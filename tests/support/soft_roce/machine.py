@@ -233,7 +233,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="machines (default 1)")
-    parser.add_argument("--timeout", type=float, default=480, metavar="S", help="seconds for the whole (default 480)")
+    parser.add_argument("--timeout", type=float, default=840, metavar="S", help="seconds for the whole (default 840)")
     parser.add_argument("--memory", type=int, default=2048, metavar="MiB", help="of each machine (default 2048)")
     parser.add_argument("--cores", type=int, default=2, help="of each machine (default 2)")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="what to run, behind --")
