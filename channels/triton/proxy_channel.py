@@ -258,14 +258,15 @@ def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.co
 
 
 @jit
-def _wait_flushed(channel, ticket, pushed):
+def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
+    # The engine stores in the word how many triggers are flushed, or complete.
     done = pushed
     if pushed != 0:
         done = wait_at_least(
-            _pointer(channel, FLUSHED_8),
+            _pointer(channel, word),
             ticket + 1,
             _long(channel, CONTROL_8),
-            u32(WAIT_FLUSH),
+            u32(kind),
             _number(channel, PEER_4),
             _number(channel, CHANNEL_4),
         )
@@ -368,7 +369,7 @@ def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=
     _require(channel)
     operation: tl.constexpr = OP_DATA | OP_SIGNAL | OP_FLUSH
     ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
-    return _wait_flushed(channel, ticket, pushed)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
 
 
 @jit
@@ -381,7 +382,7 @@ def flush(channel):
     """
     _require(channel)
     ticket, pushed = _push_word(channel, OP_FLUSH)
-    return _wait_flushed(channel, ticket, pushed)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
 
 
 @jit
@@ -409,7 +410,8 @@ def is_flushed(channel, ticket):
 def wait_flushed(channel, ticket):
     """Waits for the flush with this ticket. Returns as `flush`."""
     _require(channel)
-    return _wait_flushed(channel, ticket, (ticket != u64(NO_TICKET)).to(tl.int32))
+    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
 
 
 @jit
@@ -426,17 +428,8 @@ def wait_complete(channel, ticket):
     Returns whether it is. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
     """
     _require(channel)
-    done = (ticket != u64(NO_TICKET)).to(tl.int32)
-    if done != 0:
-        done = wait_at_least(
-            _pointer(channel, COMPLETED_8),
-            ticket + 1,
-            _long(channel, CONTROL_8),
-            u32(WAIT_COMPLETION),
-            _number(channel, PEER_4),
-            _number(channel, CHANNEL_4),
-        )
-    return done != 0
+    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
+    return _wait_for_ticket(channel, ticket, pushed, COMPLETED_8, WAIT_COMPLETION)
 
 
 @jit
