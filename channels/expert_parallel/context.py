@@ -129,6 +129,7 @@ class DispatchCombineContext:
         if use_aot:  # load now what is used later
             shipped("expert_dispatch.h", "expert_spread")
             shipped("moves.h", "barrier")
+        self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self.workspace = ExpertWorkspace(
             group,
             config,
@@ -141,7 +142,7 @@ class DispatchCombineContext:
             expert_alignment=expert_alignment,
             output_buffers=output_buffers,
             output_rows=output_rows,
-            scale_bytes=4 * config.hidden // scale_elements if scale_elements else 0,
+            scale_bytes=self._scale_bytes,
         )
         self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
         self.expert_alignment = expert_alignment
@@ -165,7 +166,6 @@ class DispatchCombineContext:
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
         self._scale = scale.prepare(*self.grid, experts, filled)
         self._quantize = quantize.prepare(*self.grid, experts, filled) if quantize is not None else None
-        self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self._number = 0
         self._closed = False
 
