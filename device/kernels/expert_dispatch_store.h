@@ -178,17 +178,11 @@ template <class Find>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t token, const Segment& segment,
                                                     uint32_t item, Find find) const {
   using T = typename Mode::Quantized;
-  using Part = ScaledPart<T>;
-  struct alignas(8) Wide {  // rows of a buffer are aligned, as there are no scales between them
-    typename Part::Elements elements;
-  };
-  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS, kInFlight = PROXYCCL_ON_HOST ? 1 : 4;
   const uint64_t hidden = call_.row_bytes - call_.scale_bytes;
-  const uint32_t blocks = static_cast<uint32_t>(hidden / kBlock), piece = segment.pieceOf(item);
-  const uint32_t first = blocks * piece >> segment.pieces_log2, last = blocks * (piece + 1) >> segment.pieces_log2;
-  const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
-  const T* from = reinterpret_cast<const T*>(call_.input) + token * hidden + lane * Part::kEach;
-  const bool aligned = reinterpret_cast<uintptr_t>(call_.input) % alignof(typename Part::Values) == 0;
+  const uint32_t blocks = static_cast<uint32_t>(hidden / PROXYCCL_SCALED_ELEMENTS), piece = segment.pieceOf(item);
+  const uint32_t first = blocks * piece >> segment.pieces_log2, end = blocks * (piece + 1) >> segment.pieces_log2;
+  const T* row = reinterpret_cast<const T*>(call_.input) + token * hidden;
+  const bool aligned = reinterpret_cast<uintptr_t>(call_.input) % 16 == 0;
   const GroupSpace& space = group.space();
   group.list(topk_, [&](uint32_t k, RowEntry* entry) {
     uint32_t rank = 0;
@@ -196,50 +190,32 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
     entry->at = bufferOn(rank) + static_cast<uint64_t>(entry->number) * hidden;
     return true;
   });
-  // Each thread keeps the greatest magnitude of one block until all of a chunk are known: its scale is then a division
-  // of one thread, and scales are stored side by side.
+  const uint32_t targets = space.count;
+  char *one = space.at[0], *other = space.at[targets > 1 ? 1 : 0];
 #pragma unroll 1
-  for (uint32_t chunk = first; chunk < last; chunk += kGroupLanes) {
-    const uint32_t end = chunk + kGroupLanes < last ? chunk + kGroupLanes : last;
-    float kept = 0;
+  for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kGroupLanes)
+    scaleBlocks(
+        group, row, chunk, chunk + kGroupLanes < end ? chunk + kGroupLanes : end, aligned,
+        [&](uint32_t i, const auto& elements) {
+          struct alignas(sizeof(elements) < 16 ? sizeof(elements) : 16) Wide {
+            uint32_t at[sizeof(elements) / 4];
+          };
+          const Wide wide = __builtin_bit_cast(Wide, elements);
+          // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
+          reinterpret_cast<Wide*>(inGlobal(one))[i] = wide;
+          if (targets > 1) reinterpret_cast<Wide*>(inGlobal(other))[i] = wide;
 #pragma unroll 1
-    for (uint32_t begin = chunk; begin < end; begin += kInFlight * Part::kBlocks) {
-      Part held[kInFlight];
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t block = begin + i * Part::kBlocks + own;
-        held[i].load(from + (block < end ? block : first) * kBlock, aligned);  // past the last, any block
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kInFlight; ++i) {
-        const uint32_t block = begin + i * Part::kBlocks + own;
-        typename Part::Elements elements;
-        const float greatest = held[i].quantize(group, &elements);
-#pragma unroll
-        for (uint32_t n = 0; n < Part::kBlocks; ++n) {
-#if PROXYCCL_ON_HOST
-          const float of_block = greatest;
-#else
-          const float of_block = shuffle(greatest, n * Part::kLanes);
-#endif
-          if (chunk + group.lane == begin + i * Part::kBlocks + n) kept = of_block;
-        }
-        if (block >= end) continue;
+          for (uint32_t target = 2; target < targets; ++target)
+            reinterpret_cast<Wide*>(inGlobal(space.at[target]))[i] = wide;
+        },
+        [&](uint32_t block, float scale) {
 #pragma unroll 1
-        for (uint32_t target = 0; target < space.count; ++target)  // NVRTC 13.0 can't do inGlobal() of a local type
-          reinterpret_cast<Wide*>(inGlobal(space.at[target]))[block * Part::kLanes + lane] = {elements};
-      }
-    }
-    if (chunk + group.lane >= end) continue;
-    const float scale = Part::scaleOf(kept);
-#pragma unroll 1
-    for (uint32_t target = 0; target < space.count; ++target) {
-      const uint64_t row = static_cast<uint64_t>(space.number[target]);
-      char* buffer = space.at[target] - row * hidden;
-      inGlobal(reinterpret_cast<float*>(buffer + team_->output_scales + row * call_.scale_bytes))[chunk + group.lane] =
-          scale;
-    }
-  }
+          for (uint32_t target = 0; target < targets; ++target) {
+            const uint64_t number = static_cast<uint64_t>(space.number[target]);
+            char* scales = space.at[target] - number * hidden + team_->output_scales + number * call_.scale_bytes;
+            inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
+          }
+        });
   group.sync();
 }
 

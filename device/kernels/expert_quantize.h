@@ -6,41 +6,31 @@
 
 namespace proxyccl {
 
-// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group has kInFlight accesses to a
-// row in flight.
+// output[tokens][hidden + 4 * hidden / 128] = the rows in float8, and their scales. A group takes kBlocks blocks at
+// once.
 template <class T>
 PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombine& call) {
-  using Part = ScaledPart<T>;
-  constexpr uint32_t kBlock = PROXYCCL_SCALED_ELEMENTS;
-  constexpr uint32_t kInFlight = PROXYCCL_ON_HOST ? 1 : 64 / sizeof(typename Part::Values);
+  constexpr uint32_t kBlocks = PROXYCCL_ON_HOST ? 1 : 8;
   const Group group;
-  const uint32_t blocks = static_cast<uint32_t>(call.hidden / kBlock);  // of a row
-  const uint32_t parts = (blocks + kInFlight * Part::kBlocks - 1) / (kInFlight * Part::kBlocks);
-  const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
-  const T* rows = reinterpret_cast<const T*>(call.rows) + lane * Part::kEach;
-  const bool aligned = reinterpret_cast<uintptr_t>(call.rows) % alignof(typename Part::Values) == 0;
-  const uint32_t groups = gridDim.x * Group::count(), first = blockIdx.x * Group::count() + group.number;
+  const uint32_t blocks = static_cast<uint32_t>(call.hidden / PROXYCCL_SCALED_ELEMENTS);  // of a row
+  const uint32_t parts = (blocks + kBlocks - 1) / kBlocks;
+  const T* rows = reinterpret_cast<const T*>(call.rows);
+  const bool aligned = reinterpret_cast<uintptr_t>(rows) % 16 == 0;
+  const uint32_t groups = gridDim.x * Group::count(), number = blockIdx.x * Group::count() + group.number;
   // The part is advanced by addition, as a division takes about as long as an access.
-  uint32_t part = first % parts;
-  for (uint32_t token = first / parts; token < call.tokens; token += groups / parts) {
-    const uint32_t begin = part * kInFlight * Part::kBlocks;
-    const T* row = rows + token * call.hidden;
+  uint32_t part = number % parts;
+  for (uint32_t token = number / parts; token < call.tokens; token += groups / parts) {
+    const uint32_t first = part * kBlocks, last = first + kBlocks < blocks ? first + kBlocks : blocks;
     char* out = call.output + token * (call.hidden + blocks * sizeof(float));
-    Part held[kInFlight];
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint32_t block = begin + i * Part::kBlocks + own;
-      held[i].load(row + (block < blocks ? block : begin) * kBlock, aligned);  // past the last, any block
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint32_t block = begin + i * Part::kBlocks + own;
-      typename Part::Elements elements;
-      const float scale = Part::scaleOf(held[i].quantize(group, &elements));
-      if (block >= blocks) continue;
-      reinterpret_cast<typename Part::Elements*>(out + block * kBlock)[lane] = elements;
-      if (lane == 0) reinterpret_cast<float*>(out + call.hidden)[block] = scale;
-    }
+    scaleBlocks(
+        group, rows + token * call.hidden, first, last, aligned,
+        [&](uint32_t i, const auto& elements) {
+          struct alignas(4) Words {  // rows are not aligned to more, as there are scales between them
+            uint32_t at[sizeof(elements) / 4];
+          };
+          reinterpret_cast<Words*>(out)[i] = __builtin_bit_cast(Words, elements);
+        },
+        [&](uint32_t block, float scale) { reinterpret_cast<float*>(out + call.hidden)[block] = scale; });
     part += groups % parts;
     if (part >= parts) {
       part -= parts;

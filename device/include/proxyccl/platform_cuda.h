@@ -144,12 +144,17 @@ PROXYCCL_DEVICE uint16_t floatToBFloat16(float value) {
 #define PROXYCCL_HAS_FLOAT_TO_BFLOAT16
 #endif
 #if __CUDA_ARCH__ >= 890
-// Two at a time; the first in the lower byte. The sign of a NaN is lost.
-PROXYCCL_DEVICE uint16_t floatsToE4M3(float first, float second) {
-  uint16_t bits;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(bits) : "f"(second), "f"(first));
+// Four at a time, the first in the lowest byte. The sign of a NaN is lost.
+PROXYCCL_DEVICE uint32_t floatsToE4M3(float first, float second, float third, float fourth) {
+  uint32_t bits;
+  asm("{\n\t.reg .b16 low, high;\n\tcvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n\t"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n\tmov.b32 %0, {low, high};\n\t}"
+      : "=r"(bits)
+      : "f"(first), "f"(second), "f"(third), "f"(fourth));
   return bits;
 }
+// The greater of the lower halves and of the upper halves.
+PROXYCCL_DEVICE uint32_t maxHalves(uint32_t a, uint32_t b) { return __vmaxu2(a, b); }
 #define PROXYCCL_HAS_FLOATS_TO_E4M3
 #endif
 
