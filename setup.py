@@ -15,14 +15,15 @@ GENERATED = Path("build/host_kernels")
 def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
     types = runpy.run_path("device/element_types.py")["ELEMENT_TYPES"]
-    files = ("expert_combine", "expert_dispatch", "expert_quantize", "expert_survivors")
+    dispatches = ("expert_dispatch_kernel", "expert_dispatch_announced_kernel")
+    files = ("expert_combine", *dispatches, "expert_quantize", "expert_spread", "expert_survivors")
     experts = [f'#include "{name}.h"\n' for name in files]
-    dispatches = ("expert_dispatch_scaled", "expert_dispatch_announced_scaled")
+    scaled = ("expert_dispatch_scaled", "expert_dispatch_announced_scaled")
     for each in types:
         if each.tokens:
             experts += [each.c_check()] + [
                 f"PROXYCCL_TYPED_KERNEL({kernel}, {kernel}_{each.name}, {each.c_name})\n"
-                for kernel in ("expert_combine", "expert_scale", "expert_quantize", *dispatches * (each.itemsize == 2))
+                for kernel in ("expert_combine", "expert_scale", "expert_quantize", *scaled * (each.itemsize == 2))
             ]
     return {
         "moves": '#include "moves.h"\n#include "send_receive.h"\n#include "signal_peer.h"\n',

@@ -116,8 +116,11 @@ class DispatchCombineContext:
         self.owns_communicator = owns_communicator
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
-        by_counts = shipped("expert_dispatch.h", "expert_dispatch")
-        by_announcements = shipped("expert_dispatch.h", "expert_dispatch_announced")
+        if use_aot:  # load now what is used later, or by some layers
+            shipped("expert_dispatch_kernel.h", "expert_dispatch")
+            shipped("expert_dispatch_announced_kernel.h", "expert_dispatch_announced")
+            shipped("expert_spread.h", "expert_spread")
+            shipped("moves.h", "barrier")
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
         combines = {
             name: shipped("expert_combine.h", "expert_combine", name)
@@ -126,9 +129,6 @@ class DispatchCombineContext:
         quantizes = scale_elements == SCALED_ELEMENTS
         quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("expert_quantize.h", "expert_pack") if scale_elements else None
-        if use_aot:  # load now what is used later
-            shipped("expert_dispatch.h", "expert_spread")
-            shipped("moves.h", "barrier")
         self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         self.workspace = ExpertWorkspace(
             group,
@@ -154,13 +154,13 @@ class DispatchCombineContext:
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
         self.grid = (self.blocks, threads)
-        dispatch = by_announcements if self.workspace.experts.id_packets else by_counts
+        name = "expert_dispatch_announced" if self.workspace.experts.id_packets else "expert_dispatch"
+        dispatch = shipped(f"{name}_kernel.h", name)
         empty = bytes(ffi.buffer(self._dispatch_call))
         self._dispatch = dispatch.prepare(*self.grid, experts, empty)
         self._dispatch_scaled: Launch | None = None
         if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
-            name = "expert_dispatch_announced_scaled" if self.workspace.experts.id_packets else "expert_dispatch_scaled"
-            scaled = shipped("expert_dispatch.h", name, config.token.name)
+            scaled = shipped("expert_dispatch.h", f"{name}_scaled", config.token.name)
             self._dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
@@ -478,7 +478,7 @@ class DispatchCombineContext:
         matrix = self.arrays.new(values.owner, (desc.rows, config.topk), element)
         slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)
         spread, slotted = input_view(group, matrix, "values"), input_view(group, slots, "values")
-        kernel = group.runtime.shipped("expert_dispatch.h", "expert_spread")
+        kernel = group.runtime.shipped("expert_spread.h", "expert_spread")
         launch = kernel.prepare(
             *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )

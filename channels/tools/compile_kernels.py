@@ -22,10 +22,8 @@ Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    *(
-        ("expert_dispatch.h", kernel, None, None)
-        for kernel in ("expert_dispatch", "expert_dispatch_announced", "expert_spread")
-    ),
+    ("expert_dispatch_kernel.h", "expert_dispatch", None, None),
+    ("expert_dispatch_announced_kernel.h", "expert_dispatch_announced", None, None),
     *(
         ("expert_dispatch.h", kernel, dtype, None)
         for kernel in ("expert_dispatch_scaled", "expert_dispatch_announced_scaled")
@@ -36,6 +34,7 @@ EXPERT_KERNELS: tuple[Shipped, ...] = (
         for kernel in ("expert_combine", "expert_scale")
         for dtype in TOKEN_DTYPES
     ),
+    ("expert_spread.h", "expert_spread", None, None),
     ("expert_survivors.h", "expert_survivors", None, None),
     ("expert_quantize.h", "expert_pack", None, None),
     *(("expert_quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),

@@ -39,10 +39,12 @@ if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
 
 _EXPERT_FILES = (
-    "expert_choices.h",
-    "expert_dispatch.h",
     "expert_combine.h",
+    "expert_dispatch.h",
+    "expert_dispatch_announced_kernel.h",
+    "expert_dispatch_kernel.h",
     "expert_quantize.h",
+    "expert_spread.h",
     "expert_survivors.h",
 )
 
