@@ -214,12 +214,13 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
 
 def measure_all_reduce(job: Job, report: Report) -> None:
     """In place: n calls multiply the sum by world_size ** (n - 1), which is exact for a power of two."""
-    comm, ranks, n, block, seed = job.comm, job.ranks, (16 if on_gpus(job) else 2) * 1024, 1024, fresh_seed(job)
+    comm, ranks, seed = job.comm, job.ranks, fresh_seed(job)
+    n, block, warps = (16 * 1024, 256, 8) if on_gpus(job) else (2 * 1024, 1024, 4)
     given = [job.random(n, "float32", seed + rank) for rank in range(ranks)]
     x, programs = job.empty(n, "float32"), n // block
     calls = comm.empty(programs, "int32").fill(0)
     channels = comm.sm_channels(comm.empty(2 * ranks * n, "uint64").fill(0))
-    ours = comm.triton(one_shot, grid=programs)
+    ours = comm.triton(one_shot, grid=programs, num_warps=warps)
 
     def fill() -> None:
         x[:] = given[job.rank]

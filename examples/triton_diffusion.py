@@ -27,8 +27,8 @@ def diffuse(left, right, u, n, steps, BLOCK: tl.constexpr):
         for start in range(1, n + 1, BLOCK):
             i = start + tl.arange(0, BLOCK)
             here = tl.load(u + now + i, i <= n)
-            around = tl.load(u + now + i - 1, i <= n) + tl.load(u + now + i + 1, i <= n)
-            tl.store(u + then + i, here + 0.25 * (around - 2 * here), i <= n)
+            around = tl.load(u + now + i - 1, i <= n) - 2 * here + tl.load(u + now + i + 1, i <= n)
+            tl.store(u + then + i, here + 0.25 * around, i <= n)
         pt.sync_threads_system()  # all cells are written before the next step sends two of them
 
 

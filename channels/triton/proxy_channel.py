@@ -133,11 +133,23 @@ def _wait_for_room(channel, control, ticket, slots):
 
 
 @jit
-def _push_trigger(channel, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
+def _ring(channel):
+    # What a push reads of the handle, loaded at once: behind an atomic each load would wait for the one before it.
+    return (
+        _pointer(channel, HEAD_8),
+        _pointer(channel, TAIL_CACHE_8),
+        _pointer(channel, SLOTS_8),
+        _number(channel, SIZE_LOG2_4).to(tl.uint64),
+        _number(channel, CHANNEL_4).to(tl.uint64),
+    )
+
+
+@jit
+def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
     # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket: it only grows.
-    known = load_relaxed_device(_pointer(channel, TAIL_CACHE_8))
-    ticket = tl.atomic_add(_pointer(channel, HEAD_8), u64(1), sem="relaxed", scope="gpu")
-    size_log2 = _number(channel, SIZE_LOG2_4).to(tl.uint64)
+    head, tail_cache, ring_slots, size_log2, number = ring
+    known = load_relaxed_device(tail_cache)
+    ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
     slots = u64(1) << size_log2
     pushed = tl.full([], 1, tl.int32)
     if ticket >= known + slots:
@@ -148,10 +160,9 @@ def _push_trigger(channel, control, operation, dst_memory, dst_offset, src_memor
         dst_id = dst_memory.to(tl.uint64) + (dst_offset >> OFFSET_BITS)
         src_id = src_memory.to(tl.uint64) + (src_offset >> OFFSET_BITS)
         word1 = (dst_offset & 0xFFFFFFFF) | (src_id << SRC_MEMORY_SHIFT) | (dst_id << DST_MEMORY_SHIFT)
-        word1 = word1 | ((operation & OP_MASK).to(tl.uint64) << OP_SHIFT)
-        word1 = word1 | (_number(channel, CHANNEL_4).to(tl.uint64) << CHANNEL_SHIFT)
+        word1 = word1 | ((operation & OP_MASK).to(tl.uint64) << OP_SHIFT) | (number << CHANNEL_SHIFT)
         parity = ((ticket >> size_log2) & 1) ^ 1
-        slot = _pointer(channel, SLOTS_8) + ((ticket & (slots - 1)) * 2).to(tl.int64)
+        slot = ring_slots + ((ticket & (slots - 1)) * 2).to(tl.int64)
         store_trigger(slot, word0, word1 | (parity << PARITY_SHIFT))
     return ticket, pushed
 
@@ -160,6 +171,7 @@ def _push_trigger(channel, control, operation, dst_memory, dst_offset, src_memor
 def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
     # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
     # channel's own destination is the source of a get.
+    ring = _ring(channel)
     control = _long(channel, CONTROL_8)
     is_get: tl.constexpr = (operation & OP_GET) != 0
     if dst_memory is None:
@@ -197,7 +209,7 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
         is_last = left <= MAX_TRIGGER_BYTES
         piece = tl.where(is_last, left, u64(MAX_TRIGGER_BYTES))
         bits = tl.where(is_last, u32(operation), u32(operation & (OP_DATA | OP_GET)))
-        ticket, pushed = _push_trigger(channel, control, bits, dst_id, dst, src_id, src, piece)
+        ticket, pushed = _push_trigger(channel, ring, control, bits, dst_id, dst, src_id, src, piece)
         dst += piece
         src += piece
         left -= piece
@@ -208,7 +220,9 @@ def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, d
 @jit
 def _push_word(channel, operation: tl.constexpr):
     zero = u64(0)
-    return _push_trigger(channel, _long(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero)
+    return _push_trigger(
+        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
+    )
 
 
 @jit
@@ -216,7 +230,7 @@ def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, 
     # A value in the place of a source: its low half where a size is, its high half where the source's offset is.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
-        channel, _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
+        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
     )
 
 

@@ -37,7 +37,7 @@ from proxyccl.triton.semaphores import (
     wait_for_count,
     wait_for_signal,
 )
-from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, store_packets
+from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_for_packets, store_packets
 from proxyccl.triton.waits import aborted, check_wait, record_error
 from proxyccl.triton.words import longs_at, u32, u64
 
@@ -176,6 +176,12 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 
 @jit
+def _missing(words, wanted, expected):
+    # Of 32 bits: a warp reduces those in one instruction.
+    return tl.max((expected & ((words >> 32) != wanted)).to(tl.int32), 0)
+
+
+@jit
 def put_packets(channel, packet_offset, values, flag, count=None):
     """Writes values as packets to the peer's memory: data and flag in one store, so that no signal is needed.
 
@@ -195,9 +201,10 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
+    memory = _long(channel, SM_DST_8)  # loaded with its size, not behind the branch
     if _may_use_packets(channel, SM_PUT_PACKETS, SM_PEER_MEMORY, _long(channel, SM_DST_BYTES_8), offset, number, flag):
         words = values.to(tl.uint32, bitcast=True).to(tl.uint64) | (u32(flag).to(tl.uint64) << 32)
-        store_packets(longs_at(_long(channel, SM_DST_8) + offset) + i, words, i < number)
+        store_packets(longs_at(memory + offset) + i, words, i < number)
 
 
 @jit
@@ -222,6 +229,7 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     else:
         number = count
     offset = u64(packet_offset)
+    buffer = _long(channel, SM_PACKET_BUFFER_8)
     words = tl.full([BLOCK], 0, tl.uint64)
     if _may_use_packets(
         channel,
@@ -232,11 +240,10 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
         number,
         flag,
     ):
-        packets = longs_at(_long(channel, SM_PACKET_BUFFER_8) + offset) + i
+        packets = longs_at(buffer + offset) + i
         wanted = u32(flag).to(tl.uint64)
-        words = load_packets(packets, i < number)
-        # The greatest flag that is not the wanted one; 0 also where a packet was never written, so one more is taken.
-        missing = tl.max(tl.where((i < number) & ((words >> 32) != wanted), (words >> 32) + 1, words * 0), 0)
+        words = spin_for_packets(packets, load_packets(packets, i < number), u32(flag), i < number)
+        missing = _missing(words, wanted, i < number)
         spins = tl.full([], 0, tl.int32)
         started = tl.full([], 0, tl.uint64)
         waits = tl.full([], 1, tl.int32)
@@ -244,17 +251,18 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
             spins += 1
             pause(spins)
             if spins % SPINS_PER_CHECK == 0:
+                seen = tl.max(tl.where((i < number) & ((words >> 32) != wanted), words >> 32, words * 0), 0)
                 started = check_wait(
                     _long(channel, SM_CONTROL_8),
                     u32(WAIT_PACKET),
                     _number(channel, SM_PEER_4),
                     _number(channel, SM_CHANNEL_4),
                     wanted,
-                    missing - 1,
+                    seen,
                     started,
                 )
                 waits = tl.where(started == 0, 0, 1).to(tl.int32)
-            words = load_packets(packets, i < number)
-            missing = tl.max(tl.where((i < number) & ((words >> 32) != wanted), (words >> 32) + 1, words * 0), 0)
+            words = spin_for_packets(packets, load_packets(packets, i < number), u32(flag), i < number)
+            missing = _missing(words, wanted, i < number)
         words = tl.where(missing == 0, words, words * 0)
     return words.to(tl.uint32).to(dtype, bitcast=True)

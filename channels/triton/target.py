@@ -129,6 +129,10 @@ if INTERPRETED:
     def sync_threads_system() -> None:
         """A barrier of the program's threads, of which the interpreter has one."""
 
+    def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
+        """Nothing comes while one program spins: they run in turn."""
+        return words
+
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
         """The slot's words, the one with the parity bit last."""
         store_relaxed_system(slot, word0)
@@ -201,6 +205,39 @@ else:
                     pack=1,
                 )
         tl.debug_barrier()
+
+    @jit
+    def spin_for_packets(p, words, flag, mask):
+        """Loads packets again until each has the flag, a few times at most; `words` is what they held.
+
+        Each thread waits for its own: a look at all of them by the whole program takes several barriers.
+        """
+        if _on_amd():
+            return words
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred done; .reg .u32 low, high, spins; .reg .b64 packet;
+            mov.b64 packet, $1;
+            mov.u32 spins, 0;
+            setp.eq.u32 done, $4, 0;
+            @done bra END;
+            SPIN:
+            mov.b64 {low, high}, packet;
+            setp.eq.u32 done, high, $3;
+            @done bra END;
+            ld.relaxed.sys.global.b64 packet, [$2];
+            add.u32 spins, spins, 1;
+            setp.lt.u32 done, spins, 16;
+            @done bra SPIN;
+            END:
+            mov.b64 $0, packet;
+            }""",
+            "=l,l,l,r,r",
+            [words, p, flag, mask.to(tl.int32)],
+            dtype=tl.uint64,
+            is_pure=False,
+            pack=1,
+        )
 
     @jit
     def store_trigger(slot, word0, word1):
