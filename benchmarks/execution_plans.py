@@ -106,7 +106,7 @@ def own(kind: str, index: int) -> dict[str, Any]:
 def meeting(peers: list[int]) -> Block:
     """The threadblocks of one number have come here on all ranks, and see what the others wrote before."""
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
-    return [{"name": "nop"}, {"name": "signal", **channels}, {"name": "wait", **channels}, {"name": "nop"}]
+    return [{"name": "signal", **channels}, {"name": "wait", **channels}]
 
 
 def writes(ranks: int, count: int) -> ExecutionPlan:
@@ -133,29 +133,19 @@ def writes(ranks: int, count: int) -> ExecutionPlan:
 
 
 def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
-    """With `count` threadblocks."""
+    """With `count` threadblocks, each of which waits for those of its number alone."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
         meet = meeting(peers)
-        barrier = {"name": "barrier", "barrier_id": 0, "num_threadblocks": count}
         reduce = {
             "name": "rres",
             "src_buff": [own("i", rank), *(remote(peers, peer, "i", rank) for peer in peers)],
             "dst_buff": [own("o", rank), *(remote(peers, peer, "o", rank) for peer in peers)],
             "channel_type": "memory",
         }
-        return [
-            [
-                *([] if block else meet),
-                barrier,
-                {**reduce, "tbg_info": {"tb_id": block, "tbg_size": count}},
-                barrier,
-                *([] if block else meet),
-            ]
-            for block in range(count)
-        ]
+        return [[*meet, {**reduce, "tbg_info": {"tb_id": part, "tbg_size": count}}, *meet] for part in range(count)]
 
-    return plan(ranks, f"reads and writes, {count} threadblocks", blocks, 0)
+    return plan(ranks, f"reads and writes, {count} threadblocks", blocks, 0, channels=count)
 
 
 def by_packets(ranks: int, count: int) -> ExecutionPlan:

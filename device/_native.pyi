@@ -245,6 +245,13 @@ class _ProxycclStep:
 class ProxycclStep(_ProxycclStep, CData): ...
 class ProxycclStepPointer(_ProxycclStep, ItemPointer[ProxycclStep]): ...
 
+class _ProxycclBlockBegin:
+    step: int
+    operand: int
+
+class ProxycclBlockBegin(_ProxycclBlockBegin, CData): ...
+class ProxycclBlockBeginPointer(_ProxycclBlockBegin, ItemPointer[ProxycclBlockBegin]): ...
+
 class _ProxycclExecutionCounters:
     executions: int
 
@@ -256,8 +263,8 @@ class _ProxycclExecution:
     input: PointerField[CharPointer]
     output: PointerField[CharPointer]
     steps: PointerField[ProxycclStepPointer]
-    first_step: PointerField[Uint32Pointer]
     operands: PointerField[ProxycclOperandPointer]
+    begins: PointerField[ProxycclBlockBeginPointer]
     memory_channels: PointerField[ProxycclSmChannelPointer]
     port_channels: PointerField[ProxycclProxyChannelPointer]
     barriers: PointerField[Uint32Pointer]
@@ -907,6 +914,14 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclStep, ProxycclStepPointer]: ...
     @overload
     def new(
+        self, cdecl: Literal["ProxycclBlockBegin *"], init: Initial[ProxycclBlockBegin] = ..., /
+    ) -> ProxycclBlockBeginPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclBlockBegin[]"], init: int | Sequence[Initial[ProxycclBlockBegin]], /
+    ) -> Array[ProxycclBlockBegin, ProxycclBlockBeginPointer]: ...
+    @overload
+    def new(
         self, cdecl: Literal["ProxycclExecutionCounters *"], init: Initial[ProxycclExecutionCounters] = ..., /
     ) -> ProxycclExecutionCountersPointer: ...
     @overload
@@ -1118,6 +1133,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclStep *"], value: CData | int, /) -> ProxycclStepPointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclBlockBegin *"], value: CData | int, /) -> ProxycclBlockBeginPointer: ...
+    @overload
     def cast(
         self, cdecl: Literal["ProxycclExecutionCounters *"], value: CData | int, /
     ) -> ProxycclExecutionCountersPointer: ...
@@ -1205,6 +1222,7 @@ class FFI(BaseFFI):
             "ProxycclArrived",
             "ProxycclOperand",
             "ProxycclStep",
+            "ProxycclBlockBegin",
             "ProxycclExecutionCounters",
             "ProxycclExecution",
             "int32_t",

@@ -112,11 +112,13 @@ typedef struct {
   uint32_t dst_memory; uint32_t src_memory; uint64_t dst_offset; uint64_t src_offset; uint32_t dst_alternates;
   uint32_t src_alternates; ...;
 } ProxycclStep;
+typedef struct { uint32_t step; uint32_t operand; ...; } ProxycclBlockBegin;
 typedef struct { uint64_t executions; ...; } ProxycclExecutionCounters;
 typedef struct {
-  ProxycclControl *control; char *input; char *output; const ProxycclStep *steps; const uint32_t *first_step;
-  const ProxycclOperand *operands; const ProxycclSmChannel *memory_channels; const ProxycclProxyChannel *port_channels;
-  uint32_t *barriers; int32_t *semaphores; ProxycclExecutionCounters *counters; uint64_t alternate_bytes; ...;
+  ProxycclControl *control; char *input; char *output; const ProxycclStep *steps;
+  const ProxycclOperand *operands; const ProxycclBlockBegin *begins; const ProxycclSmChannel *memory_channels;
+  const ProxycclProxyChannel *port_channels; uint32_t *barriers; int32_t *semaphores;
+  ProxycclExecutionCounters *counters; uint64_t alternate_bytes; ...;
 } ProxycclExecution;
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,

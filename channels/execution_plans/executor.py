@@ -289,7 +289,7 @@ class _Sized:
     """The kernel's tables for one size, in device memory."""
 
     memory: Memory
-    offsets: tuple[int, int, int]  # of steps, operands and first_step
+    offsets: tuple[int, int, int]  # of steps, operands and begins
     blocks: int
 
 
@@ -470,7 +470,7 @@ class _Resources:
         )
         program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
         tables = Writer(own, self._threads, layout).tables(program)
-        parts = (tables.steps, tables.operands, tables.first_step)
+        parts = (tables.steps, tables.operands, tables.begins)
         offsets, raw = [], b""
         for part in parts:
             raw += bytes(-len(raw) % 16)
@@ -516,10 +516,10 @@ class _Resources:
         execution = ffi.new("ProxycclExecution *")
         execution.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
         execution.input, execution.output = ffi.cast("char *", own_in), ffi.cast("char *", own_out)
-        steps, operands, first_step = (sized.memory.ptr + offset for offset in sized.offsets)
+        steps, operands, begins = (sized.memory.ptr + offset for offset in sized.offsets)
         execution.steps = ffi.cast("ProxycclStep *", steps)
         execution.operands = ffi.cast("ProxycclOperand *", operands)
-        execution.first_step = ffi.cast("uint32_t *", first_step)
+        execution.begins = ffi.cast("ProxycclBlockBegin *", begins)
         memory_channels, port_channels = self._channel_tables
         execution.memory_channels = ffi.cast("ProxycclSmChannel *", memory_channels.ptr if memory_channels else 0)
         execution.port_channels = ffi.cast("ProxycclProxyChannel *", port_channels.ptr if port_channels else 0)

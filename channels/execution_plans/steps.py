@@ -53,13 +53,13 @@ class Tables:
 
     Attributes:
         steps: ProxycclStep.
-        first_step: uint32, of each block and behind the last.
-        operands: ProxycclOperand.
+        operands: ProxycclOperand, in the order of the steps.
+        begins: ProxycclBlockBegin, of each block and behind the last.
     """
 
     steps: bytes = b""
-    first_step: bytes = b""
     operands: bytes = b""
+    begins: bytes = b""
 
 
 @dataclass
@@ -81,21 +81,15 @@ class Writer:
 
     def tables(self, program: Program) -> Tables:
         """The tables of a program, which has one threadblock at least."""
-        blocks = []
+        steps: list[bytes] = []
+        begins = [0, 0]
         for operations in program:
             block = _Block()
             for operation in operations:
                 self._operation(block, operation)
-            blocks.append(block)
-        first, firsts = 0, [0]
-        for block in blocks:
-            first += len(block.steps)
-            firsts.append(first)
-        return Tables(
-            b"".join(bytes(ffi.buffer(step)) for block in blocks for step in block.steps),
-            struct.pack(f"<{len(firsts)}I", *firsts),
-            b"".join(self._operands),
-        )
+            steps += (bytes(ffi.buffer(step)) for step in block.steps)
+            begins += len(steps), len(self._operands)
+        return Tables(b"".join(steps), b"".join(self._operands), struct.pack(f"<{len(begins)}I", *begins))
 
     # -- steps ---
 
@@ -137,10 +131,10 @@ class Writer:
 
     def _on_channel(self, block: _Block, operation: Operation, i: int, end: ChannelEnd) -> None:
         name = operation.place.name
-        if end.type == "memory":
+        if name in ("wait", "rlxwait"):
+            code, option = _ONE_THREAD[name] if end.type == "memory" else lib.PROXYCCL_STEP_PORT_WAIT, end.peer
+        elif end.type == "memory":
             code, option = _ONE_THREAD[name], 0
-        elif name in ("wait", "rlxwait"):
-            code, option = lib.PROXYCCL_STEP_PORT_WAIT, 0
         else:
             code = lib.PROXYCCL_STEP_PORT
             option = lib.PROXYCCL_OP_FLUSH if name == "flush" else lib.PROXYCCL_OP_SIGNAL

@@ -118,17 +118,25 @@ PROXYCCL_OUT_OF_LINE void combineRanges(const PlanExecutor<T>& executor, const P
 template <class T>
 class PlanExecutor {
  public:
+  // Called by the block.
   PROXYCCL_DEVICE explicit PlanExecutor(const ProxycclExecution& execution)
-      : execution_(execution), executions_(loadRelaxedDevice(&execution.counters->executions)) {
+      : execution_(execution),
+        begin_(execution.begins[blockIdx.x]),
+        end_(execution.begins[blockIdx.x + 1]),
+        executions_(loadRelaxedDevice(&execution.counters->executions)),
+        steps_(execution.steps + begin_.step),
+        operands_(execution.operands + begin_.operand),
+        semaphores_(nullptr) {
     alternate_ = executions_ % 2 * execution.alternate_bytes;
+    if (end_.step - begin_.step <= kStagedSteps && end_.operand - begin_.operand <= kStagedOperands) stage();
   }
 
   PROXYCCL_DEVICE void run() const {
-    const uint32_t end = execution_.first_step[blockIdx.x + 1];
-    uint32_t i = execution_.first_step[blockIdx.x];
+    const uint32_t end = end_.step - begin_.step;
+    uint32_t i = 0;
     while (i < end) {
       // A step outside of loops is a loop of one turn over all its bytes: `execute` is large, and stands here once.
-      const ProxycclStep& first = execution_.steps[i];
+      const ProxycclStep& first = steps_[i];
       const bool loops = first.code == PROXYCCL_STEP_LOOP;
       const uint32_t begin = loops ? i + 1 : i, count = loops ? first.option : 1;
       const uint64_t unit = loops ? first.unit : first.bytes;
@@ -136,7 +144,7 @@ class PlanExecutor {
 #pragma unroll 1
       for (uint32_t k = 0; k < iterations; ++k)
 #pragma unroll 1
-        for (uint32_t s = begin; s < begin + count; ++s) execute(execution_.steps[s], k * unit, unit);
+        for (uint32_t s = begin; s < begin + count; ++s) execute(steps_[s], k * unit, unit);
       i = begin + count;
     }
   }
@@ -157,7 +165,7 @@ class PlanExecutor {
 
   PROXYCCL_DEVICE ProxycclControl* control() const { return execution_.control; }
   PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
-    return execution_.operands[step.first_operand + i];
+    return operands_[step.first_operand - begin_.operand + i];
   }
   PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
     const ProxycclOperand& it = operand(step, i);
@@ -168,6 +176,39 @@ class PlanExecutor {
   }
 
  private:
+  static constexpr uint32_t kStagedSteps = 64, kStagedOperands = 128;
+
+  // Copies to shared memory what every step reads: loads from device memory would take longer than short steps, as each
+  // acquire empties its cache.
+  PROXYCCL_DEVICE void stage() {
+    __shared__ ProxycclStep steps[kStagedSteps];
+    __shared__ ProxycclOperand operands[kStagedOperands];
+    __shared__ ProxycclSemaphore semaphores[kStagedSteps];
+    const uint32_t count = end_.step - begin_.step;
+    copyBytes(steps, steps_, count * sizeof(ProxycclStep), threadIdx.x, blockDim.x);
+    copyBytes(operands, operands_, (end_.operand - begin_.operand) * sizeof(ProxycclOperand), threadIdx.x, blockDim.x);
+    __syncthreads();
+    forEach(count, threadIdx.x, blockDim.x, [&](size_t i) {
+      if (isOnChannel(steps[i])) semaphores[i] = loadSemaphore(steps[i]);
+    });
+    __syncthreads();
+    steps_ = steps;
+    operands_ = operands;
+    semaphores_ = semaphores;
+  }
+
+  static PROXYCCL_DEVICE bool isOnChannel(const ProxycclStep& step) {
+    return (step.code >= PROXYCCL_STEP_SIGNAL && step.code <= PROXYCCL_STEP_RELAXED_WAIT) ||
+           step.code == PROXYCCL_STEP_PORT_WAIT;
+  }
+  PROXYCCL_DEVICE ProxycclSemaphore loadSemaphore(const ProxycclStep& step) const {
+    return step.code == PROXYCCL_STEP_PORT_WAIT ? execution_.port_channels[step.channel].semaphore
+                                                : execution_.memory_channels[step.channel].semaphore;
+  }
+  PROXYCCL_DEVICE Semaphore semaphoreOf(const ProxycclStep& step) const {
+    return {semaphores_ != nullptr ? semaphores_[&step - steps_] : loadSemaphore(step)};
+  }
+
   // Executes a step for `limit` bytes of its data from `offset` on.
   PROXYCCL_DEVICE void execute(const ProxycclStep& step, uint64_t offset, uint64_t limit) const {
     const uint64_t bytes = offset < step.bytes ? minimum(step.bytes - offset, limit) : 0;
@@ -199,19 +240,12 @@ class PlanExecutor {
       case PROXYCCL_STEP_RELAXED_SIGNAL:
         return semaphoreOf(step).relaxedSignal();
       case PROXYCCL_STEP_WAIT:
-      case PROXYCCL_STEP_RELAXED_WAIT: {
-        const uint32_t peer = execution_.memory_channels[step.channel].peer;
-        if (step.code == PROXYCCL_STEP_WAIT)
-          semaphoreOf(step).wait(execution_.control, PROXYCCL_WAIT_EXECUTION, peer, step.place);
-        else
-          semaphoreOf(step).relaxedWait(execution_.control, PROXYCCL_WAIT_EXECUTION, peer, step.place);
+      case PROXYCCL_STEP_PORT_WAIT:
+        semaphoreOf(step).wait(execution_.control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
         return;
-      }
-      case PROXYCCL_STEP_PORT_WAIT: {
-        const ProxycclProxyChannel& channel = execution_.port_channels[step.channel];
-        Semaphore{channel.semaphore}.wait(execution_.control, PROXYCCL_WAIT_EXECUTION, channel.peer, step.place);
+      case PROXYCCL_STEP_RELAXED_WAIT:
+        semaphoreOf(step).relaxedWait(execution_.control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
         return;
-      }
       case PROXYCCL_STEP_PORT:
         return push(step, offset, bytes);
       case PROXYCCL_STEP_ACQUIRE:
@@ -222,9 +256,6 @@ class PlanExecutor {
     }
   }
 
-  PROXYCCL_DEVICE Semaphore semaphoreOf(const ProxycclStep& step) const {
-    return {execution_.memory_channels[step.channel].semaphore};
-  }
   PROXYCCL_DEVICE DeviceSemaphore* semaphore(const ProxycclStep& step) const {
     return reinterpret_cast<DeviceSemaphore*>(execution_.semaphores) + step.channel;
   }
@@ -267,8 +298,13 @@ class PlanExecutor {
   }
 
   const ProxycclExecution& execution_;
-  uint64_t executions_;
+  const ProxycclBlockBegin begin_, end_;
+  const uint64_t executions_;
   uint64_t alternate_;
+  // This block's, in device memory or staged; without staged semaphores they are those of the channels.
+  const ProxycclStep* steps_;
+  const ProxycclOperand* operands_;
+  const ProxycclSemaphore* semaphores_;
 };
 
 template <class T>

@@ -48,11 +48,11 @@ typedef struct ProxycclOperand {
 enum { PROXYCCL_PLACE_OPERATION_BITS = 20 };
 
 typedef struct ProxycclStep {
-  uint32_t code;    /* ProxycclStepCode */
-  uint32_t place;   /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
-  uint32_t thread;  /* the one that executes it; all do if it moves data */
-  uint32_t channel; /* number of a channel, barrier or semaphore */
-  uint32_t option;
+  uint32_t code;                  /* ProxycclStepCode */
+  uint32_t place;                 /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
+  uint32_t thread;                /* the one that executes it; all do if it moves data */
+  uint32_t channel;               /* number of a channel, barrier or semaphore */
+  uint32_t option;                /* of a wait for a channel's signal, the peer */
   uint32_t sources, destinations; /* operands first_operand …: the sources, then the destinations */
   uint32_t first_operand;
   uint64_t bytes; /* of data */
@@ -63,6 +63,11 @@ typedef struct ProxycclStep {
   uint64_t dst_offset, src_offset;
   uint32_t dst_alternates, src_alternates;
 } ProxycclStep;
+
+/* Where a block's steps and their operands begin; they end where the next one's begin. */
+typedef struct ProxycclBlockBegin {
+  uint32_t step, operand;
+} ProxycclBlockBegin;
 
 /* In device memory, advanced by the kernel: a captured graph replays. */
 typedef struct ProxycclExecutionCounters {
@@ -77,8 +82,8 @@ typedef struct ProxycclExecution {
   char* input; /* this rank's arrays */
   char* output;
   const ProxycclStep* steps;
-  const uint32_t* first_step; /* of each block, and the number of all */
   const ProxycclOperand* operands;
+  const ProxycclBlockBegin* begins;         /* of each block, and behind the last */
   const ProxycclSmChannel* memory_channels; /* semaphore, peer and number alone */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* the two words of a DeviceSyncer for each */
