@@ -219,7 +219,7 @@ docs: $(VENV)/.docs-tools
 
 # Every program and every command on its pages and in README runs, on the host runtime.
 docs-test: $(VENV)/.docs-tools
-	PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal docs
+	PROXYCCL_CACHE=$(CURDIR)/build/docs-cache $(BIN)/pytest --numprocesses $(WORKERS) --dist worksteal docs
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
