@@ -1,6 +1,7 @@
 """Runs cases and checks how each ended. python tests/support/faults/campaign.py --count 1000 --seed 1 --report FILE
 
 With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
+With --jobs so many cases run at once. SIGTERM and Ctrl-C end the campaign and what it runs; its report has what ended.
 
 A finding is a process that did not end in time or ended by what has no name, a wrong result, ranks that disagree who
 goes on, a harmless fault that somebody noticed, or something that is left behind: a process, a descriptor, a file.
@@ -18,21 +19,27 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+import traceback
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from support.faults.case import FAULTS, HARMLESS, LINK_FAULTS, Case
+from support.faults.report import Outcome, Report
 from support.faults.surroundings import Surroundings
 from support.networks import Hosts
+from support.processes import processes_with
 
 _RANK = Path(__file__).parent / "rank.py"
 _SETTLES_SECONDS = 10.0
+_DIES_SECONDS = 5.0
 _MARK = "PROXYCCL_FAULTS_CASE"
+_MOST_OUTPUT = 12_000
+"""Characters that a finding shows of a rank's errors and of a report. Where threads hang stands at the errors' end."""
 _LASTING_DESCRIPTORS = 1
 """That a process keeps from its first communicator on: what wakes the thread that reports on a signal."""
 
@@ -68,20 +75,40 @@ class Rank:
 def processes_of(mark: str) -> dict[int, str]:
     """Processes that were started with this mark, and what each is."""
     found = {}
-    for path in Path("/proc").iterdir():
+    for pid in processes_with(_MARK, mark):
         with contextlib.suppress(OSError):
-            if path.name.isdigit() and f"{_MARK}={mark}".encode() in (path / "environ").read_bytes():
-                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
 
 
+def kill_all(mark: str) -> None:
+    """Ends the processes that were started with this mark."""
+    for pid in processes_of(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def where_threads_wait(pid: int) -> str:
+    """What the system tells of a process's threads: their state, where they sleep, and in which call."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        words = []
+        for name in ("comm", "wchan", "syscall"):
+            with contextlib.suppress(OSError):
+                words.append(f"{name} {(task / name).read_text().strip()}")
+        with contextlib.suppress(OSError):
+            words.append(f"state {(task / 'stat').read_text().rpartition(')')[2].split()[0]}")
+        lines.append(f"thread {task.name}: {', '.join(words)}")
+    return "\n".join(lines)
+
+
 def shared_memory() -> set[str]:
-    """Names of shared memory."""
+    """Names of shared memory. The library makes none, so one that is new is a finding, whichever case it is from."""
     return {path.name for path in Path("/dev/shm").glob("*proxyccl*")}
 
 
 class Campaign:
-    """Runs cases one after another.
+    """Runs cases, in as many threads as call it.
 
     Args:
         directory: for what the cases leave: reports and caches. The cache is shared, as compiling takes seconds.
@@ -91,18 +118,44 @@ class Campaign:
     def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
         self._directory = directory
         self._surroundings = Surroundings(directory, hosts)
+        self._lock = threading.Lock()
+        self._shared_memory = shared_memory()
+        self._running: set[str] = set()
+        self._stopped = threading.Event()
 
     def why_not(self, case: Case) -> str:
         """Why a case can't be run on this machine, or ""."""
         return self._surroundings.why_not(case)
 
+    def stop(self) -> None:
+        """Ends the cases that run; what their `run` returns then says nothing."""
+        self._stopped.set()
+        while True:
+            with self._lock:
+                running = set(self._running)
+            if not running:
+                return
+            for mark in running:  # again and again: a rank may just be starting
+                kill_all(mark)
+            time.sleep(0.05)
+
     def run(self, case: Case) -> list[str]:
         """Runs a case. Returns its findings."""
+        mark = f"{os.getpid()}-{case.seed}"
+        with self._lock:
+            self._running.add(mark)
+        try:
+            return self._run(case, mark)
+        finally:
+            kill_all(mark)
+            with self._lock:
+                self._running.remove(mark)
+
+    def _run(self, case: Case, mark: str) -> list[str]:
         here = self._directory / f"case-{case.seed}"
         here.mkdir(parents=True)
         runtime_directory = here / "run"
         runtime_directory.mkdir(mode=0o700)
-        mark, before = f"{os.getpid()}-{case.seed}", shared_memory()
         environment = {
             **os.environ,
             "PROXYCCL_RUNTIME": "host",
@@ -115,21 +168,27 @@ class Campaign:
             _MARK: mark,
         }
         ranks = [self._start(case, rank, environment, here) for rank in range(case.ranks)]
-        readers = [threading.Thread(target=rank.read) for rank in ranks]
+        readers = [threading.Thread(target=rank.read, daemon=True) for rank in ranks]
         for reader in readers:
             reader.start()
         deadline = time.monotonic() + case.bound
         for rank in ranks:
             rank.ready.wait(max(0, deadline - time.monotonic()))
-        time.sleep(case.delay)
+        self._stopped.wait(case.delay)
         with self._surroundings.link_fault(case):
             self._strike(case, ranks)
             findings = self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
-            reader.join()
+            reader.join(_SETTLES_SECONDS)  # a process that is left may hold the pipe open
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
         findings += self._judge(case, ranks)
-        findings += self._leavings(mark, before, runtime_directory)
+        findings += self._leavings(mark)
+        if findings:
+            findings += [
+                f"rank {number} said: {rank.events}\n{rank.errors[-_MOST_OUTPUT:]}" for number, rank in enumerate(ranks)
+            ]
+            reports = sorted((here / "reports").glob("*"))
+            findings += [f"report {each.name}: {each.read_text(errors='replace')[-_MOST_OUTPUT:]}" for each in reports]
         return findings
 
     def _start(self, case: Case, rank: int, environment: dict[str, str], here: Path) -> Rank:
@@ -143,8 +202,7 @@ class Campaign:
             )
         return Rank(process)
 
-    @staticmethod
-    def _strike(case: Case, ranks: list[Rank]) -> None:
+    def _strike(self, case: Case, ranks: list[Rank]) -> None:
         """What happens to the victim, or to its daemon, from outside."""
         victim = ranks[case.victim].process.pid
         daemon = (ranks[case.victim].said("ready") or {}).get("daemon")
@@ -160,7 +218,7 @@ class Campaign:
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
             if i > 0:
-                time.sleep(pause)
+                self._stopped.wait(pause)
             if target is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(target, number)
@@ -172,13 +230,14 @@ class Campaign:
             try:
                 rank.process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                findings.append(f"rank {number} did not end in time")
+                findings.append(f"rank {number} did not end in time\n{where_threads_wait(rank.process.pid)}")
                 rank.hung = True
                 rank.process.send_signal(signal.SIGABRT)  # it shows where its threads are
                 try:
-                    rank.process.wait(5)
+                    rank.process.wait(_DIES_SECONDS)
                 except subprocess.TimeoutExpired:
                     rank.process.kill()
+                    rank.process.wait(_DIES_SECONDS)
         return findings
 
     @staticmethod
@@ -197,7 +256,7 @@ class Campaign:
             if wrong := rank.said("wrong"):
                 findings.append(f"rank {number}: a wrong result: {wrong['message']}")
             elif status != 0 and (rank.hung or not may_end_badly):
-                findings.append(f"rank {number} ended with {status}: {rank.errors[-3000:]}")
+                findings.append(f"rank {number} ended with {status}")
             if case.fault in HARMLESS and (error := rank.said("error")):
                 findings.append(f"rank {number} noticed a harmless fault: {error['kind']}: {error['message']}")
             if went_on := rank.said("went on"):
@@ -211,66 +270,84 @@ class Campaign:
                 counts = f"rank {number} had {seen['before']} descriptors and has {seen['after']}: {what}"
                 findings.append(f"{counts}; it met {rank.errors_said()}")
             if "Traceback" in rank.errors and "PlannedError" not in rank.errors and status == 0:
-                findings.append(f"rank {number} printed a traceback: {rank.errors[-3000:]}")
+                findings.append(f"rank {number} printed a traceback")
         members = [member for group in groups for member in group]
         if len(set(members)) != len(members):
             findings.append(f"ranks disagree who goes on: {sorted(groups)}")
         return findings
 
-    @staticmethod
-    def _leavings(mark: str, shared_before: set[str], runtime_directory: Path) -> list[str]:
+    def _leavings(self, mark: str) -> list[str]:
         deadline = time.monotonic() + _SETTLES_SECONDS
         while True:
-            found = [f"process {pid} is left: {what}" for pid, what in processes_of(mark).items()]
-            found += [f"shared memory is left: {name}" for name in shared_memory() - shared_before]
-            if not found or time.monotonic() > deadline:
-                break
+            found = [
+                f"process {pid} is left: {what}\n{where_threads_wait(pid)}" for pid, what in processes_of(mark).items()
+            ]
+            with self._lock:
+                names = shared_memory() - self._shared_memory
+                late = time.monotonic() > deadline
+                if late:
+                    self._shared_memory |= names  # told once
+            found += [f"shared memory is left, by this case or one beside it: {name}" for name in names]
+            if not found or late:
+                return found
             time.sleep(0.05)
-        for pid in processes_of(mark):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        return found
 
 
-def run(cases: Iterable[Case], campaign: Campaign, report: Path | None = None) -> dict[str, list[str]]:
-    """Runs cases, and shows each. Returns the findings by case."""
-    findings, kinds, left_out = {}, Counter[str](), Counter[str]()
-    for case in cases:
-        if reason := campaign.why_not(case):
-            left_out[f"{case.fault}: {reason}"] += 1
-            continue
+def run(cases: Iterable[Case], campaign: Campaign, report: Report) -> bool:
+    """Runs cases, as many at once as the report says, and adds each to the report. Returns whether it was not ended."""
+
+    def outcome(case: Case) -> Outcome:
         began = time.monotonic()
-        found = campaign.run(case)
-        kinds[case.fault] += 1
-        lines = [f"{case}: {'FOUND' if found else 'ok'} in {time.monotonic() - began:.1f} s", *found]
-        print(*lines, sep="\n  ", flush=True)
-        if report is not None:
-            with report.open("a") as file:
-                print(*lines, sep="\n  ", file=file)
-        if found:
-            findings[str(case)] = found
-    print(f"{kinds.total()} cases, {len(findings)} with findings", *findings, sep="\n  ")
-    print(", ".join(f"{kinds[fault]} {fault}" for fault in FAULTS + LINK_FAULTS if kinds[fault]))
-    for reason, count in left_out.items():
-        print(f"{count} left out: {reason}")
-    return findings
+        try:
+            findings = campaign.run(case)
+        except Exception:  # the others go on
+            findings = [f"the campaign failed: {traceback.format_exc()}"]
+        return Outcome(case, time.monotonic() - began, findings)
+
+    ended = False
+    with ThreadPoolExecutor(report.jobs) as pool:
+        try:
+            futures = []
+            for case in cases:
+                if reason := campaign.why_not(case):
+                    report.leave_out(case, reason)
+                else:
+                    futures.append(pool.submit(outcome, case))
+            for future in as_completed(futures):
+                report.add(future.result())
+        except KeyboardInterrupt:
+            ended = True
+            pool.shutdown(wait=False, cancel_futures=True)
+            campaign.stop()
+    print(report.summary(), flush=True)
+    return not ended
+
+
+def _end(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def main() -> int:
-    """The command line. Returns 1 if there are findings."""
+    """The command line. Returns 1 if there are findings, or if it was ended early."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="cases to run")
     parser.add_argument("--seed", type=int, default=1, help="the first one's; a case follows from its seed")
-    parser.add_argument("--report", type=Path, help="a file to add the results to")
+    parser.add_argument("--report", type=Path, help="a file that has the results after every case")
+    parser.add_argument("--jobs", type=int, default=1, help="cases that run at once")
     parser.add_argument("--hosts", action="store_true", help="put the ranks on two hosts")
     parser.add_argument("--faults", nargs="+", choices=FAULTS + LINK_FAULTS, help="these in turn instead of all")
     arguments = parser.parse_args()
     hosts = arguments.hosts
+    if hosts and arguments.jobs > 1:
+        parser.error("--hosts: all cases have the same link, so one runs after another")
+    signal.signal(signal.SIGTERM, _end)
+    report = Report(arguments.report, arguments.count, arguments.jobs)
     with tempfile.TemporaryDirectory() as directory, Hosts(2) if hosts else contextlib.nullcontext() as made:
         seeds = range(arguments.seed, arguments.seed + arguments.count)
         faults = arguments.faults or [None]
         cases = (Case.of(seed, faults[seed % len(faults)], hosts=hosts) for seed in seeds)
-        return int(bool(run(cases, Campaign(Path(directory), made), arguments.report)))
+        all_ran = run(cases, Campaign(Path(directory), made), report)
+    return int(bool(report.findings) or not all_ran)
 
 
 if __name__ == "__main__":

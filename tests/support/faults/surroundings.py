@@ -1,8 +1,9 @@
-"""What a case needs around its ranks: a full disk, a clock that jumps, hosts and a link that fails."""
+"""What a case needs around its ranks: compilers, a full disk, a clock that jumps, hosts and a link that fails."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from proxyccl import CompileError
+from proxyccl.device.host import find_compiler
 from support.faults.case import LINK_FAULTS, Case
 from support.networks import Hosts
 
@@ -30,12 +33,23 @@ def why_no_mounts() -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
-def jumping_clock(directory: Path) -> Path:
-    """Compiles the library whose clock jumps."""
-    library = directory / "jumping_clock.so"
-    compiler = os.environ.get("CC", "cc")
-    subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)], check=True)
-    return library
+def why_no_kernels() -> str:
+    """Why ranks can't compile a kernel of their own here, or ""."""
+    try:
+        find_compiler()
+    except CompileError as error:
+        return str(error)
+    return ""
+
+
+def why_no_clock(library: Path) -> str:
+    """Compiles the library whose clock jumps. Returns why that can't be done, or ""."""
+    command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", "-o", str(library), str(_CLOCK)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return f"there is no C compiler {command[0]} (CC)"
+    return done.stderr.strip() if done.returncode else ""
 
 
 class Surroundings:
@@ -47,20 +61,21 @@ class Surroundings:
     """
 
     def __init__(self, directory: Path, hosts: Hosts | None = None) -> None:
-        self._directory = directory
         self._hosts = hosts
-        self._clock: Path | None = None
-        self._no_mounts: str | None = None
+        self._clock = directory / "jumping_clock.so"
+        self._no_kernels = why_no_kernels()
+        self._no_mounts = functools.cache(why_no_mounts)
+        self._no_clock = functools.cache(lambda: why_no_clock(self._clock))
 
     def why_not(self, case: Case) -> str:
-        """Why a case can't be run here, or ""."""
+        """Why a case can't be run here, or "". Makes what the case needs."""
+        if self._no_kernels:
+            return self._no_kernels
         if case.fault in LINK_FAULTS and self._hosts is None:
             return "its ranks are on one host"
-        if case.fault != "full disk":
-            return ""
-        if self._no_mounts is None:
-            self._no_mounts = why_no_mounts()
-        return self._no_mounts
+        if case.fault == "full disk":
+            return self._no_mounts()
+        return self._no_clock() if case.fault == "clock jumps" else ""
 
     def command(self, case: Case, rank: int, program: list[str], here: Path) -> list[str]:
         """What starts a rank's program, whose process is the one that this starts."""
@@ -77,8 +92,6 @@ class Surroundings:
         if rank == case.victim and case.fault == "full disk":
             found["PROXYCCL_CACHE"] = found["PROXYCCL_REPORT_DIR"] = str(self._full(here))
         if rank == case.victim and case.fault == "clock jumps":
-            if self._clock is None:
-                self._clock = jumping_clock(self._directory)
             found["LD_PRELOAD"] = str(self._clock)
         return found
 
