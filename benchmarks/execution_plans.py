@@ -103,10 +103,12 @@ def own(kind: str, index: int) -> dict[str, Any]:
     return {"type": kind, "index": index, "size": 1}
 
 
-def meeting(peers: list[int]) -> Block:
-    """The threadblocks of one number have come here on all ranks, and see what the others wrote before."""
+def meeting(peers: list[int], order: str = "") -> Block:
+    """The threadblocks of one number have come here on all ranks, and see what the others wrote before; or with the
+    order "rlx" only what was there before the kernels.
+    """
     channels = {"channel_ids": list(range(len(peers))), "channel_type": "memory"}
-    return [{"name": "signal", **channels}, {"name": "wait", **channels}]
+    return [{"name": f"{order}signal", **channels}, {"name": f"{order}wait", **channels}]
 
 
 def writes(ranks: int, count: int) -> ExecutionPlan:
@@ -136,14 +138,14 @@ def reads_and_writes(ranks: int, count: int) -> ExecutionPlan:
     """With `count` threadblocks, each of which waits for those of its number alone."""
 
     def blocks(rank: int, peers: list[int]) -> list[Block]:
-        meet = meeting(peers)
         reduce = {
             "name": "rres",
             "src_buff": [own("i", rank), *(remote(peers, peer, "i", rank) for peer in peers)],
             "dst_buff": [own("o", rank), *(remote(peers, peer, "o", rank) for peer in peers)],
             "channel_type": "memory",
         }
-        return [[*meet, {**reduce, "tbg_info": {"tb_id": part, "tbg_size": count}}, *meet] for part in range(count)]
+        begin, end = meeting(peers, "rlx"), meeting(peers)
+        return [[*begin, {**reduce, "tbg_info": {"tb_id": part, "tbg_size": count}}, *end] for part in range(count)]
 
     return plan(ranks, f"reads and writes, {count} threadblocks", blocks, 0, channels=count)
 

@@ -241,16 +241,10 @@ class _ProxycclStep:
     src_offset: int
     dst_alternates: int
     src_alternates: int
+    semaphore: ProxycclSemaphore
 
 class ProxycclStep(_ProxycclStep, CData): ...
 class ProxycclStepPointer(_ProxycclStep, ItemPointer[ProxycclStep]): ...
-
-class _ProxycclBlockBegin:
-    step: int
-    operand: int
-
-class ProxycclBlockBegin(_ProxycclBlockBegin, CData): ...
-class ProxycclBlockBeginPointer(_ProxycclBlockBegin, ItemPointer[ProxycclBlockBegin]): ...
 
 class _ProxycclExecutionCounters:
     executions: int
@@ -264,8 +258,8 @@ class _ProxycclExecution:
     output: PointerField[CharPointer]
     steps: PointerField[ProxycclStepPointer]
     operands: PointerField[ProxycclOperandPointer]
-    begins: PointerField[ProxycclBlockBeginPointer]
-    memory_channels: PointerField[ProxycclSmChannelPointer]
+    block_steps: int
+    block_operands: int
     port_channels: PointerField[ProxycclProxyChannelPointer]
     barriers: PointerField[Uint32Pointer]
     semaphores: PointerField[Int32Pointer]
@@ -599,6 +593,7 @@ class Lib:
     PROXYCCL_STEP_COMBINE: Final[int]
     PROXYCCL_STEP_AWAIT_PACKETS: Final[int]
     PROXYCCL_STEP_LOOP: Final[int]
+    PROXYCCL_STEP_END: Final[int]
     PROXYCCL_COMBINE_SUM: Final[int]
     PROXYCCL_COMBINE_PROD: Final[int]
     PROXYCCL_COMBINE_MIN: Final[int]
@@ -914,14 +909,6 @@ class FFI(BaseFFI):
     ) -> Array[ProxycclStep, ProxycclStepPointer]: ...
     @overload
     def new(
-        self, cdecl: Literal["ProxycclBlockBegin *"], init: Initial[ProxycclBlockBegin] = ..., /
-    ) -> ProxycclBlockBeginPointer: ...
-    @overload
-    def new(
-        self, cdecl: Literal["ProxycclBlockBegin[]"], init: int | Sequence[Initial[ProxycclBlockBegin]], /
-    ) -> Array[ProxycclBlockBegin, ProxycclBlockBeginPointer]: ...
-    @overload
-    def new(
         self, cdecl: Literal["ProxycclExecutionCounters *"], init: Initial[ProxycclExecutionCounters] = ..., /
     ) -> ProxycclExecutionCountersPointer: ...
     @overload
@@ -1133,8 +1120,6 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclStep *"], value: CData | int, /) -> ProxycclStepPointer: ...
     @overload
-    def cast(self, cdecl: Literal["ProxycclBlockBegin *"], value: CData | int, /) -> ProxycclBlockBeginPointer: ...
-    @overload
     def cast(
         self, cdecl: Literal["ProxycclExecutionCounters *"], value: CData | int, /
     ) -> ProxycclExecutionCountersPointer: ...
@@ -1222,7 +1207,6 @@ class FFI(BaseFFI):
             "ProxycclArrived",
             "ProxycclOperand",
             "ProxycclStep",
-            "ProxycclBlockBegin",
             "ProxycclExecutionCounters",
             "ProxycclExecution",
             "int32_t",

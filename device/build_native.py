@@ -101,7 +101,7 @@ typedef struct {
 enum { PROXYCCL_STEP_SYNC, PROXYCCL_STEP_BARRIER, PROXYCCL_STEP_SIGNAL, PROXYCCL_STEP_RELAXED_SIGNAL,
        PROXYCCL_STEP_WAIT, PROXYCCL_STEP_RELAXED_WAIT, PROXYCCL_STEP_PORT, PROXYCCL_STEP_PORT_WAIT,
        PROXYCCL_STEP_ACQUIRE, PROXYCCL_STEP_RELEASE, PROXYCCL_STEP_COPY, PROXYCCL_STEP_COMBINE,
-       PROXYCCL_STEP_AWAIT_PACKETS, PROXYCCL_STEP_LOOP, ... };
+       PROXYCCL_STEP_AWAIT_PACKETS, PROXYCCL_STEP_LOOP, PROXYCCL_STEP_END, ... };
 enum { PROXYCCL_COMBINE_SUM, PROXYCCL_COMBINE_PROD, PROXYCCL_COMBINE_MIN, PROXYCCL_COMBINE_MAX, ... };
 enum { PROXYCCL_PLACE_OPERATION_BITS, ... };
 enum { PROXYCCL_BASE_NONE, PROXYCCL_BASE_INPUT, PROXYCCL_BASE_OUTPUT, ... };
@@ -110,13 +110,12 @@ typedef struct {
   uint32_t code; uint32_t place; uint32_t thread; uint32_t channel; uint32_t option; uint32_t sources;
   uint32_t destinations; uint32_t first_operand; uint64_t bytes; uint64_t unit; uint32_t iterations; uint32_t packets;
   uint32_t dst_memory; uint32_t src_memory; uint64_t dst_offset; uint64_t src_offset; uint32_t dst_alternates;
-  uint32_t src_alternates; ...;
+  uint32_t src_alternates; ProxycclSemaphore semaphore; ...;
 } ProxycclStep;
-typedef struct { uint32_t step; uint32_t operand; ...; } ProxycclBlockBegin;
 typedef struct { uint64_t executions; ...; } ProxycclExecutionCounters;
 typedef struct {
   ProxycclControl *control; char *input; char *output; const ProxycclStep *steps;
-  const ProxycclOperand *operands; const ProxycclBlockBegin *begins; const ProxycclSmChannel *memory_channels;
+  const ProxycclOperand *operands; uint32_t block_steps; uint32_t block_operands;
   const ProxycclProxyChannel *port_channels; uint32_t *barriers; int32_t *semaphores;
   ProxycclExecutionCounters *counters; uint64_t alternate_bytes; ...;
 } ProxycclExecution;

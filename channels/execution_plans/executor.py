@@ -289,8 +289,10 @@ class _Sized:
     """The kernel's tables for one size, in device memory."""
 
     memory: Memory
-    offsets: tuple[int, int, int]  # of steps, operands and begins
+    operands_at: int  # behind the steps
     blocks: int
+    block_steps: int
+    block_operands: int
 
 
 class _Resources:
@@ -320,33 +322,30 @@ class _Resources:
         self.moves = 0
         self._privates: list[Memory] = []
         self._kept: list[object] = []
-        self._numbers: dict[ChannelEnd, int] = {}
-        self._channel_tables = (self._memory_channels(), self._ports())
+        self._semaphores: dict[ChannelEnd, Any] = {}
+        self._ports: dict[ChannelEnd, int] = {}  # numbers in the table
+        self._connect_memory_channels()
+        self._port_table = self._connect_ports()
         self._words = self._start_words()
 
     # -- channels ---
 
-    def _memory_channels(self) -> Memory | None:
+    def _connect_memory_channels(self) -> None:
         count = self._plan.most_channels["memory"]
         if count == 0:
-            return None
+            return
         semaphores = SmSemaphores(self._group, count)
         self._kept.append(semaphores)
-        raw: list[bytes] = []
         reachable = self._group.topology.accessible
         for peer in self._plan.peers(self._group.rank, "memory"):
             if not reachable[peer]:  # a plan may name channels that no operation uses
                 continue
             for number in range(count):
-                handle = ffi.new("ProxycclSmChannel *")
-                semaphores.fill(handle.semaphore, peer, number)
-                handle.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
-                handle.peer, handle.channel = peer, len(raw)
-                self._numbers[ChannelEnd("memory", peer, number)] = len(raw)
-                raw.append(bytes(ffi.buffer(handle)))
-        return self._upload(b"".join(raw))
+                semaphore = ffi.new("ProxycclSemaphore *")
+                semaphores.fill(semaphore, peer, number)
+                self._semaphores[ChannelEnd("memory", peer, number)] = semaphore[0]
 
-    def _ports(self) -> Memory | None:
+    def _connect_ports(self) -> Memory | None:
         count = self._plan.most_channels["port"]
         if count == 0:
             return None
@@ -358,7 +357,10 @@ class _Resources:
         raw: list[bytes] = []
         for peer in peers:
             for number, channel in enumerate(channels[peer]):
-                self._numbers[ChannelEnd("port", peer, number)] = len(raw)
+                end, handle = ChannelEnd("port", peer, number), ffi.new("ProxycclProxyChannel *")
+                ffi.memmove(handle, channel.device_handle, ffi.sizeof("ProxycclProxyChannel"))
+                self._ports[end], self._semaphores[end] = len(raw), handle.semaphore
+                self._kept.append(handle)
                 raw.append(channel.device_handle)
         return self._upload(b"".join(raw))
 
@@ -466,17 +468,14 @@ class _Resources:
             document.use_double_scratch_buffer,
             address,
             memory_id,
-            self._numbers.__getitem__,
+            self._ports.__getitem__,
+            self._semaphores.__getitem__,
         )
         program = plan.programs[own] or ((),)  # a rank without threadblocks counts executions too
         tables = Writer(own, self._threads, layout).tables(program)
-        parts = (tables.steps, tables.operands, tables.begins)
-        offsets, raw = [], b""
-        for part in parts:
-            raw += bytes(-len(raw) % 16)
-            offsets.append(len(raw))
-            raw += part
-        return _Sized(self._upload(raw), (offsets[0], offsets[1], offsets[2]), len(program))
+        steps = tables.steps + bytes(-len(tables.steps) % 16)
+        memory = self._upload(steps + tables.operands)
+        return _Sized(memory, len(steps), len(program), tables.block_steps, tables.block_operands)
 
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
@@ -516,13 +515,11 @@ class _Resources:
         execution = ffi.new("ProxycclExecution *")
         execution.control = ffi.cast("ProxycclControl *", self._group.control.device_pointer)
         execution.input, execution.output = ffi.cast("char *", own_in), ffi.cast("char *", own_out)
-        steps, operands, begins = (sized.memory.ptr + offset for offset in sized.offsets)
-        execution.steps = ffi.cast("ProxycclStep *", steps)
-        execution.operands = ffi.cast("ProxycclOperand *", operands)
-        execution.begins = ffi.cast("ProxycclBlockBegin *", begins)
-        memory_channels, port_channels = self._channel_tables
-        execution.memory_channels = ffi.cast("ProxycclSmChannel *", memory_channels.ptr if memory_channels else 0)
-        execution.port_channels = ffi.cast("ProxycclProxyChannel *", port_channels.ptr if port_channels else 0)
+        execution.steps = ffi.cast("ProxycclStep *", sized.memory.ptr)
+        execution.operands = ffi.cast("ProxycclOperand *", sized.memory.ptr + sized.operands_at)
+        execution.block_steps, execution.block_operands = sized.block_steps, sized.block_operands
+        ports = self._port_table
+        execution.port_channels = ffi.cast("ProxycclProxyChannel *", ports.ptr if ports else 0)
         execution.counters = ffi.cast("ProxycclExecutionCounters *", words.ptr)
         execution.barriers = ffi.cast("uint32_t *", words.ptr + barriers_at)
         execution.semaphores = ffi.cast("int32_t *", words.ptr + semaphores_at)
@@ -537,7 +534,7 @@ class _Resources:
         """Frees what the kernels use."""
         for buffer in self._buffers.values():
             buffer.close()
-        for memory in (*self._privates, self._words[0], *self._channel_tables):
+        for memory in (*self._privates, self._words[0], self._port_table):
             if memory is not None:
                 memory.close()
         for sized in (*self._sizes.values(), *self._retired):

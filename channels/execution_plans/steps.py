@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.operations import COMBINATIONS
@@ -36,7 +35,8 @@ class Layout:
         double_scratch: whether scratch memory has two halves.
         address: of a rank's buffer, as this rank's kernels reach it; not of the own input and output.
         memory_id: of a rank's buffer in this rank's proxy, for triggers to a peer; and where the buffer begins there.
-        channel: number of a channel in the kernel's table.
+        port: number of a port channel in the kernel's table.
+        semaphore: a ProxycclSemaphore, of a channel.
     """
 
     chunk_bytes: int
@@ -44,7 +44,8 @@ class Layout:
     double_scratch: bool
     address: Callable[[int, BufferName], int]
     memory_id: Callable[[int, BufferName, int], tuple[int, int]]
-    channel: Callable[[ChannelEnd], int]
+    port: Callable[[ChannelEnd], int]
+    semaphore: Callable[[ChannelEnd], Any]
 
 
 @dataclass
@@ -52,22 +53,27 @@ class Tables:
     """The kernel's tables, as bytes.
 
     Attributes:
-        steps: ProxycclStep.
-        operands: ProxycclOperand, in the order of the steps.
-        begins: ProxycclBlockBegin, of each block and behind the last.
+        steps: ProxycclStep, `block_steps` of each block.
+        operands: ProxycclOperand, `block_operands` of each block.
     """
 
-    steps: bytes = b""
-    operands: bytes = b""
-    begins: bytes = b""
+    steps: bytes
+    operands: bytes
+    block_steps: int
+    block_operands: int
 
 
 @dataclass
 class _Block:
-    """The steps of one threadblock as they are written."""
+    """The steps of one threadblock as they are written, and their operands."""
 
     steps: list[ProxycclStepPointer] = field(default_factory=list)
+    operands: list[bytes] = field(default_factory=list)
     by_all: bool | None = None  # who executed what was not followed by a barrier of the block: all threads, or one
+
+
+def _filled(found: list[bytes], count: int, empty: bytes) -> bytes:
+    return b"".join(found) + empty * (count - len(found))
 
 
 class Writer:
@@ -77,19 +83,23 @@ class Writer:
         self._rank = rank
         self._threads = threads
         self._layout = layout
-        self._operands: list[bytes] = []
 
     def tables(self, program: Program) -> Tables:
         """The tables of a program, which has one threadblock at least."""
-        steps: list[bytes] = []
-        begins = [0, 0]
-        for operations in program:
-            block = _Block()
+        blocks = [_Block() for _ in program]
+        for block, operations in zip(blocks, program, strict=True):
             for operation in operations:
                 self._operation(block, operation)
-            steps += (bytes(ffi.buffer(step)) for step in block.steps)
-            begins += len(steps), len(self._operands)
-        return Tables(b"".join(steps), b"".join(self._operands), struct.pack(f"<{len(begins)}I", *begins))
+        steps = 1 + max(len(block.steps) for block in blocks)
+        operands = max(len(block.operands) for block in blocks)
+        end = bytes(ffi.buffer(ffi.new("ProxycclStep *", {"code": lib.PROXYCCL_STEP_END})))
+        unused = bytes(ffi.sizeof("ProxycclOperand"))
+        return Tables(
+            b"".join(_filled([bytes(ffi.buffer(step)) for step in block.steps], steps, end) for block in blocks),
+            b"".join(_filled(block.operands, operands, unused) for block in blocks),
+            steps,
+            operands,
+        )
 
     # -- steps ---
 
@@ -131,15 +141,16 @@ class Writer:
 
     def _on_channel(self, block: _Block, operation: Operation, i: int, end: ChannelEnd) -> None:
         name = operation.place.name
-        if name in ("wait", "rlxwait"):
-            code, option = _ONE_THREAD[name] if end.type == "memory" else lib.PROXYCCL_STEP_PORT_WAIT, end.peer
-        elif end.type == "memory":
-            code, option = _ONE_THREAD[name], 0
+        waits, is_port = name in ("wait", "rlxwait"), end.type == "port"
+        if is_port and not waits:
+            step = self._step(block, operation, lib.PROXYCCL_STEP_PORT, by_all=False)
+            step.option = lib.PROXYCCL_OP_FLUSH if name == "flush" else lib.PROXYCCL_OP_SIGNAL
+            step.channel = self._layout.port(end)
         else:
-            code = lib.PROXYCCL_STEP_PORT
-            option = lib.PROXYCCL_OP_FLUSH if name == "flush" else lib.PROXYCCL_OP_SIGNAL
-        step = self._step(block, operation, code, by_all=False)
-        step.thread, step.channel, step.option = i % self._threads, self._layout.channel(end), option
+            code = lib.PROXYCCL_STEP_PORT_WAIT if is_port else _ONE_THREAD[name]
+            step = self._step(block, operation, code, by_all=False)
+            step.option, step.semaphore = end.peer if waits else 0, self._layout.semaphore(end)
+        step.thread = i % self._threads
 
     def _pipeline(self, block: _Block, operation: Operation) -> None:
         if block.by_all is not None:
@@ -174,16 +185,17 @@ class Writer:
         code = lib.PROXYCCL_STEP_COPY if is_copy else lib.PROXYCCL_STEP_COMBINE
         step = self._step(block, operation, code, by_all=True)
         step.option, step.packets = COMBINATIONS.index(operation.combination), packets
-        self._operands_of(step, operation, sources, destinations)
+        self._operands_of(block, step, operation, sources, destinations)
 
     def _operands_of(
         self,
+        block: _Block,
         step: ProxycclStepPointer,
         operation: Operation,
         sources: tuple[Range, ...],
         destinations: tuple[Range, ...],
     ) -> None:
-        step.sources, step.destinations, step.first_operand = len(sources), len(destinations), len(self._operands)
+        step.sources, step.destinations, step.first_operand = len(sources), len(destinations), len(block.operands)
         for each in (*sources, *destinations):
             start, step.bytes = self._part(operation, each)
             operand = ffi.new("ProxycclOperand *")
@@ -193,7 +205,7 @@ class Writer:
             else:
                 operand.address = self._layout.address(each.rank, each.buffer) + start
             operand.packets, operand.alternates = each.packets, self._alternates(each)
-            self._operands.append(bytes(ffi.buffer(operand)))
+            block.operands.append(bytes(ffi.buffer(operand)))
 
     def _put(self, block: _Block, operation: Operation) -> None:
         """Puts by the proxy, behind the packets if the operation is to wait for them."""
@@ -202,14 +214,14 @@ class Writer:
         sources = operation.sources
         if operation.place.name == "rppkt":
             step = self._step(block, operation, lib.PROXYCCL_STEP_AWAIT_PACKETS, by_all=True)
-            self._operands_of(step, operation, sources, ())
+            self._operands_of(block, step, operation, sources, ())
             sources = sources * len(operation.destinations)
         option = lib.PROXYCCL_OP_DATA
         option |= lib.PROXYCCL_OP_SIGNAL * moving.signals | lib.PROXYCCL_OP_FLUSH * moving.flushes
         pairs = zip(sources, operation.destinations, operation.channels, strict=True)
         for i, (source, destination, end) in enumerate(pairs):
             step = self._step(block, operation, lib.PROXYCCL_STEP_PORT, by_all=False)
-            step.thread, step.channel, step.option = i % self._threads, layout.channel(end), option
+            step.thread, step.channel, step.option = i % self._threads, layout.port(end), option
             step.src_offset, step.bytes = self._part(operation, source)
             step.dst_offset, _ = self._part(operation, destination)
             step.bytes *= 2 if source.packets else 1

@@ -16,44 +16,99 @@
 
 namespace proxyccl {
 
-template <class T>
-class PlanExecutor;
+// A block's part of the plan, in shared memory. As members of an object that functions take by reference it would lie in
+// each thread's local memory, where an acquire empties its cache and a release has to wait for it: a microsecond a step.
+class PlanBlock {
+ public:
+  static PROXYCCL_DEVICE PlanBlock& own() {
+    __shared__ PlanBlock block;
+    return block;
+  }
+
+  // Called by the block, before anything else.
+  PROXYCCL_DEVICE void load(const ProxycclExecution& execution) {
+    const uint32_t steps = execution.block_steps, operands = execution.block_operands;
+    const ProxycclStep* own_steps = execution.steps + static_cast<uint64_t>(blockIdx.x) * steps;
+    const ProxycclOperand* own_operands = execution.operands + static_cast<uint64_t>(blockIdx.x) * operands;
+    const bool fits = steps <= kSteps && operands <= kOperands;
+    if (threadIdx.x == 0) {
+      execution_ = execution;
+      executions_ = loadRelaxedDevice(&execution.counters->executions);
+      alternate_ = executions_ % 2 * execution.alternate_bytes;
+      steps_ = fits ? kept_steps_ : own_steps;
+      operands_ = fits ? kept_operands_ : own_operands;
+    }
+    if (fits) {
+      copyBytes(kept_steps_, own_steps, steps * sizeof(ProxycclStep), threadIdx.x, blockDim.x);
+      copyBytes(kept_operands_, own_operands, operands * sizeof(ProxycclOperand), threadIdx.x, blockDim.x);
+    }
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE const ProxycclExecution* operator->() const { return &execution_; }
+  PROXYCCL_DEVICE const ProxycclStep& step(uint32_t i) const { return steps_[i]; }
+  PROXYCCL_DEVICE uint64_t executions() const { return executions_; }
+  PROXYCCL_DEVICE uint64_t alternate() const { return alternate_; }
+  // An even number of flags, so that they alternate with the halves of the scratch memory when they wrap. Not 0, which
+  // fresh memory holds.
+  PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
+
+  PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
+    return operands_[step.first_operand + i];
+  }
+  PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
+    const ProxycclOperand& it = operand(step, i);
+    char* base = it.base == PROXYCCL_BASE_INPUT    ? execution_.input
+                 : it.base == PROXYCCL_BASE_OUTPUT ? execution_.output
+                                                   : nullptr;
+    return base + it.address + (it.alternates ? alternate_ : 0) + (it.packets ? 2 * offset : offset);
+  }
+
+ private:
+  static constexpr uint32_t kSteps = 64, kOperands = 128;  // with more, they stay in device memory
+
+  ProxycclExecution execution_;
+  uint64_t executions_, alternate_;
+  const ProxycclStep* steps_;
+  const ProxycclOperand* operands_;
+  ProxycclStep kept_steps_[kSteps];
+  ProxycclOperand kept_operands_[kOperands];
+};
 
 // Out of line: they are large, and called from several places.
 
 // Number p of a source's payloads; waits for it if it comes in a packet.
-template <class T>
-PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const PlanExecutor<T>& executor, const ProxycclStep& step,
-                                                        uint32_t source, size_t p) {
-  const char* from = executor.at(step, source, 0);
-  if (!executor.operand(step, source).packets) return reinterpret_cast<const LL16Packet::Payload*>(from)[p];
+PROXYCCL_OUT_OF_LINE LL16Packet::Payload receivePayload(const ProxycclStep& step, uint32_t source, size_t p) {
+  const PlanBlock& block = PlanBlock::own();
+  const char* from = block.at(step, source, 0);
+  if (!block.operand(step, source).packets) return reinterpret_cast<const LL16Packet::Payload*>(from)[p];
   const LL16Packet* packet = reinterpret_cast<const LL16Packet*>(from) + p;
-  const uint32_t flag = executor.flag();
+  const uint32_t flag = block.flag();
   LL16Packet::Payload payload{};
   const WaitFor what = {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, flag};
-  waitUntil(executor.control(), what, [&](uint64_t* seen) { return packet->tryRead(flag, &payload, seen); });
+  waitUntil(block->control, what, [&](uint64_t* seen) { return packet->tryRead(flag, &payload, seen); });
   return payload;
 }
 
 // Packet by packet: a thread waits for its own packets alone. Loops have no such steps, so there is no offset.
 template <class T, class Op>
-PROXYCCL_OUT_OF_LINE void combinePackets(const PlanExecutor<T>& executor, const ProxycclStep& step, uint64_t bytes) {
+PROXYCCL_OUT_OF_LINE void combinePackets(const ProxycclStep& step, uint64_t bytes) {
+  const PlanBlock& block = PlanBlock::own();
   using Payload = LL16Packet::Payload;
   forEach(bytes / sizeof(Payload), threadIdx.x, blockDim.x, [&](size_t p) {
-    Payload payload = receivePayload(executor, step, 0, p);
+    Payload payload = receivePayload(step, 0, p);
     if (step.sources > 1) {
       PacketReduction<T, Op> reduction;
       reduction(0, payload);
 #pragma unroll 1
-      for (uint32_t source = 1; source < step.sources; ++source)
-        reduction(source, receivePayload(executor, step, source, p));
+      for (uint32_t source = 1; source < step.sources; ++source) reduction(source, receivePayload(step, source, p));
       payload = reduction.finish(1).pack();
     }
 #pragma unroll 1
     for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d) {
-      char* to = executor.at(step, d, 0);
-      if (executor.operand(step, d).packets)
-        reinterpret_cast<LL16Packet*>(to)[p].write(payload, executor.flag());
+      char* to = block.at(step, d, 0);
+      if (block.operand(step, d).packets)
+        reinterpret_cast<LL16Packet*>(to)[p].write(payload, block.flag());
       else
         reinterpret_cast<Payload*>(to)[p] = payload;
     }
@@ -63,19 +118,19 @@ PROXYCCL_OUT_OF_LINE void combinePackets(const PlanExecutor<T>& executor, const 
 // Combines aligned ranges, but for what is left over by 16 bytes, and returns how many values that were. A source may
 // lie behind a link, so a thread has the loads of two sources in flight, and several of each.
 template <class T, class Op>
-PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const PlanExecutor<T>& executor,
-                                        [[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
+PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const ProxycclStep& step, [[maybe_unused]] uint64_t offset,
                                         [[maybe_unused]] uint64_t count) {
 #if PROXYCCL_ON_HOST
   return 0;  // there a thread's values lie side by side
 #else
+  const PlanBlock& block = PlanBlock::own();
   constexpr uint32_t kWide = 16 / sizeof(T);
   constexpr uint32_t kUnits = sizeof(T) == 1 ? 2 : 4;  // sums of one byte take a register each too
   const uint64_t units = count / kWide;
 #pragma unroll 1
   for (uint64_t first = threadIdx.x; first < units; first += static_cast<uint64_t>(kUnits) * blockDim.x) {
     auto inside = [=](uint32_t u) { return first + u * blockDim.x < units; };
-    auto at = [&](uint32_t operand) { return reinterpret_cast<Bytes16*>(executor.at(step, operand, offset)) + first; };
+    auto at = [&](uint32_t operand) { return reinterpret_cast<Bytes16*>(block.at(step, operand, offset)) + first; };
     Bytes16 results[kUnits];
     combineUnits<T, Op, kUnits, Loads::kAhead>(
         step.sources, 1,
@@ -96,118 +151,68 @@ PROXYCCL_DEVICE uint64_t combineAligned([[maybe_unused]] const PlanExecutor<T>& 
 }
 
 template <class T, class Op>
-PROXYCCL_OUT_OF_LINE void combineRanges(const PlanExecutor<T>& executor, const ProxycclStep& step, uint64_t offset,
-                                        uint64_t bytes) {
-  if (step.packets) return combinePackets<T, Op>(executor, step, bytes);
+PROXYCCL_OUT_OF_LINE void combineRanges(const ProxycclStep& step, uint64_t offset, uint64_t bytes) {
+  if (step.packets) return combinePackets<T, Op>(step, bytes);
+  const PlanBlock& block = PlanBlock::own();
   bool aligned = true;
 #pragma unroll 1
   for (uint32_t i = 0; i < step.sources + step.destinations; ++i)
-    aligned = aligned && isAligned16(executor.at(step, i, offset));
+    aligned = aligned && isAligned16(block.at(step, i, offset));
   const uint64_t count = bytes / sizeof(T);
-  const uint64_t done = aligned ? combineAligned<T, Op>(executor, step, offset, count) : 0;
+  const uint64_t done = aligned ? combineAligned<T, Op>(step, offset, count) : 0;
+  if (done == count) return;
   reduceRanks<T, Op>(
       step.sources, 1, count - done, false, threadIdx.x, blockDim.x,
-      [&](uint32_t source) { return reinterpret_cast<const T*>(executor.at(step, source, offset)) + done; },
+      [&](uint32_t source) { return reinterpret_cast<const T*>(block.at(step, source, offset)) + done; },
       [&](uint64_t i, const auto& values) {
 #pragma unroll 1
         for (uint32_t d = step.sources; d < step.sources + step.destinations; ++d)
-          values.store(reinterpret_cast<T*>(executor.at(step, d, offset)) + done + i);
+          values.store(reinterpret_cast<T*>(block.at(step, d, offset)) + done + i);
       });
 }
 
+// One thread of a block.
 template <class T>
 class PlanExecutor {
  public:
-  // Called by the block.
-  PROXYCCL_DEVICE explicit PlanExecutor(const ProxycclExecution& execution)
-      : execution_(execution),
-        begin_(execution.begins[blockIdx.x]),
-        end_(execution.begins[blockIdx.x + 1]),
-        executions_(loadRelaxedDevice(&execution.counters->executions)),
-        steps_(execution.steps + begin_.step),
-        operands_(execution.operands + begin_.operand),
-        semaphores_(nullptr) {
-    alternate_ = executions_ % 2 * execution.alternate_bytes;
-    if (end_.step - begin_.step <= kStagedSteps && end_.operand - begin_.operand <= kStagedOperands) stage();
-  }
-
   PROXYCCL_DEVICE void run() const {
-    const uint32_t end = end_.step - begin_.step;
-    uint32_t i = 0;
-    while (i < end) {
-      // A step outside of loops is a loop of one turn over all its bytes: `execute` is large, and stands here once.
-      const ProxycclStep& first = steps_[i];
-      const bool loops = first.code == PROXYCCL_STEP_LOOP;
-      const uint32_t begin = loops ? i + 1 : i, count = loops ? first.option : 1;
-      const uint64_t unit = loops ? first.unit : first.bytes;
-      const uint32_t iterations = loops ? first.iterations : 1;
-#pragma unroll 1
-      for (uint32_t k = 0; k < iterations; ++k)
-#pragma unroll 1
-        for (uint32_t s = begin; s < begin + count; ++s) execute(steps_[s], k * unit, unit);
-      i = begin + count;
+    // Few numbers are kept from step to step, as they too would lie in local memory (PlanBlock).
+    uint32_t i = 0, loop = kNoLoop, turn = 0;
+    for (;;) {
+      const ProxycclStep& step = block().step(i);
+      if (step.code == PROXYCCL_STEP_END) return;
+      if (step.code == PROXYCCL_STEP_LOOP) {
+        if (step.iterations != 0) loop = i;
+        i += step.iterations != 0 ? 1 : 1 + step.option;
+        continue;
+      }
+      const uint64_t unit = loop != kNoLoop ? block().step(loop).unit : step.bytes;
+      execute(step, turn * unit, unit);
+      ++i;
+      if (loop == kNoLoop || i <= loop + block().step(loop).option) continue;
+      if (++turn < block().step(loop).iterations) {
+        i = loop + 1;
+      } else {
+        loop = kNoLoop;
+        turn = 0;
+      }
     }
   }
 
   // The kernel's last use of this object.
   PROXYCCL_DEVICE void finish() const {
-    __syncthreads();  // all threads have read the count
+    __syncthreads();
     if (threadIdx.x != 0) return;
-    ProxycclExecutionCounters* counters = execution_.counters;
+    ProxycclExecutionCounters* counters = block()->counters;
     if (fetchAddAcqRelDevice<uint32_t>(&counters->blocks_done, 1) != gridDim.x - 1) return;
     storeRelaxedDevice<uint32_t>(&counters->blocks_done, 0);
-    storeRelaxedDevice<uint64_t>(&counters->executions, executions_ + 1);
-  }
-
-  // An even number of flags, so that they alternate with the halves of the scratch memory when they wrap. Not 0, which
-  // fresh memory holds.
-  PROXYCCL_DEVICE uint32_t flag() const { return static_cast<uint32_t>(executions_ % 0xfffffffeu) + 1; }
-
-  PROXYCCL_DEVICE ProxycclControl* control() const { return execution_.control; }
-  PROXYCCL_DEVICE const ProxycclOperand& operand(const ProxycclStep& step, uint32_t i) const {
-    return operands_[step.first_operand - begin_.operand + i];
-  }
-  PROXYCCL_DEVICE char* at(const ProxycclStep& step, uint32_t i, uint64_t offset) const {
-    const ProxycclOperand& it = operand(step, i);
-    char* base = it.base == PROXYCCL_BASE_INPUT    ? execution_.input
-                 : it.base == PROXYCCL_BASE_OUTPUT ? execution_.output
-                                                   : nullptr;
-    return base + it.address + (it.alternates ? alternate_ : 0) + (it.packets ? 2 * offset : offset);
+    storeRelaxedDevice<uint64_t>(&counters->executions, block().executions() + 1);
   }
 
  private:
-  static constexpr uint32_t kStagedSteps = 64, kStagedOperands = 128;
+  static constexpr uint32_t kNoLoop = ~0u;
 
-  // Copies to shared memory what every step reads: loads from device memory would take longer than short steps, as each
-  // acquire empties its cache.
-  PROXYCCL_DEVICE void stage() {
-    __shared__ ProxycclStep steps[kStagedSteps];
-    __shared__ ProxycclOperand operands[kStagedOperands];
-    __shared__ ProxycclSemaphore semaphores[kStagedSteps];
-    const uint32_t count = end_.step - begin_.step;
-    copyBytes(steps, steps_, count * sizeof(ProxycclStep), threadIdx.x, blockDim.x);
-    copyBytes(operands, operands_, (end_.operand - begin_.operand) * sizeof(ProxycclOperand), threadIdx.x, blockDim.x);
-    __syncthreads();
-    forEach(count, threadIdx.x, blockDim.x, [&](size_t i) {
-      if (isOnChannel(steps[i])) semaphores[i] = loadSemaphore(steps[i]);
-    });
-    __syncthreads();
-    steps_ = steps;
-    operands_ = operands;
-    semaphores_ = semaphores;
-  }
-
-  static PROXYCCL_DEVICE bool isOnChannel(const ProxycclStep& step) {
-    return (step.code >= PROXYCCL_STEP_SIGNAL && step.code <= PROXYCCL_STEP_RELAXED_WAIT) ||
-           step.code == PROXYCCL_STEP_PORT_WAIT;
-  }
-  PROXYCCL_DEVICE ProxycclSemaphore loadSemaphore(const ProxycclStep& step) const {
-    return step.code == PROXYCCL_STEP_PORT_WAIT ? execution_.port_channels[step.channel].semaphore
-                                                : execution_.memory_channels[step.channel].semaphore;
-  }
-  PROXYCCL_DEVICE Semaphore semaphoreOf(const ProxycclStep& step) const {
-    return {semaphores_ != nullptr ? semaphores_[&step - steps_] : loadSemaphore(step)};
-  }
+  static PROXYCCL_DEVICE const PlanBlock& block() { return PlanBlock::own(); }
 
   // Executes a step for `limit` bytes of its data from `offset` on.
   PROXYCCL_DEVICE void execute(const ProxycclStep& step, uint64_t offset, uint64_t limit) const {
@@ -216,17 +221,18 @@ class PlanExecutor {
       case PROXYCCL_STEP_SYNC:
         return syncThreadsSystem();
       case PROXYCCL_STEP_BARRIER:
-        reinterpret_cast<DeviceSyncer*>(execution_.barriers)[step.channel].sync(static_cast<int>(step.option),
-                                                                                execution_.control);
+        reinterpret_cast<DeviceSyncer*>(block()->barriers)[step.channel].sync(static_cast<int>(step.option),
+                                                                              block()->control);
         return;
       case PROXYCCL_STEP_COPY:
-        if (bytes != 0) copyBytes(at(step, 1, offset), at(step, 0, offset), bytes, threadIdx.x, blockDim.x);
+        if (bytes != 0)
+          copyBytes(block().at(step, 1, offset), block().at(step, 0, offset), bytes, threadIdx.x, blockDim.x);
         return;
       case PROXYCCL_STEP_COMBINE:
         return combine(step, offset, bytes);
       case PROXYCCL_STEP_AWAIT_PACKETS:
         forEach(bytes / sizeof(LL16Packet::Payload), threadIdx.x, blockDim.x,
-                [&](size_t p) { receivePayload(*this, step, 0, p); });
+                [&](size_t p) { receivePayload(step, 0, p); });
         return;
       default:
         if (threadIdx.x == step.thread) executeByOne(step, offset, bytes);
@@ -236,20 +242,20 @@ class PlanExecutor {
   PROXYCCL_DEVICE void executeByOne(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     switch (step.code) {
       case PROXYCCL_STEP_SIGNAL:
-        return semaphoreOf(step).signal();
+        return Semaphore{step.semaphore}.signal();
       case PROXYCCL_STEP_RELAXED_SIGNAL:
-        return semaphoreOf(step).relaxedSignal();
+        return Semaphore{step.semaphore}.relaxedSignal();
       case PROXYCCL_STEP_WAIT:
       case PROXYCCL_STEP_PORT_WAIT:
-        semaphoreOf(step).wait(execution_.control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
+        Semaphore{step.semaphore}.wait(block()->control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
         return;
       case PROXYCCL_STEP_RELAXED_WAIT:
-        semaphoreOf(step).relaxedWait(execution_.control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
+        Semaphore{step.semaphore}.relaxedWait(block()->control, PROXYCCL_WAIT_EXECUTION, step.option, step.place);
         return;
       case PROXYCCL_STEP_PORT:
         return push(step, offset, bytes);
       case PROXYCCL_STEP_ACQUIRE:
-        semaphore(step)->acquire(execution_.control, {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, 1});
+        semaphore(step)->acquire(block()->control, {PROXYCCL_WAIT_EXECUTION, PROXYCCL_NO_PEER, step.place, 1});
         return;
       case PROXYCCL_STEP_RELEASE:
         return semaphore(step)->release();
@@ -257,14 +263,14 @@ class PlanExecutor {
   }
 
   PROXYCCL_DEVICE DeviceSemaphore* semaphore(const ProxycclStep& step) const {
-    return reinterpret_cast<DeviceSemaphore*>(execution_.semaphores) + step.channel;
+    return reinterpret_cast<DeviceSemaphore*>(block()->semaphores) + step.channel;
   }
 
   // A part of a put that has no bytes still signals and flushes.
   PROXYCCL_DEVICE void push(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
-    const ProxyChannelDeviceHandle channel{execution_.port_channels[step.channel]};
-    const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? alternate_ : 0);
-    const uint64_t src = step.src_offset + offset + (step.src_alternates ? alternate_ : 0);
+    const ProxyChannelDeviceHandle channel{block()->port_channels[step.channel]};
+    const uint64_t dst = step.dst_offset + offset + (step.dst_alternates ? block().alternate() : 0);
+    const uint64_t src = step.src_offset + offset + (step.src_alternates ? block().alternate() : 0);
     const bool signals = (step.option & PROXYCCL_OP_SIGNAL) != 0;
     if ((step.option & PROXYCCL_OP_DATA) && bytes != 0) {
       if (signals)
@@ -278,7 +284,7 @@ class PlanExecutor {
     const uint64_t ticket = channel.flushAsync();
     const WaitFor what = {PROXYCCL_WAIT_EXECUTION, channel.peer, step.place, ticket + 1};
     if (ticket != kNoTicket)
-      waitUntil(execution_.control, what, [&](uint64_t* seen) {
+      waitUntil(block()->control, what, [&](uint64_t* seen) {
         *seen = loadRelaxedSystem(channel.flushed);
         return channel.isFlushed(ticket);
       });
@@ -287,29 +293,21 @@ class PlanExecutor {
   PROXYCCL_DEVICE void combine(const ProxycclStep& step, uint64_t offset, uint64_t bytes) const {
     switch (step.option) {
       case PROXYCCL_COMBINE_SUM:
-        return combineRanges<T, Sum>(*this, step, offset, bytes);
+        return combineRanges<T, Sum>(step, offset, bytes);
       case PROXYCCL_COMBINE_PROD:
-        return combineRanges<T, Prod>(*this, step, offset, bytes);
+        return combineRanges<T, Prod>(step, offset, bytes);
       case PROXYCCL_COMBINE_MIN:
-        return combineRanges<T, Min>(*this, step, offset, bytes);
+        return combineRanges<T, Min>(step, offset, bytes);
       default:
-        return combineRanges<T, Max>(*this, step, offset, bytes);
+        return combineRanges<T, Max>(step, offset, bytes);
     }
   }
-
-  const ProxycclExecution& execution_;
-  const ProxycclBlockBegin begin_, end_;
-  const uint64_t executions_;
-  uint64_t alternate_;
-  // This block's, in device memory or staged; without staged semaphores they are those of the channels.
-  const ProxycclStep* steps_;
-  const ProxycclOperand* operands_;
-  const ProxycclSemaphore* semaphores_;
 };
 
 template <class T>
 PROXYCCL_DEVICE void execute_plan(const ProxycclExecution& execution) {
-  const PlanExecutor<T> executor(execution);
+  PlanBlock::own().load(execution);
+  const PlanExecutor<T> executor;
   executor.run();
   executor.finish();
 }

@@ -21,7 +21,8 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_COPY = 10,    /* operand 0 to operand 1 */
   PROXYCCL_STEP_COMBINE = 11, /* the combination of the sources, by `option`, to each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
-  PROXYCCL_STEP_LOOP = 13 /* `option` steps that follow, on `unit` bytes at a time, `iterations` times */
+  PROXYCCL_STEP_LOOP = 13, /* `option` steps that follow, on `unit` bytes at a time, `iterations` times */
+  PROXYCCL_STEP_END = 14   /* of the block's steps */
 };
 
 /* How COMBINE combines. */
@@ -51,9 +52,9 @@ typedef struct ProxycclStep {
   uint32_t code;                  /* ProxycclStepCode */
   uint32_t place;                 /* threadblock << PROXYCCL_PLACE_OPERATION_BITS | operation */
   uint32_t thread;                /* the one that executes it; all do if it moves data */
-  uint32_t channel;               /* number of a channel, barrier or semaphore */
+  uint32_t channel;               /* number of a port channel, barrier or semaphore */
   uint32_t option;                /* of a wait for a channel's signal, the peer */
-  uint32_t sources, destinations; /* operands first_operand …: the sources, then the destinations */
+  uint32_t sources, destinations; /* operands first_operand … of the block: the sources, then the destinations */
   uint32_t first_operand;
   uint64_t bytes; /* of data */
   uint64_t unit;
@@ -62,12 +63,8 @@ typedef struct ProxycclStep {
   uint32_t dst_memory, src_memory;
   uint64_t dst_offset, src_offset;
   uint32_t dst_alternates, src_alternates;
+  ProxycclSemaphore semaphore; /* of the channel, if it is for a signal to its peer or from there */
 } ProxycclStep;
-
-/* Where a block's steps and their operands begin; they end where the next one's begin. */
-typedef struct ProxycclBlockBegin {
-  uint32_t step, operand;
-} ProxycclBlockBegin;
 
 /* In device memory, advanced by the kernel: a captured graph replays. */
 typedef struct ProxycclExecutionCounters {
@@ -81,10 +78,9 @@ typedef struct ProxycclExecution {
   ProxycclControl* control;
   char* input; /* this rank's arrays */
   char* output;
-  const ProxycclStep* steps;
+  const ProxycclStep* steps; /* block_steps of each block, and an END among them */
   const ProxycclOperand* operands;
-  const ProxycclBlockBegin* begins;         /* of each block, and behind the last */
-  const ProxycclSmChannel* memory_channels; /* semaphore, peer and number alone */
+  uint32_t block_steps, block_operands; /* the same number for all blocks: each finds its own without a load */
   const ProxycclProxyChannel* port_channels;
   uint32_t* barriers;  /* the two words of a DeviceSyncer for each */
   int32_t* semaphores; /* a DeviceSemaphore for each */

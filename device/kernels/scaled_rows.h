@@ -58,7 +58,7 @@ PROXYCCL_DEVICE float factorOf(float greatest) { return 448 / (greatest > 0 ? gr
 // One thread's part of the elements that share a scale. A group holds the elements of kBlocks scales.
 template <class T>
 struct ScaledPart {
-  static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : 16 / sizeof(T);
+  static constexpr uint32_t kEach = PROXYCCL_ON_HOST ? PROXYCCL_SCALED_ELEMENTS : sizeof(T) == 2 ? 8 : 4;
   static constexpr uint32_t kLanes = PROXYCCL_SCALED_ELEMENTS / kEach, kBlocks = kGroupLanes / kLanes;
   struct alignas(16) Values {
     T at[kEach];
@@ -66,6 +66,7 @@ struct ScaledPart {
   struct alignas(4) Elements {  // as rows are, if scales lie between them
     uint8_t at[kEach];
   };
+  static_assert(kBlocks > 0, "a block has too many lanes");
   Values given;
 
   PROXYCCL_DEVICE void load(const T* from, bool aligned) {
