@@ -107,7 +107,8 @@ class DispatchCombineContext:
         if not isinstance(num_sm, int) or isinstance(num_sm, bool) or num_sm < 1:
             raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
         runtime = communicator.runtime
-        threads = _HOST_THREADS if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
+        # Some steps take a thread for each rank of a node, or for each node.
+        threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, num_sm))
         self.ep_config = config
         self.communicator = communicator

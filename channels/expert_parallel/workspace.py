@@ -131,7 +131,7 @@ class ExpertWorkspace:
         tables = Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
         places_at, members_at = tables.take(4 * ranks), tables.take(4 * ranks)
-        first_rows = 4 * blocks * ranks * e.segments if e.output_buffers else 0
+        first_rows = 2 * 4 * blocks * ranks * e.segments if e.output_buffers else 0
         peers_at = tables.take(8 * local_size)
         bases_at = tables.take(max(8 * e.segments * config.num_experts, first_rows))
         counters_at = tables.take(ffi.sizeof("ProxycclExpertCounters"))

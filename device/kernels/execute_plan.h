@@ -16,8 +16,9 @@
 
 namespace proxyccl {
 
-// A block's part of the plan, in shared memory. As members of an object that functions take by reference it would lie in
-// each thread's local memory, where an acquire empties its cache and a release has to wait for it: a microsecond a step.
+// A block's part of the plan, in shared memory. As members of an object that functions take by reference it would lie
+// in each thread's local memory, where an acquire empties its cache and a release has to wait for it: a microsecond a
+// step.
 class PlanBlock {
  public:
   static PROXYCCL_DEVICE PlanBlock& own() {

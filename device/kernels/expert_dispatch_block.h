@@ -102,10 +102,11 @@ class Dispatch {
   PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
   // Called by every group, when all have announced: stores the rows of the block's segment on the ranks that get them.
   PROXYCCL_DEVICE void storeAnnouncedRows(const Group& group, uint32_t* next_item) const;
-  // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers. The others
-  // store the rows that stay here, as a multiprocessor's stores to its own memory would wait behind those that a link
-  // holds up; then they write the descriptor's entries. Where rows are made in float8, that takes longer than storing
-  // them: all blocks do all. Groups take the next row from a counter, as not all multiprocessors store equally fast.
+  // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers; of each, some
+  // groups first write the descriptor's entries, while the link is busy with the others' rows. The other blocks store
+  // the rows that stay here, as a multiprocessor's stores to its own memory would wait behind those that a link holds
+  // up. Where rows are made in float8, that takes longer than storing them: all blocks do all. Groups take the next row
+  // from a counter, as not all multiprocessors store equally fast.
   PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
   // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
   PROXYCCL_DEVICE void awaitStored(const Group& group) const;
@@ -122,10 +123,25 @@ class Dispatch {
   }
 
  private:
-  // Numbers the slots of each expert in order. In a tile of slots each expert has one bit per slot; a slot's number is
-  // how many of its expert's bits are set before its own.
-  PROXYCCL_DEVICE void countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots, uint32_t* counts,
-                                  uint32_t experts) const;
+  // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
+  // per slot; a slot's number is how many of its expert's bits are set before its own.
+  PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const;
+  // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.
+  PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
+  // Calls body(routing) with the routing of this block's segment on each rank of the node.
+  template <class Body>
+  PROXYCCL_DEVICE void toNode(Body body) const;
+  PROXYCCL_DEVICE void storeSlot(uint32_t s, const ProxycclExpertSlot& slot) const {
+    toNode([&](char* routing) { slotsOf(routing)[s] = slot; });
+  }
+  // Where the slots of this block's tokens go, kept while they are counted.
+  PROXYCCL_DEVICE bool keepsTargets() const {
+    return own_.tokens * topk_ <= PROXYCCL_KEPT_TARGETS && team_.experts() < 0xffff;
+  }
+  static PROXYCCL_DEVICE uint16_t* keptTargets() {
+    __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
+    return targets;
+  }
   // For each node, numbers the segment's tokens that go there: their rows lie one behind the other.
   PROXYCCL_DEVICE void placeTokens() const;
   // Called by the block, before counts are added to what it clears.
@@ -136,16 +152,18 @@ class Dispatch {
   PROXYCCL_DEVICE void placeOutgoing() const;
   // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
   PROXYCCL_DEVICE uint32_t placeIncoming() const;
-  // What placeOutgoing() or placeIncoming() has found: [world_size][segments].
-  PROXYCCL_DEVICE uint32_t* firstRows() const {
-    const uint32_t n = team_->world_size * team_->segments;
+  // What placeOutgoing() has found, and placeIncoming(): [world_size][segments].
+  PROXYCCL_DEVICE uint32_t* firstRowsThere() const {
+    const uint32_t n = 2 * team_->world_size * team_->segments;
     return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(blockIdx.x) * n;
   }
+  PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
   enum class Stored { own, of_peers, all };  // rows that stay here, or go to peers
   // Called by each group of the blocks that store such rows.
   PROXYCCL_DEVICE void storeRowsInTurns(const Group& group, Stored stored) const;
-  // Called by each of `blocks` blocks: writes the descriptor's entries.
-  PROXYCCL_DEVICE void describeAll(uint32_t block, uint32_t blocks) const;
+  // Called by each of the groups that describe, in each of the first `blocks` blocks: writes the descriptor's entries.
+  PROXYCCL_DEVICE void describeAll(const Group& group, uint32_t blocks) const;
+  static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
   // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token. The
   // segment's rows begin at `first`.
   template <class SlotOf, class CarriedBy>

@@ -15,7 +15,6 @@ namespace proxyccl {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   char* own = team_.inbox(team_->local_rank, team_->local_rank) + team_.routingAt(segment_);
-  ProxycclExpertSlot* slots = slotsOf(own);
   uint32_t* counts = countsOf(own);
   const uint32_t n = own_.tokens * topk_, experts = team_.experts();
   const uint32_t chosen = team_->world_size * team_->chosen_per_rank;
@@ -26,37 +25,38 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   __syncthreads();
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
-    const uint32_t expert = static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
-    writeId(s, static_cast<int32_t>(expert));
-    slots[s] = {expert < experts ? expert : PROXYCCL_NO_EXPERT, 0};
-    if (expert > experts) atomicMin(&bad_slot, own_.begin * topk_ + s);
+    const int32_t target = choices_.target(own_.begin * topk_ + s);
+    if (keepsTargets()) keptTargets()[s] = static_cast<uint16_t>(target);
+    if (target < 0) atomicMin(&bad_slot, own_.begin * topk_ + s);
     if (!choices_.areCarried()) continue;
     const uint64_t carried = choices_.carried(own_.begin * topk_ + s);
-    storeRaw(own + team_->weights_offset + s * static_cast<uint64_t>(team_->weight_bytes), carried,
-             team_->weight_bytes);
+    toNode([&](char* routing) {
+      storeRaw(routing + team_->weights_offset + s * static_cast<uint64_t>(team_->weight_bytes), carried,
+               team_->weight_bytes);
+    });
     if (chosen == 0) continue;
     const uint32_t choice = static_cast<uint32_t>(__builtin_bit_cast(ProxycclExpertChoice, carried).expert);
     if (choice < chosen) atomicAdd(&counts[experts + choice], 1u);
   }
   __syncthreads();
-  countSlots(idsOf(team_->node, own_.begin), n, slots, counts, experts);
-  if (threadIdx.x == 0)
-    *reinterpret_cast<ProxycclExpertSegment*>(own) = {call_.tokens, bad_slot, call_.wanted_tokens, call_.output_buffer};
-  if (crossesNodes()) placeTokens();
+  countSlots(n, counts, experts);
   syncThreadsDevice();
-
-  const uint64_t head = team_->slots_offset + n * sizeof(ProxycclExpertSlot);
-  const uint64_t weights = choices_.areCarried() ? static_cast<uint64_t>(n) * team_->weight_bytes : 0;
-  auto copy = [&](char* to) {
-    copyBytes(to, own, head, threadIdx.x, blockDim.x);
-    copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
-  };
-  for (uint32_t l = 0; l < team_->local_size; ++l)
-    if (l != team_->local_rank) copy(team_.inbox(l, team_->local_rank) + team_.routingAt(segment_));
+  const ProxycclExpertSegment head = {call_.tokens, bad_slot, call_.wanted_tokens, call_.output_buffer};
+  toNode([&](char* routing) {
+    if (threadIdx.x == 0) *reinterpret_cast<ProxycclExpertSegment*>(routing) = head;
+    for (uint32_t e = threadIdx.x; routing != own && e < experts + chosen; e += blockDim.x)
+      countsOf(routing)[e] = counts[e];
+  });
+  if (crossesNodes()) {
+    placeTokens();
+    syncThreadsDevice();
+  }
   for (uint32_t node = 0; node < team_->nodes; ++node) {
     if (node == team_->node) continue;
     char* to = team_->workspace + team_.outbox(number_, node) + team_.routingAt(segment_);
-    copy(to);
+    const uint64_t weights = choices_.areCarried() ? static_cast<uint64_t>(n) * team_->weight_bytes : 0;
+    copyBytes(to, own, team_->slots_offset + n * sizeof(ProxycclExpertSlot), threadIdx.x, blockDim.x);
+    copyBytes(to + team_->weights_offset, own + team_->weights_offset, weights, threadIdx.x, blockDim.x);
     const int32_t* places = sentPlaces(node);
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) placesOf(to)[i] = places[i];
@@ -69,34 +69,68 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(const int32_t* ids, uint32_t n, ProxycclExpertSlot* slots,
-                                                uint32_t* counts, uint32_t experts) const {
+template <class Body>
+PROXYCCL_DEVICE void Dispatch<Mode>::toNode(Body body) const {
+#pragma unroll 1
+  for (uint32_t l = 0; l < team_->local_size; ++l) body(team_.inbox(l, team_->local_rank) + team_.routingAt(segment_));
+}
+
+template <class Mode>
+PROXYCCL_DEVICE uint32_t Dispatch<Mode>::countedId(uint32_t s) const {
+  if (!keepsTargets()) return static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
+  const uint16_t* targets = keptTargets();
+  const uint16_t target = targets[s];
+  bool first = true;
+  if (choices_.byRank())
+#pragma unroll 4
+    for (uint32_t before = s - s % topk_; before < s; ++before) first &= targets[before] != target;
+  return first ? target : team_.experts();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const {
+  __shared__ uint16_t before[kScratch];  // for each word of bits, how many bits of the expert are before it
   uint32_t* bits = scratch();
   const uint32_t some = experts < kScratch ? experts : kScratch, words = kScratch / some;
   for (uint32_t start = 0; start < n; start += 32 * words) {
     const uint32_t size = n - start < 32 * words ? n - start : 32 * words;
     for (uint32_t first = 0; first < experts; first += some) {
-      auto eachSlot = [&](auto&& body) {
-#pragma unroll 1
-        for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
-          const uint32_t expert = static_cast<uint32_t>(ids[start + i]);
-          if (expert < experts && expert - first < some) body(i, expert, bits + (expert - first) * words);
-        }
-        __syncthreads();
-      };
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < some * words; i += blockDim.x) bits[i] = 0;
       __syncthreads();
-      eachSlot([&](uint32_t i, uint32_t, uint32_t* own) { atomicOr(&own[i / 32], 1u << i % 32); });
-      eachSlot([&](uint32_t i, uint32_t expert, const uint32_t* own) {
-        uint32_t position = counts[expert] + countBits(own[i / 32] & ((1u << i % 32) - 1));
-        for (uint32_t w = 0; w < i / 32; ++w) position += countBits(own[w]);
-        slots[start + i].position = position;
-      });
-      for (uint32_t e = threadIdx.x; e < some && first + e < experts; e += blockDim.x) {
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+        const uint32_t expert = countedId(start + i);
+        if (expert - first < some && expert < experts) {
+          atomicOr(&bits[(expert - first) * words + i / 32], 1u << i % 32);
+        } else if (first == 0 && expert >= experts) {
+          storeSlot(start + i, {PROXYCCL_NO_EXPERT, 0});
+        }
+        if (first == 0) writeId(start + i, static_cast<int32_t>(expert));
+      }
+      __syncthreads();
+      const uint32_t used = (size + 31) / 32;
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < some * used; i += blockDim.x) {
+        const uint32_t* of_expert = bits + i / used * words;
+        const uint32_t word = i % used;
         uint32_t count = 0;
-        for (uint32_t w = 0; 32 * w < size; ++w) count += countBits(bits[e * words + w]);
-        counts[first + e] += count;
+#pragma unroll 4
+        for (uint32_t w = 0; w < word; ++w) count += countBits(of_expert[w]);
+        before[i / used * words + word] = static_cast<uint16_t>(count);
+      }
+      __syncthreads();
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+        const uint32_t expert = countedId(start + i), at = (expert - first) * words + i / 32;
+        if (expert - first >= some || expert >= experts) continue;
+        const uint32_t in_tile = before[at] + countBits(bits[at] & ((1u << i % 32) - 1));
+        storeSlot(start + i, {expert, (start == 0 ? 0 : counts[expert]) + in_tile});
+      }
+      __syncthreads();
+      for (uint32_t e = threadIdx.x; e < some && first + e < experts; e += blockDim.x) {
+        const uint32_t last = e * words + used - 1;
+        counts[first + e] += before[last] + countBits(bits[last]);
       }
       __syncthreads();
     }

@@ -53,9 +53,7 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitRouting() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
   const uint32_t ranks = team_->world_size, segments = team_->segments, own = team_->rank;
-  uint32_t* first = firstRows();
-  clearOutgoing();
-  __syncthreads();
+  uint32_t* first = firstRowsThere();
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < ranks; i += blockDim.x) outgoing()[i].buffer = segmentOf(i, 0).output_buffer;
 #pragma unroll 1
@@ -84,12 +82,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeOutgoing() const {
 template <class Mode>
 PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
   const uint32_t segments = team_->segments, n = team_->world_size * segments;
-  uint32_t* first = firstRows();
+  uint32_t* first = firstRowsHere();
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
     first[i] = countsOf(team_.slabOf(number_, i / segments) + team_.routingAt(i % segments))[team_->rank];
   setSegments();
-  clearOutgoing();
   __syncthreads();
   return exclusiveScan(first, nullptr, n);
 }
@@ -97,6 +94,7 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored stored) const {
   const uint32_t segments = team_->segments;
+  const uint32_t* first = stored == Stored::own ? firstRowsHere() : firstRowsThere();  // the rank is a source here
   const char* slab = team_.slabOf(number_, team_->rank);
   uint32_t* next_item = &team_->counters->next_item[number_ % 2][stored == Stored::own];
   for (;;) {
@@ -117,7 +115,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored
       const bool is_own = slot.expert == team_->rank;
       *rank = slot.expert;
       if (stored == Stored::own && !is_own) return false;
-      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : firstRows()[slot.expert * segments + segment]);
+      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : first[slot.expert * segments + segment]);
       if (stored != Stored::own && item % kStoredPieces == 0) sent_rows[k] = *row;
       return *row >= 0 && (stored != Stored::of_peers || !is_own);
     });
@@ -125,9 +123,9 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(uint32_t block, uint32_t blocks) const {
-  const uint32_t segments = team_->segments, threads = blocks * blockDim.x;
-  const uint32_t thread = block * blockDim.x + threadIdx.x;
+PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(const Group& group, uint32_t blocks) const {
+  const uint32_t segments = team_->segments, groups = describingGroups(), threads = blocks * groups * kGroupLanes;
+  const uint32_t thread = (blockIdx.x * groups + group.number) * kGroupLanes + group.lane;
   for (uint32_t source = 0; source < team_->world_size; ++source) {
     const char* slab = team_.slabOf(number_, source);
     const uint32_t tokens = tokensOf()[source];
@@ -137,7 +135,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(uint32_t block, uint32_t blocks
       const char* routing = slab + team_.routingAt(segment);
       const uint32_t first = (token - Segment::of(tokens, segment, segments).begin) * topk_;
       describeSlot(
-          source, token, n % topk_, firstRows()[source * segments + segment],
+          source, token, n % topk_, firstRowsHere()[source * segments + segment],
           [&](uint32_t k) { return slotsOf(routing)[first + k]; },
           [&](uint32_t k) { return weightIn(routing, first + k); });
     }
@@ -231,23 +229,20 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
   }
   if (!awaitRouting()) return;
   const bool all = team_->blocks == 1 || !kIsVoid<typename Mode::Quantized>;  // whether a block does all
-  if (blockIdx.x < team_->senders || all) {
-    placeOutgoing();
-    storeRowsInTurns(group, all ? Stored::all : Stored::of_peers);
-    syncThreadsSystem();
-    if (group.number == 0) {
-      publishSent(group);
-      awaitStored(group);
-    }
+  const uint32_t storing = all ? team_->blocks : team_->senders;
+  const bool stores = blockIdx.x < storing;
+  clearOutgoing();
+  __syncthreads();
+  if (stores) placeOutgoing();
+  const uint32_t rows = placeIncoming();
+  if (stores && group.number < describingGroups()) describeAll(group, storing);
+  storeRowsInTurns(group, all ? Stored::all : stores ? Stored::of_peers : Stored::own);
+  syncThreadsSystem();
+  if (stores && group.number == 0) {
+    publishSent(group);
+    awaitStored(group);
   }
-  if (blockIdx.x >= team_->senders || all) {
-    __syncthreads();
-    const uint32_t before = all ? 0 : team_->senders, block = blockIdx.x - before, blocks = team_->blocks - before;
-    const uint32_t rows = placeIncoming();
-    if (!all) storeRowsInTurns(group, Stored::own);
-    describeAll(block, blocks);
-    clearPastEnd(rows, block, blocks);
-  }
+  clearPastEnd(rows, blockIdx.x, team_->blocks);
   acknowledge();
 }
 

@@ -45,6 +45,7 @@ enum {
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
+  PROXYCCL_KEPT_TARGETS = 4096,    /* slots of a segment that a block keeps while it counts them */
   PROXYCCL_EXPERT_COUNTERS = 2048, /* that a block keeps in shared memory; with more, bases lie in device memory */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
@@ -129,7 +130,7 @@ typedef struct ProxycclExperts {
   char* const* peers;                        /* [local_size]: the workspaces of the node */
   const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch: across nodes segments == blocks */
   const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
-  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][world_size][segments] */
+  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
   ProxycclReceivedRows* received_rows;
   /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
    * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
