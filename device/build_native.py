@@ -232,7 +232,7 @@ typedef struct {
   uint64_t context; ProxycclStreamOperation *words; const ProxycclStreamStep *steps; uint32_t count; uint32_t captured;
   ...;
 } ProxycclStreamOperations;
-void proxyccl_host_add_helper(int (*help)(void *), void *argument);
+void proxyccl_host_add_helper(int (*help)(void *, int), void *argument);
 void proxyccl_host_remove_helper(void *argument);
 int proxyccl_host_stream_operations(void *stream, unsigned count, ProxycclStreamOperation *operations, unsigned flags);
 void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,

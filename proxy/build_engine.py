@@ -112,7 +112,7 @@ void proxyccl_thread_destroy(ProxycclThread *thread);
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uintptr_t remove_helper);
-int proxyccl_thread_help(ProxycclThread *thread);
+int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 typedef struct { ...; } ProxycclRuntimeTable;
 void proxyccl_runtime_table_fill(ProxycclRuntimeTable *table, uintptr_t copy, uintptr_t write64, uintptr_t event_record,
@@ -234,7 +234,7 @@ static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make
   proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);
 }
 static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uintptr_t remove_helper) {
-  proxyccl_thread_take_help(thread, (void (*)(int (*)(void *), void *))add_helper, (void (*)(void *))remove_helper);
+  proxyccl_thread_take_help(thread, (void (*)(int (*)(void *, int), void *))add_helper, (void (*)(void *))remove_helper);
 }
 """,
     sources=in_engine("*.c"),

@@ -24,6 +24,9 @@ enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 // that many waiting ranks on few cores do not starve the one that works.
 void backOff(uint32_t rounds);
 
+// For what the proxy is to do for a kernel that ends.
+void helpOut();
+
 BlockResult runBlock(const Launch& launch, uint32_t block);
 
 }  // namespace host

@@ -65,9 +65,10 @@ int proxyccl_host_write64(void* stream, uint64_t* address, uint64_t value, unsig
  * stream takes none. */
 int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStreamOperation* operations, unsigned flags);
 
-/* What threads of this process do, before they yield, while a kernel or a stream waits: help(argument) returns whether
- * it got anything done. One thread at a time is in it, on a kernel's stack. */
-void proxyccl_host_add_helper(int (*help)(void*), void* argument);
+/* What threads of this process do while a kernel or a stream waits, before they yield: help(argument, 1), which returns
+ * whether it got anything done. And when a kernel ends, for what it has pushed last: help(argument, 0). One thread at a
+ * time is in it, and it may be on a kernel's stack. */
+void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
 
 /* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */

@@ -98,6 +98,7 @@ int runLaunch(const Launch& launch) {
   auto work = [&](uint32_t first) {
     for (uint32_t block = first; block < blocks; block = next.fetch_add(1))
       if (runBlock(launch, block) != BlockResult::kDone) failed = true;
+    helpOut();
   };
   std::mutex mutex;
   std::condition_variable done;

@@ -1,7 +1,10 @@
-// What a thread does while a kernel or a stream waits: helps, or gives the core away.
+// What a thread does while a kernel or a stream waits: helps, or gives the core away. And what it does when a kernel
+// ends.
 //
 // A proxy of this process is such a helper. Where ranks outnumber cores, a thread that waits for its proxy would only
-// have to give its core to the proxy's thread, and to get it back. It does the proxy's work itself instead.
+// have to give its core to the proxy's thread, and to get it back. It does the proxy's work itself instead. A kernel
+// that finds its peers' data there does not wait. What it pushed would lie in its ring until the proxy's thread wakes,
+// while the peers wait for it.
 #include "link_old_symbols.h"
 
 #include <sched.h>
@@ -29,7 +32,7 @@ class Helpers {
     return *helpers;
   }
 
-  void add(int (*help)(void*), void* argument) {
+  void add(int (*help)(void*, int), void* argument) {
     std::lock_guard<std::mutex> lock(mutex_);
     helpers_.push_back({help, argument});
     count_.store(helpers_.size(), std::memory_order_relaxed);
@@ -43,20 +46,20 @@ class Helpers {
     count_.store(helpers_.size(), std::memory_order_relaxed);
   }
 
-  bool help() {
+  bool help(bool waits) {
     // One thread in two roles would order what the kernel and the proxy do, and hide their races from the sanitizer.
     if (__tsan_get_current_fiber) return false;
     if (count_.load(std::memory_order_relaxed) == 0) return false;  // orders nothing: the list has a lock
     std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     bool helped = false;
-    for (const Helper& helper : helpers_) helped |= helper.help(helper.argument) != 0;
+    for (const Helper& helper : helpers_) helped |= helper.help(helper.argument, waits) != 0;
     return helped;
   }
 
  private:
   struct Helper {
-    int (*help)(void*);
+    int (*help)(void*, int);
     void* argument;
   };
 
@@ -70,7 +73,7 @@ class Helpers {
 void backOff(uint32_t rounds) {
   constexpr uint32_t kYields = 200;
   constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
-  if (Helpers::instance().help()) return;
+  if (Helpers::instance().help(true)) return;
   if (rounds < kYields) {
     sched_yield();
     return;
@@ -81,10 +84,12 @@ void backOff(uint32_t rounds) {
   nanosleep(&pause, nullptr);
 }
 
+void helpOut() { Helpers::instance().help(false); }
+
 }  // namespace host
 }  // namespace proxyccl
 
 using namespace proxyccl::host;
 
-void proxyccl_host_add_helper(int (*help)(void*), void* argument) { Helpers::instance().add(help, argument); }
+void proxyccl_host_add_helper(int (*help)(void*, int), void* argument) { Helpers::instance().add(help, argument); }
 void proxyccl_host_remove_helper(void* argument) { Helpers::instance().remove(argument); }

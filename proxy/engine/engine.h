@@ -122,10 +122,11 @@ void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 /* Before it runs: others may help it. `add` and `remove` tell them that they may, and that they may not any more;
  * `remove` returns when nobody does. */
-void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread), void *thread),
+void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread));
-/* For any other thread, while it waits for what the thread's workers may bring: gives each worker a turn, unless
- * somebody else does. Returns 1 if anything happened. What makes the thread return is left to it. */
-int proxyccl_thread_help(ProxycclThread *thread);
+/* For any other thread, which waits for what the thread's workers may bring, or does not and may have pushed triggers:
+ * gives each worker a turn, unless somebody else does. Who does not wait gives them one only if there are triggers.
+ * Returns 1 if anything happened. What makes the thread return is left to it. */
+int proxyccl_thread_help(ProxycclThread *thread, int waits);
 
 #endif

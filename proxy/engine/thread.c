@@ -14,10 +14,12 @@ enum {
   POLLS_PER_CLOCK = 16, /* rounds without work between two readings of the clock: one costs as much as several */
   SLEEP_PART = 32,      /* an idle thread sleeps for a 32nd of the time that it has been idle */
   OUTSTANDING_SLEEP_NS = 50000, /* longest sleep while work is outstanding: somebody may wait for its completion */
-  HELPED_SLEEP_NS = 50000       /* sleep behind a helper's round: its next one will come sooner */
+  TURN_SLEEP_NS = 50000         /* between two tries for the turn, which a helper has for a round */
 };
 
 enum { HELPED_IDLY = 1, HELPED_ON = 2 }; /* a helper ran the workers: to no effect, to some */
+
+#define IDLE_FOR_LONG UINT64_MAX /* an idle time behind which a thread sleeps for as long as it may */
 
 #define NO_CONTEXT UINTPTR_MAX /* not 0, which is a device where contexts are numbers */
 
@@ -28,7 +30,7 @@ struct ProxycclThread {
   uintptr_t context;           /* the context that a worker made current last */
   void (*end_help)(void *);    /* NULL: nobody else may have the turn */
   int turn;                    /* pairing 46: 1 while somebody has it */
-  int helped;                  /* HELPED_… since the thread ran the workers itself */
+  int helped;                  /* HELPED_… since the thread looked last */
   ProxycclExit found;          /* what a helper's round came to, for the thread to return, and … */
   ProxycclExitInfo found_info; /* … what it says of it */
 };
@@ -192,18 +194,29 @@ static void clear_info(ProxycclExitInfo *info) {
   info->channel = PROXYCCL_MAX_CHANNELS;
 }
 
-static int help(void *thread) { return proxyccl_thread_help(thread); }
+static int help(void *thread, int waits) { return proxyccl_thread_help(thread, waits); }
 
-void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread), void *thread),
+void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),
                                void (*remove)(void *thread)) {
   thread->end_help = remove;
   add(help, thread);
 }
 
-int proxyccl_thread_help(ProxycclThread *thread) {
+/* 1 if any worker has a trigger to take. For whoever has the turn. */
+static int any_pushed(const ProxycclThread *thread) {
+  ProxycclTrigger trigger;
+  for (const ProxycclWorker *worker = thread->first; worker != NULL; worker = worker->next) {
+    const uint32_t rings = list_count(&worker->ring_count);
+    for (uint32_t i = 0; i < rings; ++i)
+      if (ring_peek(&worker->rings[i], &trigger)) return 1;
+  }
+  return 0;
+}
+
+int proxyccl_thread_help(ProxycclThread *thread, int waits) {
   Round round = {0};
   if (!turn_taken(thread)) return 0;
-  if (thread->found == CONTINUE && thread->first != NULL) {
+  if (thread->found == CONTINUE && thread->first != NULL && (waits || any_pushed(thread))) {
     clear_info(&thread->found_info);
     thread->found = run_round(thread, &round, &thread->found_info);
     thread->helped |= round.progress ? HELPED_ON : HELPED_IDLY;
@@ -214,7 +227,7 @@ int proxyccl_thread_help(ProxycclThread *thread) {
 
 /* Takes the turn back; a helper has it for one round at most. */
 static void take_back(ProxycclThread *thread) {
-  while (!turn_taken(thread)) sleep_for(HELPED_SLEEP_NS);
+  while (!turn_taken(thread)) sleep_for(TURN_SLEEP_NS);
 }
 
 /* After a round without work: backs off, without the turn. Returns the time slept. */
@@ -226,24 +239,17 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, int outstanding) 
   return slept;
 }
 
-/* Leaves the workers to helpers for a while, if one has run them since the thread did. Returns what they did. */
-static int leave_to_helpers(ProxycclThread *thread) {
-  if (!thread->helped) return 0;
-  turn_give(thread);
-  sleep_for(HELPED_SLEEP_NS);
-  take_back(thread);
-  const int helped = thread->helped;
-  thread->helped = 0;
-  return helped;
-}
-
 ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
+  /* A helper has run the workers, and since then the thread has found no triggers or steps itself. It leaves them to
+   * helpers: where threads outnumber cores, one that wakes takes a core from those who have work. */
+  int is_helped = 0;
   uint64_t idle_since = 0, counted = 0; /* idle time is counted up to the last reading of the clock */
   uint32_t polls = 0;
   clear_info(info);
   for (;;) {
     Round round = {0};
-    const int helped = leave_to_helpers(thread);
+    const int helped = thread->helped;
+    thread->helped = 0;
     if (thread->found != CONTINUE) {
       const ProxycclExit found = thread->found;
       *info = thread->found_info;
@@ -254,16 +260,17 @@ ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info)
     if (thread->first == NULL) return PROXYCCL_EXIT_NO_WORKERS;
     const ProxycclExit result = run_round(thread, &round, info);
     if (result != CONTINUE) return result;
+    is_helped = (is_helped || helped) && !round.busy;
     if (round.progress || helped & HELPED_ON) {
       idle_since = 0;
       if (round.busy) continue;
     }
     if (idle_since == 0) idle_since = counted = now_ns();
-    if (helped || ++polls % POLLS_PER_CLOCK == 0) {
-      const uint64_t now = now_ns(), idle_ns = now - idle_since;
-      /* A helper gets the core at once. */
-      const uint64_t slept = rest(thread, helped ? thread->idle.spin_ns + idle_ns : idle_ns, round.outstanding);
-      count_idle(thread, now + slept - counted, slept);
+    if (is_helped || ++polls % POLLS_PER_CLOCK == 0) {
+      const uint64_t now = now_ns(), idle_ns = is_helped ? IDLE_FOR_LONG : now - idle_since;
+      /* Who has just helped sees to what is outstanding too. */
+      const uint64_t slept = rest(thread, idle_ns, round.outstanding && !helped);
+      if (!(thread->helped & HELPED_ON)) count_idle(thread, now + slept - counted, slept);
       counted = now + slept;
     }
   }

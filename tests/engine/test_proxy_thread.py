@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -224,21 +225,33 @@ def test_each_workers_context_is_current_for_its_turn() -> None:
     assert thread.close(TIMEOUT)
 
 
-def test_who_waits_gives_the_workers_their_turns_and_handlers_stay_with_the_thread() -> None:
-    helpers: dict[int, Callable[[int], int]] = {}
-    takes_helper = ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p)
-    add = takes_helper(lambda help_, argument: helpers.update({argument: help_}))
+Help = Callable[[bool], int]
+
+
+@contextmanager
+def helped_thread(idle: IdlePolicy) -> Iterator[tuple[ProxyThread, Help]]:
+    """A thread, and what helps it: called by one that waits, or by one that does not."""
+    helpers: dict[int, Callable[[int, int], int]] = {}
+    helper = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+    add = ctypes.CFUNCTYPE(None, helper, ctypes.c_void_p)(lambda call, argument: helpers.update({argument: call}))
     remove = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda argument: helpers.pop(argument) and None)
     functions = EngineFunctions(
         0, 0, 0, 0, 0, *(ctypes.cast(call, ctypes.c_void_p).value or 0 for call in (add, remove))
     )
-    thread = ProxyThread("helped", IdlePolicy(), functions=functions)
-    ((argument, help_),) = helpers.items()
-    with Client(thread) as client:
+    thread = ProxyThread("helped", idle, functions=functions)
+    ((argument, call),) = helpers.items()
+    yield thread, lambda waits: call(argument, waits)
+    assert thread.close(TIMEOUT)
+    assert not helpers
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_helpers_give_the_workers_their_turns_and_handlers_stay_with_the_thread(waits: bool) -> None:
+    with helped_thread(IdlePolicy()) as (thread, help_), Client(thread) as client:
 
         def helped() -> bool:
             client.push(PUT | SIGNAL, 1)
-            return help_(argument) == 1
+            return help_(waits) == 1
 
         until(helped)
         assert client.service.drain(TIMEOUT)
@@ -248,11 +261,26 @@ def test_who_waits_gives_the_workers_their_turns_and_handlers_stay_with_the_thre
         channel = client.service.add_handler(lambda _: ran_in.append(threading.current_thread().name))
         for count in range(1, 51):
             client.push(SIGNAL, 1, channel)
-            until(lambda count=count: help_(argument) or len(ran_in) == count)
+            until(lambda count=count: help_(waits) or len(ran_in) == count)
         assert client.service.drain(TIMEOUT)
         assert ran_in == ["helped"] * 50
-    assert thread.close(TIMEOUT)
-    assert not helpers
+
+
+def test_a_thread_that_is_helped_sleeps_whatever_it_would_yield() -> None:
+    """It would take a core from who helps."""
+    with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
+        stats = client.service._workers[0].stats
+        until(lambda: stats.looks > 1000)
+        assert stats.sleeps == 0
+        until(lambda: help_(True) or stats.sleeps > 10)
+
+
+def test_who_does_not_wait_and_has_pushed_nothing_leaves_the_workers_to_their_thread() -> None:
+    with helped_thread(IdlePolicy(yield_us=1e6 * TIMEOUT)) as (thread, help_), Client(thread) as client:
+        stats = client.service._workers[0].stats
+        until(lambda: stats.looks > 1000)
+        assert [help_(False) for _ in range(10000)] == [0] * 10000
+        assert stats.sleeps == 0
 
 
 def test_a_thread_runs_on_the_cores_that_are_named() -> None:

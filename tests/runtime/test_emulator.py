@@ -18,7 +18,7 @@ import pytest
 
 from proxyccl import Communicator
 from proxyccl.device import compile_cache
-from proxyccl.device._native import lib
+from proxyccl.device._native import ffi, lib
 from proxyccl.device.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host import HostRuntime
@@ -408,6 +408,20 @@ def test_an_argument_that_does_not_fit_is_refused_by_its_place(
 def test_a_wrong_number_of_arguments_is_refused(kernels: Module, count: int) -> None:
     with pytest.raises(ArgumentError, match=f"kernel parameters takes 10 arguments, not {count}"):
         kernels.parameters(1, 1, *[*arguments(), 0][:count])
+
+
+def test_a_kernel_that_ends_has_its_proxy_look_for_what_it_pushed_last(runtime: HostRuntime, kernels: Module) -> None:
+    waits: list[int] = []
+    helper = ffi.callback("int(void *, int)", lambda _, waiting: waits.append(waiting) or 0)
+    argument, word, out = ffi.new("char *"), np.ones(1, np.uint32), zeros(1)
+    lib.proxyccl_host_add_helper(helper, argument)
+    try:
+        kernels.wait_for(1, 1, word, out, 5)  # for what is there
+        runtime.synchronize()
+    finally:
+        lib.proxyccl_host_remove_helper(argument)
+    assert out[0] == 5
+    assert waits == [0]
 
 
 # -- streams and events ---

@@ -11,6 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from support.fabric_packages import unavailable_reason
 from support.networks import INTERFACE, Hosts
 
 _SECONDS = 900
@@ -18,6 +19,9 @@ _PORT = "29533"
 
 
 def main() -> int:
+    reason = unavailable_reason()  # asking fetches it
+    if reason:
+        sys.exit(f"there is no libfabric: {reason}")
     split = sys.argv.index("--")
     ranks, command = [int(count) for count in sys.argv[1:split]], sys.argv[split + 1 :]
     # Names of these hosts are in no directory, so gloo is told what it would look up. OpenMP's threads spin behind each
