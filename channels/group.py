@@ -21,7 +21,6 @@ from proxyccl.channels.meeting import Meeting, meet_apart, meet_survivors, regro
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
-from proxyccl.channels.wait_release import WaitRelease
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device.errors import (
     ArgumentError,
@@ -36,6 +35,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import Description
 
 _CIRCLE_SECONDS = 0.1
@@ -117,7 +117,6 @@ class Group:
             transport_options=meeting.transport_options,
             description=Description.of_this_program(self.rank, self.world_size, self.job),
         )
-        self._wait_release = WaitRelease(lambda: self.links.proxy_if_started, f"proxyccl-release-{self.rank}")
         try:
             self.links.bring_up()
             self._host_links = self._link_hosts()
@@ -158,8 +157,6 @@ class Group:
 
     def _stop_work(self) -> None:
         """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
-        if self.failure.aborted:
-            self._wait_release.begin()
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()
         with contextlib.suppress(CommunicatorError):
@@ -182,11 +179,6 @@ class Group:
 
     def open(self, observer: Observer) -> None:
         """Begins: from now on failures are noticed, passed on and reported."""
-
-        def failed() -> None:
-            self._wait_release.begin()
-            observer.failed()
-
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
 
         def each_turn() -> None:
@@ -194,14 +186,19 @@ class Group:
             if self._parent is None:
                 context.look()
 
+        def end_waits() -> None:
+            if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
+                proxy.end_waits()
+
         self._watcher = Watcher(
             self.rank,
             self.control,
             self._segments,
             self._meeting.pids,
             self._host_links,
-            on_abort=failed,
+            on_abort=observer.failed,
             each_turn=each_turn,
+            end_waits=end_waits,
             parent=None if self._parent is None else self._parent._watcher,
             members=self._meeting.members,
         )
@@ -405,7 +402,7 @@ class Group:
                         return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
 
-        thread = threading.Thread(target=wait, name=f"proxyccl-close-{self.rank}", daemon=True)
+        thread = Thread(wait, f"proxyccl-close-{self.rank}")
         with _open_lock:
             _releasing[:] = [*(other for other in _releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
             thread.start()
@@ -429,14 +426,14 @@ class Group:
                 self._parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
-        self._watcher.close()
+        self._watcher.finish()
         self.failure.observer.close()
         if not healthy:
-            self._wait_release.begin()
+            self._watcher.end_waits()
         # Kernels that were told to stop use the memory that is freed below until they have.
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()
-        self._wait_release.close()
+        self._watcher.close()
         if not self.links.close():
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
         self.launches.close()
@@ -458,7 +455,7 @@ class Group:
 
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
-_releasing: list[tuple[threading.Thread, float]] = []
+_releasing: list[tuple[Thread, float]] = []
 """Threads that wait for peers, each with what its group's `linger` was."""
 
 
