@@ -142,6 +142,8 @@ class Group:
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
         """A group of the ranks that are left, which alone call this, once, then `open` it. It outlives this one.
 
+        This one ends where a rank came too late: it would wait for that rank again.
+
         Raises as `meet_survivors`, and ClosedError if this rank has called it before.
         """
         if self._shrunk:
@@ -149,6 +151,9 @@ class Group:
         self._shrunk = True
         self._stop_work()
         meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
+            if not self._watcher.has_ended(peer):
+                self._late(peer, "shrink", "come", timeout)
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
@@ -348,7 +353,7 @@ class Group:
                 elif now > waiting_elsewhere_since + _CIRCLE_SECONDS:
                     return False
                 if now > deadline:
-                    raise self._late(min(present))
+                    raise self._late(min(present), "close", "close the communicator", self.timeout)
                 time.sleep(_POLL_SECONDS)
         return True
 
@@ -369,12 +374,13 @@ class Group:
             for other in others:
                 other._watcher.announce(Presence.PRESENT)
 
-    def _late(self, peer: int) -> WaitTimeoutError:
+    def _late(self, peer: int, operation: str, what: str, timeout: float) -> WaitTimeoutError:
+        """Ends the group as a peer did not do something in time. Returns the exception."""
         error = WaitTimeoutError(
-            f"close: rank {peer} did not close the communicator within {self.timeout:g} s",
+            f"{operation}: rank {peer} did not {what} within {timeout:g} s",
             rank=self.rank,
             peer=peer,
-            operation="close",
+            operation=operation,
         )
         self.failure.file_exchange_failure(error)
         return error
@@ -385,7 +391,7 @@ class Group:
             if time.monotonic() > deadline:
                 if self.linger is not None:
                     break
-                self._late(min(present))
+                self._late(min(present), "close", "close the communicator", self.timeout)
             time.sleep(_POLL_SECONDS)
         self._release(healthy=not present)
 

@@ -169,7 +169,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # it had not failed, and a rank that was left behind does not close it
+        except ProxyCCLError as error:  # it had not failed, and another rank does not close it
             say("error", kind=type(error).__name__, message=str(error))
 
 
