@@ -205,10 +205,10 @@ class Communicator:
         """A communicator of the ranks that are left, after a failure or without one. All of them call this, once.
 
         A rank is left unless its process has ended, it has closed this communicator, or it is excluded. A rank that
-        does not come within the time-out is left behind. The ranks agree on who is left even if some of them fail
-        meanwhile, and keep their order.
+        does not come within the time-out is left behind, and this communicator has failed by that. The ranks agree on
+        who is left even if some of them fail meanwhile, and keep their order.
 
-        What the ranks have queued on their devices is waited for. Where this communicator had failed, the call closes
+        What the ranks have queued on their devices is waited for. Where this communicator has failed, the call closes
         it; otherwise it goes on, and the new one does not end with it. Device, compiled kernels, and the mappings of
         the other ranks' memory are kept. Arrays of `empty` are used where they lie, as before, and so are those that
         were registered where all ranks share a host; registering them again costs no new mapping. Channels are made

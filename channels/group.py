@@ -21,7 +21,6 @@ from proxyccl.channels.meeting import Meeting, meet_apart, meet_survivors, regro
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
-from proxyccl.channels.wait_release import WaitRelease
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device.errors import (
     ArgumentError,
@@ -36,6 +35,7 @@ from proxyccl.device.errors import (
 from proxyccl.device.handle_cache import HandleCache
 from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import Description
 
 _CIRCLE_SECONDS = 0.1
@@ -117,7 +117,6 @@ class Group:
             transport_options=meeting.transport_options,
             description=Description.of_this_program(self.rank, self.world_size, self.job),
         )
-        self._wait_release = WaitRelease(lambda: self.links.proxy_if_started, f"proxyccl-release-{self.rank}")
         try:
             self.links.bring_up()
             self._host_links = self._link_hosts()
@@ -143,6 +142,8 @@ class Group:
     def shrink(self, excluded: Collection[int], timeout: float) -> Group:
         """A group of the ranks that are left, which alone call this, once, then `open` it. It outlives this one.
 
+        This one ends where a rank came too late: it would wait for that rank again.
+
         Raises as `meet_survivors`, and ClosedError if this rank has called it before.
         """
         if self._shrunk:
@@ -150,6 +151,9 @@ class Group:
         self._shrunk = True
         self._stop_work()
         meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
+            if not self._watcher.has_ended(peer):
+                self._late(peer, "shrink", "come", timeout)
         return Group(meeting, mapped=self._mapped)
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
@@ -158,8 +162,6 @@ class Group:
 
     def _stop_work(self) -> None:
         """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
-        if self.failure.aborted:
-            self._wait_release.begin()
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()
         with contextlib.suppress(CommunicatorError):
@@ -182,11 +184,6 @@ class Group:
 
     def open(self, observer: Observer) -> None:
         """Begins: from now on failures are noticed, passed on and reported."""
-
-        def failed() -> None:
-            self._wait_release.begin()
-            observer.failed()
-
         context = ContextWatch(self.launches.default_stream, self.failure.file_lost_context)
 
         def each_turn() -> None:
@@ -194,14 +191,19 @@ class Group:
             if self._parent is None:
                 context.look()
 
+        def end_waits() -> None:
+            if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
+                proxy.end_waits()
+
         self._watcher = Watcher(
             self.rank,
             self.control,
             self._segments,
             self._meeting.pids,
             self._host_links,
-            on_abort=failed,
+            on_abort=observer.failed,
             each_turn=each_turn,
+            end_waits=end_waits,
             parent=None if self._parent is None else self._parent._watcher,
             members=self._meeting.members,
         )
@@ -351,7 +353,7 @@ class Group:
                 elif now > waiting_elsewhere_since + _CIRCLE_SECONDS:
                     return False
                 if now > deadline:
-                    raise self._late(min(present))
+                    raise self._late(min(present), "close", "close the communicator", self.timeout)
                 time.sleep(_POLL_SECONDS)
         return True
 
@@ -372,12 +374,13 @@ class Group:
             for other in others:
                 other._watcher.announce(Presence.PRESENT)
 
-    def _late(self, peer: int) -> WaitTimeoutError:
+    def _late(self, peer: int, operation: str, what: str, timeout: float) -> WaitTimeoutError:
+        """Ends the group as a peer did not do something in time. Returns the exception."""
         error = WaitTimeoutError(
-            f"close: rank {peer} did not close the communicator within {self.timeout:g} s",
+            f"{operation}: rank {peer} did not {what} within {timeout:g} s",
             rank=self.rank,
             peer=peer,
-            operation="close",
+            operation=operation,
         )
         self.failure.file_exchange_failure(error)
         return error
@@ -388,7 +391,7 @@ class Group:
             if time.monotonic() > deadline:
                 if self.linger is not None:
                     break
-                self._late(min(present))
+                self._late(min(present), "close", "close the communicator", self.timeout)
             time.sleep(_POLL_SECONDS)
         self._release(healthy=not present)
 
@@ -405,7 +408,7 @@ class Group:
                         return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
 
-        thread = threading.Thread(target=wait, name=f"proxyccl-close-{self.rank}", daemon=True)
+        thread = Thread(wait, f"proxyccl-close-{self.rank}")
         with _open_lock:
             _releasing[:] = [*(other for other in _releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
             thread.start()
@@ -429,14 +432,14 @@ class Group:
                 self._parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
-        self._watcher.close()
+        self._watcher.finish()
         self.failure.observer.close()
         if not healthy:
-            self._wait_release.begin()
+            self._watcher.end_waits()
         # Kernels that were told to stop use the memory that is freed below until they have.
         with contextlib.suppress(KernelError):
             self.runtime.synchronize()
-        self._wait_release.close()
+        self._watcher.close()
         if not self.links.close():
             return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
         self.launches.close()
@@ -458,7 +461,7 @@ class Group:
 
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
-_releasing: list[tuple[threading.Thread, float]] = []
+_releasing: list[tuple[Thread, float]] = []
 """Threads that wait for peers, each with what its group's `linger` was."""
 
 

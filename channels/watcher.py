@@ -1,10 +1,13 @@
 """The thread that notices when a peer's process ends or a rank of another host fails, and passes failures on.
 
 It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
+After a failure it ends the waits of streams for the proxy. What a failure needs is done in this thread, which is there
+already: where memory has run out no other can be started.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -15,6 +18,8 @@ from proxyccl.channels import process_descriptors
 from proxyccl.channels.control import ControlSegment, Presence
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.device._native import lib
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.threads import Thread
 
 
 class Link(Protocol):
@@ -41,19 +46,27 @@ class WatchThread:
     """The thread of a communicator and of those that were split from it: it has each of their watchers look around.
 
     It sleeps in poll() otherwise.
+
+    Raises:
+        ResourceError: there is no memory for a thread.
     """
 
     INTERVAL_MS = 20
+    RELEASING_MS = 1
 
     def __init__(self, name: str) -> None:
-        self._name = name
         self._lock = threading.Lock()
         self._watchers: list[Watcher] = []
         self._by_descriptor: dict[int, Watcher] = {}
         self._poll = select.poll()
         self._stop_read, self._stop_write = os.pipe()
         self._poll.register(self._stop_read, select.POLLIN)
-        self._thread: threading.Thread | None = None
+        self._thread = Thread(self._run, name)
+        try:
+            self._thread.start()
+        except ResourceError:
+            self._close_descriptors()
+            raise
 
     def add(self, watcher: Watcher) -> None:
         """Has a watcher look around from now on, and when one of its descriptors becomes readable."""
@@ -62,9 +75,6 @@ class WatchThread:
             for descriptor in watcher.descriptors:
                 self._by_descriptor[descriptor] = watcher
                 self._poll.register(descriptor, select.POLLIN)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
 
     def remove(self, watcher: Watcher) -> None:
         """Ends `add`. The watcher's descriptors are still open."""
@@ -89,14 +99,18 @@ class WatchThread:
                 whose = {descriptor: self._by_descriptor.get(descriptor) for descriptor in readable}
                 watchers = list(self._watchers)
             for watcher in watchers:
-                watcher.look([descriptor for descriptor in readable if whose[descriptor] is watcher])
-            readable = {descriptor for descriptor, _ in self._poll.poll(self.INTERVAL_MS)}
+                with contextlib.suppress(MemoryError):  # the next turn finds the same, and tries again
+                    watcher.look([descriptor for descriptor in readable if whose[descriptor] is watcher])
+            releasing = any(watcher.releasing for watcher in watchers)
+            readable = {fd for fd, _ in self._poll.poll(self.RELEASING_MS if releasing else self.INTERVAL_MS)}
 
     def end(self) -> None:
         """Ends the thread. Its watchers are closed."""
         os.write(self._stop_write, b"x")
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         for descriptor in (self._stop_read, self._stop_write):
             os.close(descriptor)
 
@@ -112,6 +126,8 @@ class Watcher:
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a thread of its own after the abort was passed on.
         each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
+            was passed on: whoever checks after a stream must learn of it.
         parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
         members: the ranks' numbers in that communicator.
     """
@@ -128,16 +144,19 @@ class Watcher:
         links: Mapping[int, Link],
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], None] = lambda: None,
+        end_waits: Callable[[], None] = lambda: None,
         parent: Watcher | None = None,
         members: Sequence[int] = (),
     ) -> None:
         self._on_abort = on_abort
         self._each_turn = each_turn
+        self._end_waits = end_waits
         self._rank = rank
         self._own = own
         self._segments = segments
         self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
         self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
+        self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
         self._descriptors: dict[int, int] = {}
         self._ended: set[int] = set()
         lost: list[int] = []
@@ -152,9 +171,9 @@ class Watcher:
         self._ended.update(lost)
         self._parent, self._members = parent, members
         self._looking = threading.Lock()  # held while the thread is here
-        self._ending: threading.Thread | None = None
-        self._closed = False
-        self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
+        self._passed_on = self._closed = False
+        self._reporting: Thread | None = None
+        self.releasing = False
         self._thread.add(self)
 
     @property
@@ -169,34 +188,43 @@ class Watcher:
             readable: those of `descriptors` that are.
         """
         with self._looking:
-            if self._closed or self._ending is not None:
+            if self._closed:
                 return
-            for peer in self._lost:
-                self._peer_ended(peer)
-            self._lost = []
-            for descriptor in readable:
-                if descriptor in self._links:
-                    self._receive(descriptor)
-                else:
-                    self._thread.forget(descriptor)
-                    self._peer_ended(self._descriptors[descriptor])
-            self._end_with_parent()
-            if self._own.aborted:
-                for descriptor in self.descriptors:
-                    self._thread.forget(descriptor)
-                # What follows may take long, and the thread's other watchers do not wait for it.
-                self._ending = threading.Thread(target=self._end, name=f"proxyccl-abort-{self._rank}", daemon=True)
-                self._ending.start()
+            if not self._passed_on:
+                self._watch(readable)
+            if self.releasing:
+                self._end_waits()
+
+    def _watch(self, readable: Sequence[int]) -> None:
+        for peer in self._lost:
+            self._peer_ended(peer)
+        self._lost = []
+        for descriptor in readable:
+            if descriptor in self._links:
+                self._receive(descriptor)
             else:
-                self._each_turn()
+                self._peer_ended(self._descriptors[descriptor])
+                self._thread.forget(descriptor)
+        self._end_with_parent()
+        if self._own.aborted:
+            for descriptor in self.descriptors:
+                self._thread.forget(descriptor)
+            self.pass_on()
+            self._passed_on = self.releasing = True
+            self._report()
+        else:
+            self._each_turn()
+
+    def _report(self) -> None:
+        # It may take long, and the thread's other watchers do not wait for it. A failure is none the less told.
+        with contextlib.suppress(ResourceError, MemoryError):
+            thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
+            thread.start()
+            self._reporting = thread
 
     def _end_with_parent(self) -> None:
         if self._parent is not None and self._parent._own.aborted:
             self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PARENT, self._rank))
-
-    def _end(self) -> None:
-        self.pass_on()
-        self._on_abort()
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
@@ -289,15 +317,25 @@ class Watcher:
                 return peer
         return None
 
+    def end_waits(self) -> None:
+        """Ends the waits of streams for the proxy from now on, until `close`: it will end none itself."""
+        self.releasing = True
+
+    def finish(self) -> None:
+        """Notices failures no more. Returns when `on_abort` has."""
+        with self._looking:
+            unseen, self._passed_on = self._own.aborted and not self._passed_on, True
+        if unseen:  # the abort came after the thread's last look
+            self.pass_on()
+        if self._reporting is not None:
+            self._reporting.join()
+
     def close(self) -> None:
         """Ends it, and the thread with the communicator that was split from none."""
+        self.finish()
         with self._looking:
             self._closed = True
         self._thread.remove(self)
-        if self._ending is not None:
-            self._ending.join()
-        elif self._own.aborted:  # the abort may have come after the thread's last look
-            self.pass_on()
         if self._parent is None:
             self._thread.end()
         for _, link in self._links.values():

@@ -12,9 +12,10 @@ import os
 import secrets
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
+
+from proxyccl.device.threads import Thread
 
 NAME_BYTES = 16
 _TIMEOUT = 10.0
@@ -45,7 +46,7 @@ class DescriptorServer:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.bind(_address(self.name))
         self._socket.listen(64)
-        threading.Thread(target=self._run, name="proxyccl-descriptors", daemon=True).start()
+        Thread(self._run, "proxyccl-descriptors").start()
 
     def _run(self) -> None:
         while True:

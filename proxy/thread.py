@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.runtime import EngineFunctions
+from proxyccl.device.threads import Thread
 from proxyccl.proxy import _engine
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -71,6 +72,7 @@ class ProxyThread:
 
     Raises:
         ArgumentError: there are no such cores.
+        ResourceError: there is no memory for a thread.
     """
 
     def __init__(
@@ -94,8 +96,12 @@ class ProxyThread:
         self._closing = False
         self._refusal: ArgumentError | None = None
         self._begun = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = Thread(self._run, name)
+        try:
+            self._thread.start()
+        except ResourceError:
+            lib.proxyccl_thread_destroy(self._pointer)
+            raise
         if cores is not None:
             self._begun.wait()
             if self._refusal is not None:

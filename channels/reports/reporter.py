@@ -20,6 +20,7 @@ from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
 
@@ -138,10 +139,7 @@ def _open_reporters() -> list[Reporter]:
 
 def report_all(cause: str) -> None:
     """Writes the reports of all communicators of this process, in parallel, as they may wait for one another."""
-    threads = [
-        threading.Thread(target=reporter.write, args=(cause,), name="proxyccl-report", daemon=True)
-        for reporter in _open_reporters()
-    ]
+    threads = [Thread(reporter.write, "proxyccl-report", cause) for reporter in _open_reporters()]
     if not threads:
         _say(f"no report on {cause}: no communicator is open")
     for thread in threads:

@@ -21,8 +21,10 @@ from proxyccl.device.errors import (
     ProtocolError,
     ProxyCCLError,
     ProxyLostError,
+    ResourceError,
     RuntimeUnavailableError,
 )
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.frames import limit_waits, peer_credentials, receive, send
 from proxyccl.proxy.daemon.listeners import shown
 from proxyccl.proxy.daemon.protocol import (
@@ -197,6 +199,7 @@ class DaemonConnection:
 
     Raises:
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
+        ResourceError: there is no memory for a thread.
     """
 
     def __init__(
@@ -216,8 +219,13 @@ class DaemonConnection:
         self.address = address or NodeDaemon(socket_path())
         self._socket, self.daemon = self.address.connect(timeout)
         self.daemon_started = start_of(self.daemon)
-        self._reader = threading.Thread(target=self._read, name=f"{name}-daemon", daemon=True)
-        self._reader.start()
+        self._reader = Thread(self._read, f"{name}-daemon")
+        try:
+            self._reader.start()
+        except ResourceError:
+            self._socket.close()
+            self.address.close()
+            raise
 
     @property
     def is_open(self) -> bool:

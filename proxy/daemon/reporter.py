@@ -21,6 +21,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
 from proxyccl.proxy.hosts import host_name
@@ -87,7 +88,7 @@ class DaemonReporter:
                 return
             self._requested[job] = now
         snapshots = _Snapshots(self._sessions())
-        threading.Thread(target=self._write, args=(cause, snapshots), name="proxyccl-report", daemon=True).start()
+        Thread(self._write, "proxyccl-report", cause, snapshots).start()
 
     def write(self, cause: str) -> Path | None:
         """Writes a report. None if it can't be written; the log says why."""

@@ -19,6 +19,7 @@ from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import Runtime
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.frames import peer_credentials
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
@@ -166,7 +167,7 @@ class Daemon:
 
     def _admit(self, connection: socket.socket) -> None:
         session = Session(connection, self._open_runtime, self._assign_threads, self.reporter.request)
-        thread = threading.Thread(target=self._run, args=(session,), name="proxyccl-client", daemon=True)
+        thread = Thread(self._run, "proxyccl-client", session)
         with self._lock:
             self._sessions[session] = thread
         thread.start()

@@ -6,12 +6,12 @@ Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_for
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
 
@@ -172,7 +172,7 @@ class MetricsServer:
             raise ResourceError(f"cannot listen on port {port} of the loopback interface: {error.strerror}") from None
         self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
-        self._thread = threading.Thread(target=self._server.serve_forever, name="proxyccl-metrics", daemon=True)
+        self._thread = Thread(self._server.serve_forever, "proxyccl-metrics")
         self._thread.start()
 
     def __enter__(self) -> MetricsServer:

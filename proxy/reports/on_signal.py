@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable
 
+from proxyccl.device.threads import Thread
 from proxyccl.proxy._engine import lib
 
 SIGNAL = signal.SIGUSR1
@@ -36,7 +37,7 @@ def install(report: Callable[[str], object]) -> None:
             return
         # The child of a fork inherits the descriptor but not the thread.
         os.register_at_fork(after_in_child=lambda: lib.proxyccl_wake_signal_remove(SIGNAL))
-        threading.Thread(target=_wait, args=(descriptor, report), name="proxyccl-signal", daemon=True).start()
+        Thread(_wait, "proxyccl-signal", descriptor, report).start()
 
 
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:

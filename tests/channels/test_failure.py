@@ -35,7 +35,7 @@ from proxyccl import (
 from proxyccl.channels.control import create_segment
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.watcher import Watcher
-from proxyccl.device import open_runtime
+from proxyccl.device import open_runtime, threads
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import DriverError
 from support import hanging
@@ -597,6 +597,52 @@ def test_a_flush_that_cannot_complete_runs_into_the_time_out() -> None:
     errors = with_faulty_proxy(write64=_Write(lambda *_: 0))
     assert all(isinstance(error, WaitTimeoutError) for error in errors), errors
     assert "flush" in str(errors[0]) or "signal" in str(errors[0])
+
+
+# -- out of memory ---
+
+
+def _no_thread(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def _no_memory_to_begin(thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
+    vars(thread)["_bootstrap"] = lambda: None  # CPython's thread ends so where it finds no memory
+    start(thread)
+
+
+@pytest.mark.parametrize(
+    "refuse",
+    [_no_thread, functools.partial(_no_memory_to_begin, start=threading.Thread.start)],
+    ids=["no-thread", "no-memory-to-begin"],
+)
+def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
+    refuse: Callable[[threading.Thread], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.1)
+    start, queued, exhausted = threading.Thread.start, threading.Event(), threading.Event()
+
+    def start_some(thread: threading.Thread) -> None:
+        (refuse if exhausted.is_set() and thread.name.startswith("proxyccl") else start)(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+
+    def body(comm: Communicator) -> BaseException | None:
+        x, stream = ones(comm), comm.runtime.create_stream()
+        comm.all_reduce(x, algorithm="proxy")
+        comm.synchronize()
+        meet(comm)
+        if comm.rank == 0:
+            comm.all_reduce(x, algorithm="proxy", stream=stream)
+            queued.set()
+            return caught(lambda: comm.synchronize(stream))
+        assert queued.wait(TIMEOUT)
+        exhausted.set()
+        comm.abort("of the test")
+        return caught(comm.synchronize)
+
+    errors = run_ranks(2, body, timeout=30)
+    assert all(isinstance(error, AbortedError) for error in errors), errors
 
 
 # -- ranks that disagree ---

@@ -200,6 +200,29 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
     run_ranks(3, body)
 
 
+def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
+    """Nobody waits for that rank again, and it does not wait for them."""
+    gone, together = threading.Event(), threading.Barrier(2)
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 1:
+            assert gone.wait(30)
+            with pytest.raises(
+                WaitTimeoutError, match=r"rank [02] waited too long in the bootstrap for a call from rank 1"
+            ):
+                total(comm, 1)
+            with pytest.raises(ExcludedError):
+                comm.shrink()
+            return
+        together.wait(30)
+        shrunk = comm.shrink(timeout=1.0)
+        assert comm.closed
+        gone.set()
+        shrunk.close()
+
+    run_ranks(3, body)
+
+
 def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """All had agreed and then failed, and the next attempt fails too."""
 

@@ -108,8 +108,10 @@ def test_ranks_can_be_lost_one_after_the_other() -> None:
         layer = layer_on(comm, 4 * PER_RANK, dtype="float32")
         if comm.rank == 2:
             return
-        layer = layer.shrink(comm.shrink(exclude=[2]))
+        first = comm.shrink(exclude=[2])
+        layer = layer.shrink(first)
         if comm.rank == 0:
+            first.close()
             return
         layer = layer.shrink(layer.ctx.communicator.shrink(exclude=[0]))
         assert layer.lost_ranks == (0, 2)
@@ -121,6 +123,7 @@ def test_ranks_can_be_lost_one_after_the_other() -> None:
         assert len(on_host(rows)) == (2 * TOKENS if comm.rank == 3 else 0)
         np.testing.assert_array_equal(on_host(layer.combine(rows, desc)), tokens)
         group.close()
+        first.close()
 
     run_ranks(4, body, make_runtime=runtime_with_blocks)
 

@@ -36,6 +36,8 @@ _EXIT_STATUS = 7
 _START_SECONDS = 60.0
 """Within which all ranks must have been started. The time-out of a case counts from then on, as a busy machine starts
 some ranks seconds behind others."""
+_LEFT_MIB = (12, 64)
+"""Up to which little memory is left: with less than a stack's 8 MiB no thread can be started."""
 
 
 class PlannedError(Exception):
@@ -112,7 +114,9 @@ def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
         "exit": lambda: os._exit(_EXIT_STATUS),
         "fork": lambda: fork_children(rng),
         "few descriptors": lambda: limit(resource.RLIMIT_NOFILE, descriptors() + rng.randrange(6)),
-        "little memory": lambda: limit(resource.RLIMIT_AS, memory_in_use() + rng.randrange(64) * (1 << 20)),
+        "little memory": lambda: limit(
+            resource.RLIMIT_AS, memory_in_use() + rng.randrange(rng.choice(_LEFT_MIB)) * (1 << 20)
+        ),
     }
 
 
@@ -165,7 +169,7 @@ def shrink(comm: Communicator) -> Communicator:
     finally:
         try:
             comm.close()
-        except ProxyCCLError as error:  # it had not failed, and a rank that was left behind does not close it
+        except ProxyCCLError as error:  # it had not failed, and another rank does not close it
             say("error", kind=type(error).__name__, message=str(error))
 
 

@@ -1,0 +1,64 @@
+"""Threads of the library. Their start is bounded: it ends by name where memory or threads have run out."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from proxyccl.device.errors import ResourceError
+
+_BEGIN_SECONDS = 10.0
+
+
+class _Started(threading.Event):
+    """What `threading.Thread.start` waits for. A thread that finds no memory to begin with never sets it, and `start`
+    has no time-out (https://github.com/python/cpython/issues/140746).
+    """
+
+    def wait(self, timeout: float | None = None) -> bool:
+        if not super().wait(_BEGIN_SECONDS if timeout is None else timeout):
+            raise RuntimeError(f"it did not begin within {_BEGIN_SECONDS:g} s")
+        return True
+
+
+class Thread(threading.Thread):
+    """A daemon thread: the process's end does not wait for it.
+
+    Args:
+        run: what it does.
+        name: what debuggers and reports show.
+        arguments: of `run`.
+    """
+
+    def __init__(self, run: Callable[..., object], name: str, *arguments: Any) -> None:
+        super().__init__(name=name, daemon=True)
+        self._started = _Started()
+        self._lock = threading.Lock()  # a thread that begins late and a start that gives up agree by it
+        self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is given up
+
+    def start(self) -> None:
+        """Returns when the thread has begun.
+
+        Raises:
+            ResourceError: it can't, and never will.
+        """
+        try:
+            super().start()
+        except (RuntimeError, MemoryError) as error:
+            if self._take() is not None:
+                reason = error if isinstance(error, RuntimeError) else "there is no memory"
+                raise ResourceError(f"no thread {self.name} can be started: {reason}") from None
+
+    def run(self) -> None:
+        """Called in the thread."""
+        call = self._take()
+        if call is not None:
+            call()
+
+    def _take(self) -> Callable[[], object] | None:
+        # Python keeps a thread that did not begin for good, but not what it would have used.
+        with self._lock:
+            call, self._call = self._call, None
+        return call

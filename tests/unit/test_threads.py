@@ -1,0 +1,62 @@
+"""Threads of the library begin, or say by name that they can't."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from proxyccl import ResourceError
+from proxyccl.device import threads
+from proxyccl.device.threads import Thread
+
+
+def test_a_thread_that_has_begun_has_its_name_and_its_arguments() -> None:
+    seen: list[object] = []
+    thread = Thread(lambda *arguments: seen.extend((threading.current_thread().name, *arguments)), "worker", 1, "two")
+    thread.start()
+    thread.join(30)
+    assert seen == ["worker", 1, "two"]
+    assert thread.daemon
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RuntimeError("can't start new thread"), "can't start new thread"), (MemoryError(), "no memory")],
+)
+def test_a_thread_that_cannot_be_made_is_an_error_by_name(
+    error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise error
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(ResourceError, match=f"no thread worker can be started: .*{reason}"):
+        Thread(lambda: None, "worker").start()
+
+
+class Late(Thread):
+    """A thread that begins only after its start has given up."""
+
+    may_begin, ended = threading.Event(), threading.Event()
+
+    def _bootstrap(self) -> None:
+        self.may_begin.wait(30)
+        super()._bootstrap()  # type: ignore[misc]
+        self.ended.set()
+
+
+def test_a_thread_that_does_not_begin_is_an_error_and_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_BEGIN_SECONDS", 0.05)
+    ran = threading.Event()
+    thread, used = Late(ran.set, "worker"), weakref.ref(ran)
+    with pytest.raises(ResourceError, match=r"no thread worker can be started: it did not begin within 0\.05 s"):
+        thread.start()
+    thread.may_begin.set()
+    assert thread.ended.wait(30)
+    assert not ran.is_set()
+    del ran
+    gc.collect()
+    assert used() is None  # though Python keeps the thread
