@@ -126,6 +126,8 @@ class Dispatch {
   // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
   // per slot; a slot's number is how many of its expert's bits are set before its own.
   PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const;
+  // Called by the block, with a row for each rank: of the kept targets of each token only the first of each stays.
+  PROXYCCL_DEVICE void dropLaterTargets() const;
   // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.
   PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
   // Calls body(routing) with the routing of this block's segment on each rank of the node.

@@ -26,10 +26,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
 #pragma unroll 1
   for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
     const int32_t target = choices_.target(own_.begin * topk_ + s);
+    const uint64_t carried = choices_.areCarried() ? choices_.carried(own_.begin * topk_ + s) : 0;
     if (keepsTargets()) keptTargets()[s] = static_cast<uint16_t>(target);
     if (target < 0) atomicMin(&bad_slot, own_.begin * topk_ + s);
     if (!choices_.areCarried()) continue;
-    const uint64_t carried = choices_.carried(own_.begin * topk_ + s);
     toNode([&](char* routing) {
       storeRaw(routing + team_->weights_offset + s * static_cast<uint64_t>(team_->weight_bytes), carried,
                team_->weight_bytes);
@@ -39,6 +39,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
     if (choice < chosen) atomicAdd(&counts[experts + choice], 1u);
   }
   __syncthreads();
+  if (keepsTargets() && choices_.byRank()) dropLaterTargets();
   countSlots(n, counts, experts);
   syncThreadsDevice();
   const ProxycclExpertSegment head = {call_.tokens, bad_slot, call_.wanted_tokens, call_.output_buffer};
@@ -76,15 +77,32 @@ PROXYCCL_DEVICE void Dispatch<Mode>::toNode(Body body) const {
 }
 
 template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < own_.tokens; i += blockDim.x) {
+    uint16_t* targets = keptTargets() + i * topk_;
+    uint64_t seen[PROXYCCL_MAX_EXPERT_RANKS / 64] = {};  // a bit for each rank, of 64 ranks a word
+#pragma unroll 1
+    for (uint32_t k = 0; k < topk_; ++k) {
+      const uint32_t rank = targets[k];
+      if (rank >= team_->world_size) continue;
+      bool first = true;
+#pragma unroll
+      for (uint32_t w = 0; w < PROXYCCL_MAX_EXPERT_RANKS / 64; ++w) {  // not by an index, which would need memory
+        const uint64_t bit = rank / 64 == w ? 1ull << rank % 64 : 0;
+        first &= (seen[w] & bit) == 0;
+        seen[w] |= bit;
+      }
+      if (!first) targets[k] = static_cast<uint16_t>(team_->world_size);
+    }
+  }
+  __syncthreads();
+}
+
+template <class Mode>
 PROXYCCL_DEVICE uint32_t Dispatch<Mode>::countedId(uint32_t s) const {
-  if (!keepsTargets()) return static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
-  const uint16_t* targets = keptTargets();
-  const uint16_t target = targets[s];
-  bool first = true;
-  if (choices_.byRank())
-#pragma unroll 4
-    for (uint32_t before = s - s % topk_; before < s; ++before) first &= targets[before] != target;
-  return first ? target : team_.experts();
+  if (keepsTargets()) return keptTargets()[s];
+  return static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
 }
 
 template <class Mode>
