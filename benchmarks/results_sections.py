@@ -764,6 +764,36 @@ def fabric_writes_section(result: Result) -> Section:
     return Section("Writes through libfabric beside a bare loop", f"proxied over bare: {reached}", lines)
 
 
+def execution_plans_section(result: Result) -> Section:
+    """A table of the best execution plan of each size beside the library's two_shot."""
+    rows = result["comparison"]
+    lines = [
+        *origin(result),
+        "all_reduce from one registered array to another, by the interpreter of execution plans. The plans are the "
+        f"program's own; the best of each size is compared. The aim is at most {aims.PLAN_OVER_TWO_SHOT:g} times as "
+        "long as `two_shot`.",
+        "",
+    ]
+    lines += table(
+        ["size", "type", "two_shot, µs", "best plan, µs", "plan", "plan / two_shot"],
+        [
+            [
+                show_size(row["size"]),
+                row["type"],
+                number(row["two_shot_us"]),
+                number(row["plan_us"]),
+                row["plan"].removeprefix("plan, "),
+                number(row["plan_over_two_shot"]),
+            ]
+            for row in rows
+        ],
+    )
+    lines += [wrong_line(sum(row["wrong"] for row in result["results"])), ""]
+    worst = max((row["plan_over_two_shot"] for row in rows), default=None)
+    summary = f"at most {number(worst)} of `two_shot`'s time (aim {aims.PLAN_OVER_TWO_SHOT:g})"
+    return Section(f"Execution plans beside two_shot {place(result)}", summary, lines)
+
+
 def regroup_section(result: Result) -> Section:
     """A table of the ways to a communicator of fewer ranks."""
     rows = {row["made_by"]: row for row in result["rows"]}
@@ -793,6 +823,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "expert_parallel": expert_parallel_section,
     "launch_cost": launch_cost_section,
     "triton_kernels": triton_kernels_section,
+    "execution_plans": execution_plans_section,
     "put_signal": put_signal_section,
     "ring": ring_section,
     "daemon": daemon_section,
