@@ -234,7 +234,8 @@ static void proxyccl_worker_enter_context(ProxycclWorker *worker, uintptr_t make
   proxyccl_worker_set_context(worker, (int (*)(uintptr_t))make_current, context);
 }
 static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uintptr_t remove_helper) {
-  proxyccl_thread_take_help(thread, (void (*)(int (*)(void *, int), void *))add_helper, (void (*)(void *))remove_helper);
+  proxyccl_thread_take_help(thread, (void (*)(int (*)(void *, int), void *))add_helper,
+                            (void (*)(void *))remove_helper);
 }
 """,
     sources=in_engine("*.c"),
