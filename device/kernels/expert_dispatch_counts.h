@@ -27,7 +27,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::route() const {
   for (uint32_t s = threadIdx.x; s < n; s += blockDim.x) {
     const int32_t target = choices_.target(own_.begin * topk_ + s);
     const uint64_t carried = choices_.areCarried() ? choices_.carried(own_.begin * topk_ + s) : 0;
-    if (keepsTargets()) keptTargets()[s] = static_cast<uint16_t>(target);
+    if (keepsTargets()) {
+      keptTargets()[s] = static_cast<uint16_t>(target);
+    } else {
+      writeId(s, choices_.id(own_.begin * topk_ + s));
+    }
     if (target < 0) atomicMin(&bad_slot, own_.begin * topk_ + s);
     if (!choices_.areCarried()) continue;
     toNode([&](char* routing) {
@@ -101,8 +105,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::dropLaterTargets() const {
 
 template <class Mode>
 PROXYCCL_DEVICE uint32_t Dispatch<Mode>::countedId(uint32_t s) const {
-  if (keepsTargets()) return keptTargets()[s];
-  return static_cast<uint32_t>(choices_.id(own_.begin * topk_ + s));
+  return keepsTargets() ? keptTargets()[s] : static_cast<uint32_t>(idsOf(team_->node, own_.begin)[s]);
 }
 
 template <class Mode>
@@ -124,7 +127,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::countSlots(uint32_t n, uint32_t* counts, ui
         } else if (first == 0 && expert >= experts) {
           storeSlot(start + i, {PROXYCCL_NO_EXPERT, 0});
         }
-        if (first == 0) writeId(start + i, static_cast<int32_t>(expert));
+        if (first == 0 && keepsTargets()) writeId(start + i, static_cast<int32_t>(expert));
       }
       __syncthreads();
       const uint32_t used = (size + 31) / 32;

@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
+from proxyccl.device._native import lib
 from support.device_arrays import on_device, on_host, overwrite
 from support.devices import most_ranks, runtime_with_blocks
 from support.ranks import Ranks
 from support.reference import numpy_dtype
+from support.running import run_ranks
 
 Values = NDArray[Any]
 HIDDEN = 16
@@ -257,6 +259,18 @@ def test_a_row_for_each_rank_with(world: Ranks, options: dict[str, Any]) -> None
         pytest.skip("sums of ranks are for one node")
     case = Case(TOKENS[: world.world_size])
     world.run(lambda comm: check_rank_rows(comm, case, **options))
+
+
+def test_a_block_may_have_more_slots_than_it_keeps() -> None:
+    case = Case((1100, 3), num_sm=1)
+    assert case.tokens[0] * case.topk > lib.PROXYCCL_KEPT_TARGETS
+    run_ranks(2, lambda comm: check_rank_rows(comm, case, output_buffers=1))
+
+
+@pytest.mark.host_only(reason="its blocks have few threads, and it needs no devices")
+def test_more_ranks_than_a_block_had_threads() -> None:
+    case = Case((2,) * 17, experts_per_rank=1, topk=2)
+    run_ranks(17, lambda comm: check_rank_rows(comm, case, output_buffers=1))
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=range(4))
