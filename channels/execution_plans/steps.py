@@ -153,6 +153,9 @@ class Writer:
         step.thread = i % self._threads
 
     def _pipeline(self, block: _Block, operation: Operation) -> None:
+        iterations = -(-operation.chunks * self._layout.chunk_bytes // operation.unit)
+        if iterations == 0 or not operation.body:
+            return
         if block.by_all is not None:
             self._sync(block, operation)
         loop = self._step(block, operation, lib.PROXYCCL_STEP_LOOP, by_all=None)
@@ -161,8 +164,7 @@ class Writer:
             self._operation(block, inner)
         if block.by_all is not None:  # the next turn begins with what this one may have ended with
             self._sync(block, operation)
-        loop.option, loop.unit = len(block.steps) - begin, operation.unit
-        loop.iterations = -(-operation.chunks * self._layout.chunk_bytes // operation.unit)
+        loop.option, loop.unit, loop.iterations = len(block.steps) - begin, operation.unit, iterations
 
     # -- data ---
 

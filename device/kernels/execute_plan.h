@@ -183,8 +183,7 @@ class PlanExecutor {
       const ProxycclStep& step = block().step(i);
       if (step.code == PROXYCCL_STEP_END) return;
       if (step.code == PROXYCCL_STEP_LOOP) {
-        if (step.iterations != 0) loop = i;
-        i += step.iterations != 0 ? 1 : 1 + step.option;
+        loop = i++;
         continue;
       }
       const uint64_t unit = loop != kNoLoop ? block().step(loop).unit : step.bytes;

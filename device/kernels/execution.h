@@ -21,7 +21,7 @@ enum ProxycclStepCode {
   PROXYCCL_STEP_COPY = 10,    /* operand 0 to operand 1 */
   PROXYCCL_STEP_COMBINE = 11, /* the combination of the sources, by `option`, to each destination */
   PROXYCCL_STEP_AWAIT_PACKETS = 12,
-  PROXYCCL_STEP_LOOP = 13, /* `option` steps that follow, on `unit` bytes at a time, `iterations` times */
+  PROXYCCL_STEP_LOOP = 13, /* `option` steps that follow, on `unit` bytes at a time, `iterations` times; both >= 1 */
   PROXYCCL_STEP_END = 14   /* of the block's steps */
 };
 

@@ -259,6 +259,11 @@ def port_pipelines(view: RankView) -> list[Ops]:
     ]
 
 
+def behind_an_empty_pipeline(_: RankView) -> list[Ops]:
+    empty = {"name": "pipeline", "iter_context": {"unit_size": 64, "num_chunks": 1}, "ops": []}
+    return [[empty, move("copy", [own("i", 0, 2)], [own("o", 0, 2)])]]
+
+
 LL = {"protocol": "LL", "use_double_scratch_buffer": True}
 Halves = tuple[np.ndarray, np.ndarray]
 PROGRAMS: list[tuple[Callable[[RankView], list[Ops]], dict[str, Any], Callable[[Halves, Halves], Halves]]] = [
@@ -270,6 +275,7 @@ PROGRAMS: list[tuple[Callable[[RankView], list[Ops]], dict[str, Any], Callable[[
     (packets_by_port, {**LL, "kind": "port"}, lambda mine, theirs: (theirs[0], mine[0])),
     (pipelines, {"channels_to_each": 2, "semaphores": (0,)}, lambda mine, theirs: theirs),
     (port_pipelines, {"kind": "port"}, lambda mine, theirs: theirs),
+    (behind_an_empty_pipeline, {}, lambda mine, _: mine),
 ]
 
 
