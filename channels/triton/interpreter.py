@@ -20,7 +20,7 @@ from proxyccl.triton.arguments import CONSTEXPR, Argument
 from proxyccl.triton.turns import Grid, Launch
 
 
-def _nested(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     return function.rewrite()(*args, **kwargs)
 
 
@@ -30,8 +30,8 @@ def _prepare_language() -> object:
 
     Nested functions need no preparation of their own then. What it returns must be kept.
     """
-    interpreter.InterpretedFunction.__call__ = _nested
-    scope = interpreter._patch_lang(_nested)
+    interpreter.InterpretedFunction.__call__ = _call
+    scope = interpreter._patch_lang(_call)
     # Older versions convert an array of one element, which numpy refuses from 2.4 on.
     tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.squeeze())
     return scope
@@ -68,9 +68,10 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
         KernelError: a program raised; the cause is its exception.
     """
     _prepare_language()
-    function = kernel.rewrite()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
     try:
-        Launch(functools.partial(function, **values), grid).run()
+        # The kernel is rewritten in its turn, as nested functions are: CPython 3.11 can't make syntax trees in two
+        # threads at once (https://github.com/python/cpython/issues/106905).
+        Launch(functools.partial(_call, kernel, **values), grid).run()
     except Exception as error:
         raise KernelError(f"kernel {kernel.__name__} raised {type(error).__name__}: {error}") from error

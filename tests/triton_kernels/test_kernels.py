@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import triton
+from triton.runtime.interpreter import InterpretedFunction
 
 import proxyccl.triton as pt
 from proxyccl import (
@@ -30,6 +31,7 @@ from proxyccl import (
 from proxyccl.channels.control import LAST_QUESTION, KernelWait
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.device._native import ffi, lib
+from proxyccl.triton import turns
 from support import triton_kernels as kernels
 from support.paths import PROGRAMS
 from support.processes import run_processes
@@ -500,6 +502,25 @@ def test_a_launch_comes_behind_what_its_stream_holds() -> None:
         assert set(x.numpy().tolist()) == {12.0}
 
     run_ranks(2, body)
+
+
+@pytest.mark.host_only(reason="of the interpreter")
+def test_kernels_are_rewritten_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_turn: list[bool] = []
+    rewrite = InterpretedFunction.rewrite
+
+    def rewrite_and_look(function: Any) -> Any:
+        in_turn.append(turns._turn.locked())
+        return rewrite(function)
+
+    monkeypatch.setattr(InterpretedFunction, "rewrite", rewrite_and_look)
+
+    def body(comm: Communicator) -> None:
+        channel = comm.proxy_channels(uploaded(comm, np.arange(8, dtype=np.int64)), peers=[0])
+        comm.triton(kernels.laps, grid=1)(channel[0], 1, 0)
+
+    run_ranks(1, body)
+    assert set(in_turn) == {True}
 
 
 def test_wrong_arguments_are_named() -> None:
