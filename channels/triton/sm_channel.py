@@ -176,9 +176,10 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 
 @jit
-def _missing(words, wanted, expected):
-    # Of 32 bits: a warp reduces those in one instruction.
-    return tl.max((expected & ((words >> 32) != wanted)).to(tl.int32), 0)
+def _look_at_packets(packets, flag, expected):
+    # What they hold, and 0 if all have the flag. That has 32 bits: a warp reduces those in one instruction.
+    words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
+    return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 
 
 @jit
@@ -242,8 +243,7 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
     ):
         packets = longs_at(buffer + offset) + i
         wanted = u32(flag).to(tl.uint64)
-        words = spin_for_packets(packets, load_packets(packets, i < number), u32(flag), i < number)
-        missing = _missing(words, wanted, i < number)
+        words, missing = _look_at_packets(packets, u32(flag), i < number)
         spins = tl.full([], 0, tl.int32)
         started = tl.full([], 0, tl.uint64)
         waits = tl.full([], 1, tl.int32)
@@ -262,7 +262,6 @@ def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.con
                     started,
                 )
                 waits = tl.where(started == 0, 0, 1).to(tl.int32)
-            words = spin_for_packets(packets, load_packets(packets, i < number), u32(flag), i < number)
-            missing = _missing(words, wanted, i < number)
+            words, missing = _look_at_packets(packets, u32(flag), i < number)
         words = tl.where(missing == 0, words, words * 0)
     return words.to(tl.uint32).to(dtype, bitcast=True)
