@@ -111,7 +111,7 @@ class Geometry:
         e.returns = areas.take(own_returns * e.partial_bytes)
         e.return_rails = areas.take(nodes * config.topk * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
-        e.loadable = areas.take(8 * local_size * blocks)
+        e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8
         scaled = e.output_scales + e.output_rows * scale_bytes if scale_bytes else 0
         e.output_bytes = aligned(max(e.output_rows * config.hidden * config.token.itemsize, scaled))

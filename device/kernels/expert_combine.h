@@ -247,11 +247,20 @@ class Combine {
 
   // -- rows in output buffers ---
   PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0; }
-  // Called by the block before it sends anything, when all have read what it said before: tells the node's ranks in
-  // which buffer its rows lie, or that it sends them.
+  // Called by the block before it sends anything: tells the node's ranks in which buffer its rows lie, or that it sends
+  // them.
   PROXYCCL_DEVICE void raiseLoadable() const {
     if (hasBuffers() && threadIdx.x < team_->local_size)
-      team_.raise(threadIdx.x, team_.loadable(team_->local_rank, block_), number_ << kBufferBits | call_.rows_buffer);
+      team_.raiseBehindLoads(threadIdx.x, team_.loadable(number_, team_->local_rank, block_),
+                             number_ << kBufferBits | call_.rows_buffer);
+  }
+  // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
+  // their way. They may be used behind the next barrier.
+  PROXYCCL_DEVICE void cacheRows() const {
+    if (!cachesRows()) return;
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
+      cachedRows()[s] = findSlotRow(team_->rank, own_.begin + s / topk_, s % topk_);
   }
   // Called by the block: waits until all have loaded the rows that they load from here.
   PROXYCCL_DEVICE void awaitLoaded() const {
@@ -281,14 +290,15 @@ class Combine {
 
   PROXYCCL_DEVICE void acknowledge() const {
     __syncthreads();
-    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.summed(team_->local_rank, block_), number_);
+    if (threadIdx.x < team_->local_size)
+      team_.raiseBehindLoads(threadIdx.x, team_.summed(team_->local_rank, block_), number_);
   }
 
  private:
   // Called by one thread: waits until a rank of the node has said where its rows are, and keeps it for the block.
   // Returns whether they can be loaded.
   PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
-    const uint64_t flag = team_.loadable(local, block_);
+    const uint64_t flag = team_.loadable(number_, local, block_);
     team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
     const uint64_t said = loadRelaxedSystem(reinterpret_cast<const uint64_t*>(team_->workspace + flag));
     buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
@@ -298,6 +308,33 @@ class Combine {
   static PROXYCCL_DEVICE uint32_t* buffers() {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
+  }
+  // Where the row of a slot is: the number of its rank within this node, and the row there. The row is known only if the
+  // rank is this one, or if it can be loaded.
+  struct SlotRow {
+    uint32_t local;
+    int32_t row;
+  };
+  static constexpr uint32_t kNotHere = ~0u;  // instead of a rank: the slot has no row in this node
+  // Slot k of a token of a source, which is this rank or a counterpart.
+  PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
+    const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
+    const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
+    if (rank >= team_->world_size || !team_.isNear(rank)) return {kNotHere, PROXYCCL_NO_ROW};
+    int32_t row = PROXYCCL_NO_ROW;
+    if (rank == team_->rank) {
+      row = rowsOfToken(source, token)[k];
+    } else if (hasBuffers()) {
+      row = call_.layout.sent_rows[token * topk_ + k];
+    }
+    return {team_.localOf(rank), row};
+  }
+  PROXYCCL_DEVICE bool cachesRows() const {
+    return hasBuffers() && !team_->local_combine && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS;
+  }
+  static PROXYCCL_DEVICE SlotRow* cachedRows() {
+    __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
+    return rows;
   }
   PROXYCCL_DEVICE const int32_t* rowsOfToken(uint32_t source, uint64_t token) const {
     return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
@@ -384,20 +421,18 @@ class Combine {
       target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
                partialRow(static_cast<uint32_t>(place));
     }
-    const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
     if (team_->local_combine) {
+      const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
       group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
     } else {
-      const int32_t* rows = rowsOfToken(source, token);
       group.list(topk_, [&](uint32_t k, RowEntry* entry) {
-        const uint32_t rank = static_cast<uint32_t>(ids[k]) / team_->experts_per_rank;
-        if (rank >= team_->world_size || !team_.isNear(rank)) return false;
-        if (rank == team_->rank) {
-          if (!ownRow(rows[k], entry)) return false;
-        } else if (hasBuffers() && buffers()[team_.localOf(rank)] != 0) {
-          const int32_t row = call_.layout.sent_rows[token * topk_ + k];
-          if (row < 0) return false;
-          entry->at = team_.outputOf(team_.localOf(rank), buffers()[team_.localOf(rank)]) + row * row_bytes_;
+        const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
+        if (slot.local == kNotHere) return false;
+        if (slot.local == team_->local_rank) {
+          if (!ownRow(slot.row, entry)) return false;
+        } else if (hasBuffers() && buffers()[slot.local] != 0) {
+          if (slot.row < 0) return false;
+          entry->at = team_.outputOf(slot.local, buffers()[slot.local]) + slot.row * row_bytes_;
           entry->weight = 1;
         } else {
           entry->at = team_->workspace + slotRow(source, i, k);
@@ -453,10 +488,9 @@ PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const Proxyc
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
   if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
   if (threadIdx.x == 0) finished = 0;
-  if (sends) {
-    combine.awaitSummed();
-    combine.raiseLoadable();
-  }
+  if (sends) combine.raiseLoadable();
+  if (sends && call.rows_buffer == 0) combine.awaitSummed();
+  if (receives) combine.cacheRows();
   __syncthreads();
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {

@@ -247,12 +247,18 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
     return e_.summed + 8ull * (local * e_.blocks + block);
   }
-  // Says that the rows of a rank of the node for a combine are there, and in which of its output buffers.
-  PROXYCCL_DEVICE uint64_t loadable(uint32_t local, uint32_t block) const {
-    return e_.loadable + 8ull * (local * e_.blocks + block);
+  // Says that the rows of a rank of the node for a combine are there, and in which of its output buffers. By the parity
+  // of the combine: a rank raises that of combine n + 2 after it has ended n + 1, for which it needed every rank's flag
+  // n + 1, raised after that had ended combine n.
+  PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
+    return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
   }
   PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
     storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
+  }
+  // The same, if what it tells is that the block has loaded something, or what kernels before this one stored.
+  PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
+    storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
   // Waits until a flag in this rank's workspace has reached `value`.
   PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer) const {

@@ -46,6 +46,7 @@ enum {
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_KEPT_TARGETS = 4096,    /* slots of a segment that a block keeps while it counts them */
+  PROXYCCL_CACHED_ROWS = 2048,     /* slots of a block whose rows a combine looks up before it waits */
   PROXYCCL_EXPERT_COUNTERS = 2048, /* that a block keeps in shared memory; with more, bases lie in device memory */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */

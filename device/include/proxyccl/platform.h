@@ -12,6 +12,7 @@
 //   orderBeforeTrigger, storePacket128, loadPacket128, storeRelaxed128, loadRelaxed128, halfToFloat, floatToHalf,
 //   dynamicShared
 //   kSpinsPerCheck, kFirstCheck: how often, and from which on, a wait's spins check the abort word and the clock
+//   PROXYCCL_LOADS_NEED_NO_RELEASE, if storeReleaseLoadsSystem is a relaxed store there
 //   syncThreadsSystem, syncThreadsDevice: __syncthreads after which one thread's release at that scope covers what the
 //   whole block wrote
 //
@@ -55,6 +56,16 @@ PROXYCCL_DEVICE void storeReleaseSystem(T* p, T v) {
 template <class T>
 PROXYCCL_DEVICE void storeRelaxedSystem(T* p, T v) {
   PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
+}
+// Orders less than a release: behind it are the stores of kernels before this one, and loads whose values the block has
+// used before its last barrier. It does not order stores of this kernel.
+template <class T>
+PROXYCCL_DEVICE void storeReleaseLoadsSystem(T* p, T v) {
+#ifdef PROXYCCL_LOADS_NEED_NO_RELEASE
+  PROXYCCL_STORE(p, v, RELAXED, SYSTEM);
+#else
+  PROXYCCL_STORE(p, v, RELEASE, SYSTEM);
+#endif
 }
 template <class T>
 PROXYCCL_DEVICE void storeReleaseDevice(T* p, T v) {

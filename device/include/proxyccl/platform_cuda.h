@@ -8,6 +8,9 @@
 #define PROXYCCL_WARP_SIZE 32
 #define PROXYCCL_DEVICE __device__ __forceinline__
 #define PROXYCCL_OUT_OF_LINE static __device__ __noinline__
+// A kernel begins when what those before it stored is there for all, and a value that was used has been loaded. The
+// fence of a release takes 2 to 2.7 us on an H100 even if nothing is under way.
+#define PROXYCCL_LOADS_NEED_NO_RELEASE
 
 // NVRTC's built-in atomics: libcu++ would cost a second a compile.
 // They take no pointer to const, not even to load.
