@@ -330,7 +330,7 @@ class _ProxycclExperts:
     chosen_per_rank: int
     padded_rows: int
     expert_alignment: int
-    id_packets: int
+    choice_packets: int
     weight_packets: int
     output_buffers: int
     output_rows: int
@@ -611,6 +611,8 @@ class Lib:
     PROXYCCL_ANNOUNCED_SEGMENT_SLOTS: Final[int]
     PROXYCCL_ANNOUNCED_EXPERTS: Final[int]
     PROXYCCL_IDS_PER_PACKET: Final[int]
+    PROXYCCL_MASKED_RANKS: Final[int]
+    PROXYCCL_ANNOUNCED_PAYLOADS: Final[int]
     PROXYCCL_KEPT_TARGETS: Final[int]
     PROXYCCL_EXPERT_COUNTERS: Final[int]
     PROXYCCL_EXPERT_ROUTE: Final[int]

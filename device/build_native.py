@@ -122,7 +122,8 @@ typedef struct {
 
 enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PROXYCCL_SCALED_ELEMENTS,
        PROXYCCL_ANNOUNCED_SLOTS, PROXYCCL_ANNOUNCED_OWN_SLOTS, PROXYCCL_ANNOUNCED_SEGMENT_SLOTS,
-       PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_KEPT_TARGETS, PROXYCCL_EXPERT_COUNTERS,
+       PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_MASKED_RANKS, PROXYCCL_ANNOUNCED_PAYLOADS,
+       PROXYCCL_KEPT_TARGETS, PROXYCCL_EXPERT_COUNTERS,
        PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
        PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
@@ -138,7 +139,7 @@ typedef struct {
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
-  uint32_t expert_alignment; uint32_t id_packets; uint32_t weight_packets; uint32_t output_buffers;
+  uint32_t expert_alignment; uint32_t choice_packets; uint32_t weight_packets; uint32_t output_buffers;
   uint32_t output_rows; uint32_t senders;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;

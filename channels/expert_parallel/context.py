@@ -119,7 +119,8 @@ class DispatchCombineContext:
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         if use_aot:  # load now what is used later, or by some layers
             shipped("expert_dispatch_kernel.h", "expert_dispatch")
-            shipped("expert_dispatch_announced_kernel.h", "expert_dispatch_announced")
+            shipped("expert_dispatch_ids_kernel.h", "expert_dispatch_ids")
+            shipped("expert_dispatch_masks_kernel.h", "expert_dispatch_masks")
             shipped("expert_spread.h", "expert_spread")
             shipped("moves.h", "barrier")
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
@@ -155,7 +156,9 @@ class DispatchCombineContext:
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
         self.grid = (self.blocks, threads)
-        name = "expert_dispatch_announced" if self.workspace.experts.id_packets else "expert_dispatch"
+        name = "expert_dispatch"
+        if self.workspace.experts.choice_packets:
+            name = "expert_dispatch_masks" if chosen_per_rank else "expert_dispatch_ids"
         dispatch = shipped(f"{name}_kernel.h", name)
         empty = bytes(ffi.buffer(self._dispatch_call))
         self._dispatch = dispatch.prepare(*self.grid, experts, empty)

@@ -6,9 +6,9 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
-"""The most slots of all ranks for which ids are announced to every block, instead of counted by their source."""
+"""The most slots of all ranks whose choices are announced to every block, instead of counted by their source."""
 FEW_TOKENS = 32
-"""Tokens of a block. With more, expert ids are not announced, and on one node some blocks of a dispatch only send."""
+"""Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
 _TOKENS_PER_BLOCK = 4
 _LINE = 128
 _PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
@@ -104,8 +104,8 @@ class Geometry:
         e.read = areas.take(8 * local_size * e.segments)
         e.returned = areas.take(8 * local_size * blocks)
         e.summed = areas.take(8 * local_size * blocks)
-        e.announced = areas.take(2 * 16 * ranks * (1 + e.id_packets + e.weight_packets) if e.id_packets else 0)
-        e.inbox = areas.take((2 if e.id_packets else 1) * local_size * e.slab_bytes)
+        e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
+        e.inbox = areas.take((2 if e.choice_packets else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         own_returns = local_size if local_combine else config.topk
         e.returns = areas.take(own_returns * e.partial_bytes)
@@ -137,9 +137,11 @@ class Geometry:
         return max(1, round(blocks * apart / (apart + others)))
 
     def _announce(self, config: EPConfig) -> None:
-        """Decides whether expert ids are announced, and in how many packets. All ranks decide alike."""
+        """Decides whether choices are announced, and in how many packets. All ranks decide alike."""
         e = self.experts
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
+        masks = -(-(1 + config.world_size * -(-config.max_tokens // 32)) // 2)
+        packets = masks if e.chosen_per_rank else ids
         own = e.segment_tokens * config.topk
         if (
             e.nodes == 1
@@ -148,6 +150,8 @@ class Geometry:
             and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
             and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
             and e.segment_tokens <= FEW_TOKENS
+            and config.world_size * (1 + packets) <= lib.PROXYCCL_ANNOUNCED_PAYLOADS
+            and (not e.chosen_per_rank or config.world_size <= lib.PROXYCCL_MASKED_RANKS)
         ):
-            e.id_packets = ids
+            e.choice_packets = packets
             e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)

@@ -23,10 +23,11 @@ Shipped = tuple[str, str, str | None, str | None]
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
     ("expert_dispatch_kernel.h", "expert_dispatch", None, None),
-    ("expert_dispatch_announced_kernel.h", "expert_dispatch_announced", None, None),
+    ("expert_dispatch_ids_kernel.h", "expert_dispatch_ids", None, None),
+    ("expert_dispatch_masks_kernel.h", "expert_dispatch_masks", None, None),
     *(
         ("expert_dispatch.h", kernel, dtype, None)
-        for kernel in ("expert_dispatch_scaled", "expert_dispatch_announced_scaled")
+        for kernel in ("expert_dispatch_scaled", "expert_dispatch_masks_scaled")
         for dtype in SCALED_DTYPES
     ),
     *(

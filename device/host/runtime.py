@@ -41,8 +41,9 @@ if TYPE_CHECKING:
 _EXPERT_FILES = (
     "expert_combine.h",
     "expert_dispatch.h",
-    "expert_dispatch_announced_kernel.h",
+    "expert_dispatch_ids_kernel.h",
     "expert_dispatch_kernel.h",
+    "expert_dispatch_masks_kernel.h",
     "expert_quantize.h",
     "expert_spread.h",
     "expert_survivors.h",

@@ -1,32 +1,46 @@
 // MoE dispatch as one block sees it: its data, where the data lies, and when it may be written.
 //
-// What the block does is in the other files, in the order of a row's way: expert_dispatch_counts.h or
-// expert_dispatch_announced.h, then expert_dispatch_send.h and expert_dispatch_receive.h, or expert_dispatch_store.h if
-// there are output buffers. expert_dispatch.h calls them in order.
+// What the block does is in the other files, in the order of a row's way: expert_dispatch_counts.h,
+// expert_dispatch_ids.h or expert_dispatch_masks.h, then expert_dispatch_send.h and expert_dispatch_receive.h, or
+// expert_dispatch_store.h if there are output buffers. expert_dispatch.h calls them in order.
 #ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 #define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
 
-#include "expert_announcement.h"
+#include "expert_announcement_ids.h"
+#include "expert_announcement_masks.h"
 
 namespace proxyccl {
 
-// What a kernel for dispatches does: whether expert ids are announced, which needs one node; and of which elements it
-// makes float8 rows where it stores them in output buffers. With void it stores rows as they are.
-template <bool kAnnounces, class T = void>
+template <class T, class U>
+constexpr bool kIsSame = false;
+template <class T>
+constexpr bool kIsSame<T, T> = true;
+
+// What a kernel for dispatches does: what is announced, which needs one node, or with void nothing; and of which
+// elements it makes float8 rows where it stores them in output buffers. With void it stores rows as they are.
+template <class A, class T = void>
 struct DispatchMode {
-  static constexpr bool kAnnounced = kAnnounces;
+  using Announces = A;
   using Quantized = T;
 };
-template <class T>
-constexpr bool kIsVoid = false;
+
+template <class A>
+struct AnnouncementIf {
+  using Type = A;
+};
 template <>
-constexpr bool kIsVoid<void> = true;
+struct AnnouncementIf<void> {
+  using Type = Announcement;  // which says nothing
+};
 
 // One dispatch, as one block sees it.
 template <class Mode>
 class Dispatch {
  public:
-  static constexpr bool kAnnounced = Mode::kAnnounced;
+  static constexpr bool kIds = kIsSame<typename Mode::Announces, IdAnnouncement>;
+  static constexpr bool kMasks = kIsSame<typename Mode::Announces, MaskAnnouncement>;
+  static constexpr bool kAnnounced = kIds || kMasks;
+  static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
 
   // The totals of all ranks' counts.
   struct Gathered {
@@ -49,15 +63,26 @@ class Dispatch {
   // Called by the block, before anything else. What other ranks wait for is sent first. Different threads do each part.
   PROXYCCL_DEVICE void begin() const;
 
+  // Called by the block: waits for what all ranks choose. Then it knows where the rows of its slots begin. Returns false
+  // to all threads if something did not come.
+  PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
+    if constexpr (kMasks) {
+      return awaitMasks(gathered);
+    } else if constexpr (kIds) {
+      return awaitIds(gathered);
+    } else {
+      return gatherCounts(group, gathered);
+    }
+  }
+
   // -- counts (expert_dispatch_counts.h) ---
   // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
   PROXYCCL_DEVICE void route() const;
   // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
   // flags on this rank's node.
   PROXYCCL_DEVICE void forwardRouting() const;
-  // Called by the block: waits for the counts of all ranks. For each expert of this rank and each source it computes
-  // the first row of this block's slots: bases()[expert * ranks + source]. Returns false to all threads if counts did
-  // not come; then there are no bases.
+  // For each expert of this rank and each source it computes the first row of this block's slots: bases()[expert * ranks
+  // + source]; none if counts did not come.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
@@ -71,11 +96,6 @@ class Dispatch {
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
   // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
-
-  // -- announcements (expert_dispatch_announced.h) ---
-  // Called by the block: waits for the announcements of all ranks. Then does what gatherCounts() and prepareReceive()
-  // do, and numbers this block's own slots. Returns false to all threads if a packet did not come.
-  PROXYCCL_DEVICE bool awaitAnnouncements(Gathered* gathered) const;
 
   // -- rows (expert_dispatch_send.h, expert_dispatch_receive.h) ---
   // Called by block `block` of the `blocks` that send: sends its share of all rows, from each segment in turn, in the
@@ -91,17 +111,28 @@ class Dispatch {
 
   // Called by the block: writes the descriptor's entries of all tokens of its segments, with a row for each rank on one
   // node. A token has one row here at most, so each slot is the work of one thread.
-  PROXYCCL_DEVICE void describeSlots() const;
+  PROXYCCL_DEVICE void describeSlots() const {
+    if constexpr (kMasks) {
+      describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
+    } else {
+      describeCounted();
+    }
+  }
 
-  // Called by each of `blocks` blocks, with a row for each rank: says of the rows past the last that they chose
-  // nothing.
-  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t block, uint32_t blocks) const;
+  // Called by each of `threads` threads of the grid, with a row for each rank: says of the rows past the last that they
+  // chose nothing.
+  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const;
 
   // -- rows in output buffers (expert_dispatch_store.h) ---
   // Whether rows go to output buffers.
   PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
-  // Called by every group, when all have announced: stores the rows of the block's segment on the ranks that get them.
-  PROXYCCL_DEVICE void storeAnnouncedRows(const Group& group, uint32_t* next_item) const;
+  PROXYCCL_DEVICE bool storesMasked() const {
+    constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
+    return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
+  }
+  // Called by the block when it has announced masks: does all that remains. Block 0 writes the descriptor's entries, and
+  // if there are others, they store the rows, as loads wait behind stores that a link holds up.
+  PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const;
   // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers; of each, some
   // groups first write the descriptor's entries, while the link is busy with the others' rows. The other blocks store
   // the rows that stay here, as a multiprocessor's stores to its own memory would wait behind those that a link holds
@@ -113,6 +144,11 @@ class Dispatch {
 
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const;
+  // Called by one thread of each block of a call's last kernel, after all its threads have read the counters.
+  PROXYCCL_DEVICE void countCall() const {
+    if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
+      storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
+  }
 
   // Whether the block has no segment of its own.
   PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
@@ -166,23 +202,55 @@ class Dispatch {
   // Called by each of the groups that describe, in each of the first `blocks` blocks: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(const Group& group, uint32_t blocks) const;
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
-  // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token. The
-  // segment's rows begin at `first`.
-  template <class SlotOf, class CarriedBy>
-  PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, uint32_t first, SlotOf slotOf,
-                                    CarriedBy carriedBy) const;
+  // With masks, called by `threads` threads: does that for all slots.
+  PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
+  // With masks: writes what the descriptor has of this rank's slots.
+  PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
+  PROXYCCL_DEVICE void describeCounted() const;
+  // A token's row on this rank, whether slot k is the first that brings it here, and what the slot chose.
+  struct OwnChoice {
+    int32_t row;
+    bool is_first;
+    uint32_t expert;  // among those of all ranks
+    float weight;
+  };
+  // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token.
+  PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
+  // With counts, what that takes. The segment's rows begin at `first`.
+  template <class SlotOf>
+  PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
   // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, wherever
-  // find(k, &rank, &row) says that slot k goes.
+  // find(i, &rank, &row) says for i < n.
   template <class Find>
-  PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
+  PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item, uint32_t n,
                                 Find find) const;
   template <class Find>
   PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
-                                      Find find) const;
+                                      uint32_t n, Find find) const;
+  // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
+  PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
+  // What a thread holds of the block's rows before it knows where they go: loads take about as long as announcements.
+  static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 10;
+  PROXYCCL_DEVICE bool holdsRows() const {
+    const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
+    return !kQuantizes && call_.scale_bytes == 0 && misaligned % 16 == 0;
+  }
+  PROXYCCL_DEVICE uint32_t piecesOfRow() const {
+    constexpr uint32_t kHeldBytes = kHeldWords * kGroupLanes * sizeof(Bytes16);
+    return static_cast<uint32_t>((call_.row_bytes + kHeldBytes - 1) / kHeldBytes);
+  }
+  template <class Body>
+  PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const;
+  // Called by a group for a piece of a segment's rows: loads it; lists where it goes, which needs this rank's masks
+  // alone; stores it.
+  PROXYCCL_DEVICE void loadPiece(const Group& group, const Segment& segment, uint32_t piece, Bytes16* words) const;
+  PROXYCCL_DEVICE void listPiece(const Group& group, const Segment& segment, uint32_t piece) const;
+  PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
   // The row of a slot of this rank's tokens on its rank, where the rows of the slot's segment begin at `first`.
   PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
-    if (slot.expert == PROXYCCL_NO_EXPERT) return PROXYCCL_NO_ROW;
-    const uint32_t row = first + slot.position;
+    return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
+  }
+  PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
     return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
   }
   PROXYCCL_DEVICE char* bufferOn(uint32_t rank) const {
@@ -192,20 +260,41 @@ class Dispatch {
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
 
-  // With a row for each rank: what awaitAnnouncements() counts by atomics, of which all would meet at few counters. A
-  // warp counts together and adds once.
-  PROXYCCL_DEVICE void countAnnouncedRanks(uint32_t* first, uint32_t* before) const;
+  // Called by the block: wait for the announcements of all ranks, and do what gatherCounts() and prepareReceive() do.
+  PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
+  PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // A slot's position is how many slots before it in its segment have the same expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
-  // Called by block 0: finds the most tokens that any rank wanted to send.
-  PROXYCCL_DEVICE void countWanted() const;
   // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
+  // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here; and,
+  // behind a barrier of the block, what comes.
+  PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
+  PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
+  PROXYCCL_DEVICE Gathered arriving() const;
+  // With masks: this rank's row of a source's token.
+  PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
+    if (!announced_.goes(source, team_->rank, token)) return PROXYCCL_NO_ROW;
+    return within(bases()[source] + announced_.countBefore(source, team_->rank, token));
+  }
+  PROXYCCL_DEVICE int32_t within(uint64_t row) const {
+    return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
+  }
   // Whether the CPU asks for them: only if it also waits for the number of rows, and calls another kernel for these.
   PROXYCCL_DEVICE bool tellsChosen() const { return team_->chosen_per_rank != 0 && !movesRows(); }
-  // Called by a group of each block: does what writeCounts() does, from the announcements. Block b counts for the
-  // sources b, b + segments, …; the last block also adds up all sources.
-  PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const;
+  // Called by a group of each block: does what writeCounts() does, from the announcements.
+  PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
+    awaitPreviousReaders(group);
+    if constexpr (kMasks) {
+      if (blockIdx.x == 0) writeMaskCounts(group, rows);
+    } else {
+      writeIdCounts(group, rows);
+    }
+  }
+  // Block b counts for the sources b, b + segments, …; the last block also adds up all sources.
+  PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
+  // Called by one group.
+  PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
 
   // Called by a group: writes an item of a part, if there is one, to every rank that needs it, and raises its flag
   // there.
@@ -234,13 +323,19 @@ class Dispatch {
   // Called by a group, with a row for each rank: writes what the token chose on this rank.
   PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
 
+  // Called by a group: acquires that all ranks have read what the block sent in the previous dispatch.
+  PROXYCCL_DEVICE void awaitPreviousReaders(const Group& group) const {
+#pragma unroll 1
+    for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+      team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
+  }
   // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
   PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
   // Waits until the node has read the previous dispatch, so that its slabs can be written again. Every block reads all
   // routing, but only the rows of its own segment. A block that only sends writes to all segments.
   PROXYCCL_DEVICE void awaitReaders() const;
-  // Called by the block: sets how many tokens each source has, and this block's segment of them.
-  PROXYCCL_DEVICE void setSegments() const;
+  // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
+  PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
 
   // The rows that an expert's rows take, with the gap behind them.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
@@ -282,14 +377,16 @@ class Dispatch {
   // Slot k of token i of a source's segment.
   PROXYCCL_DEVICE ProxycclExpertSlot slotOf(uint32_t source, uint32_t i, uint32_t k) const {
     const uint32_t slot = i * topk_ + k;
-    if (!kAnnounced) return slotsOf(routingOf(source))[slot];
-    const uint32_t expert = announced_.expert(source, team_.segmentOf(source).begin * topk_ + slot);
-    if (expert >= team_.experts()) return {PROXYCCL_NO_EXPERT, 0};
-    return {expert, positions()[source * segmentSlots() + slot]};
+    if constexpr (kIds) {
+      const uint32_t expert = announced_.expert(source, team_.segmentOf(source).begin * topk_ + slot);
+      if (expert >= team_.experts()) return {PROXYCCL_NO_EXPERT, 0};
+      return {expert, positions()[source * segmentSlots() + slot]};
+    }
+    return slotsOf(routingOf(source))[slot];
   }
   PROXYCCL_DEVICE uint64_t weightOf(uint32_t source, uint32_t i, uint32_t k) const {
     const uint32_t slot = i * topk_ + k;
-    if (kAnnounced) return announced_.weight(source, team_.segmentOf(source).begin * topk_ + slot);
+    if constexpr (kAnnounced) return announced_.carried(source, team_.segmentOf(source).begin * topk_ + slot);
     return weightIn(routingOf(source), slot);
   }
   PROXYCCL_DEVICE uint64_t weightIn(const char* routing, uint32_t slot) const {
@@ -366,7 +463,7 @@ class Dispatch {
   // -- rows on their way ---
   // The inbox of rank `local` of the node for rows from rank `source_local`. If ids are announced there are two, by the
   // parity of the announcement. A rank writes rows n + 2 after it has received announcement n + 1 of every rank, which
-  // each makes after it has read rows n; writeAnnouncedCounts() acquires the flag that says so. A repeated dispatch
+  // each makes after it has read rows n; awaitPreviousReaders() acquires the flag that says so. A repeated dispatch
   // uses the inbox of the last announcement, and waits until all ranks have read it.
   PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
     return team_.inbox(local, source_local) + (kAnnounced && inbox_ != 0 ? team_->local_size * team_->slab_bytes : 0);
@@ -380,7 +477,7 @@ class Dispatch {
   const ProxycclDispatch& call_;
   const uint64_t number_;
   const Choices choices_;
-  const Announcement announced_;
+  const typename AnnouncementIf<typename Mode::Announces>::Type announced_;
   const uint32_t inbox_;  // which of the two, where ids are announced
   const uint32_t segment_, topk_;
   const Segment own_;
@@ -390,14 +487,16 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
   if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
-  if (routes && kAnnounced) announced_.send(call_);
+  if constexpr (kIds)
+    if (routes) announced_.send(call_);
+  if constexpr (kMasks)
+    if (routes || storesMasked()) announced_.collect(call_);
   if (!kAnnounced && (routes || sends)) awaitReaders();
-  if (cachesIds())
+  if (cachesIds() && !storesMasked())
 #pragma unroll 1
     for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
       cachedIds()[s] = choices_.id(own_.begin * topk_ + s);
-  if (kAnnounced) {  // awaitAnnouncements() starts from these values, without a barrier
-    clearOutgoing();
+  if (kAnnounced) {  // gather() starts from these values, without a barrier
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
     if (threadIdx.x == 0) {
@@ -406,12 +505,14 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
     }
   }
   team_.loadLookup();
+  if constexpr (kMasks)
+    if (routes) announced_.send(Group(), call_);
   if (kAnnounced && (routes || call_.redispatch)) raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
   if (kAnnounced && call_.redispatch) {
     awaitReaders();
     __syncthreads();
   }
-  if (!routes || onlySends()) return;
+  if (!routes || onlySends() || storesMasked()) return;
   if (!kAnnounced) return route();
   const int32_t* ids = ownIds(0);
 #pragma unroll 1
@@ -428,7 +529,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::raiseRead(uint32_t thread, uint64_t number) const {
 #pragma unroll 1
   for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
-    team_.raise(l, team_.read(team_->local_rank, segment_), number);
+    team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
 }
 
 template <class Mode>
@@ -441,12 +542,15 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitReaders() const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::setSegments() const {
+PROXYCCL_DEVICE void Dispatch<Mode>::setSegments(uint32_t thread, uint32_t threads) const {
 #pragma unroll 1
-  for (uint32_t s = threadIdx.x; s < team_->world_size; s += blockDim.x) {
-    const uint32_t tokens = call_.redispatch ? static_cast<uint32_t>(call_.layout.tokens[s])
-                            : kAnnounced     ? announced_.tokens(s)
-                                             : segmentOf(s, 0).tokens;
+  for (uint32_t s = thread; s < team_->world_size; s += threads) {
+    uint32_t tokens = 0;
+    if (call_.redispatch) {
+      tokens = static_cast<uint32_t>(call_.layout.tokens[s]);
+    } else {
+      tokens = kAnnounced ? announced_.tokens(s) : segmentOf(s, 0).tokens;
+    }
     tokensOf()[s] = tokens;
     team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
   }

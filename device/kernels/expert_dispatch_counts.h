@@ -267,11 +267,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::alignExperts(uint32_t* rows) const {
 
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::prepareReceive(uint32_t rows) const {
-  if (kAnnounced && !call_.redispatch) return;  // awaitAnnouncements() did it
-  setSegments();
+  if (kAnnounced && !call_.redispatch) return;  // gather() did it
+  setSegments(threadIdx.x, blockDim.x);
   Range& range = ownRows();
   if (threadIdx.x == 0) range = {0, rows};
-  syncThreadsSystem();  // as in awaitAnnouncements()
+  syncThreadsSystem();  // as in awaitIds()
   if (call_.scatter == nullptr || call_.redispatch) return;
   const uint32_t before = team_->rank * team_->experts_per_rank, n = team_->world_size * team_->segments;
   uint32_t own = 0;

@@ -16,19 +16,19 @@ PROXYCCL_DEVICE void Dispatch<Mode>::receive(const Group& group, uint32_t* next_
   const bool describes = describesApart(), counts = kAnnounced && describes;
   const uint32_t most = team_.mostItems();
   const uint32_t copies = (movesRows() && !storesRows()) || !describes ? most * ranks : 0;
-  const uint32_t described = describes && !describesSlots() ? team_->segment_tokens * ranks : 0;
+  const uint32_t described = describes && !kMasks && !describesSlots() ? team_->segment_tokens * ranks : 0;
   uint64_t arrived = 0;
   for (;;) {
     uint32_t next = group.next(next_item);
     if (counts && next-- == 0) {
-      writeAnnouncedCounts(group, gathered.rows);
+      if constexpr (kAnnounced) writeAnnouncedCounts(group, gathered.rows);
     } else if (next < copies) {
       // This rank's own rows come first, as they need no wait. Rows of other ranks arrive one by one, so sources take
       // turns. Announced rows of one source arrive all at once.
       const uint32_t item = kAnnounced ? next % most : next / ranks, turn = kAnnounced ? next / most : next;
       receiveItem(group, item, (team_->rank + turn) % ranks, &arrived);
     } else if (next - copies < described) {
-      describeToken(group, (next - copies) % ranks, (next - copies) / ranks);
+      if constexpr (!kMasks) describeToken(group, (next - copies) % ranks, (next - copies) / ranks);
     } else {
       return;
     }
@@ -125,6 +125,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::findTokenRows(const Group& group, uint32_t 
       space.row[k] = rows[k];
       continue;
     }
+    if constexpr (kMasks) {
+      space.row[k] = k == 0 ? maskedRow(source, token) : static_cast<int32_t>(PROXYCCL_NO_ROW);
+      continue;
+    }
     const ProxycclExpertSlot slot = slotOf(source, i, k);
     space.row[k] = rowOf(slot, source, token, k);
     if (!describe) continue;
@@ -154,7 +158,7 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
       return PROXYCCL_PAST_END;
     }
   }
-  return row < call_.capacity ? static_cast<int32_t>(row) : PROXYCCL_PAST_END;
+  return within(row);
 }
 
 template <class Mode>
@@ -183,25 +187,27 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeToken(const Group& group, uint32_t 
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::describeSlots() const {
+PROXYCCL_DEVICE void Dispatch<Mode>::describeCounted() const {
   const uint32_t slots = segmentSlots();
 #pragma unroll 1
   for (uint32_t n = threadIdx.x; n < team_->world_size * slots; n += blockDim.x) {
     const uint32_t source = n / slots, i = n % slots / topk_;
     const Segment& segment = team_.segmentOf(source);
+    const uint32_t k = n % topk_;
     if (i < segment.tokens)
-      describeSlot(
-          source, segment.begin + i, n % topk_, bases()[source], [&](uint32_t k) { return slotOf(source, i, k); },
-          [&](uint32_t k) { return weightOf(source, i, k); });
+      describeSlot(source, segment.begin + i, k,
+                   findOwnChoice(k, bases()[source], weightOf(source, i, k),
+                                 [&](uint32_t other) { return slotOf(source, i, other); }));
   }
 }
 
 template <class Mode>
-template <class SlotOf, class CarriedBy>
-PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t token, uint32_t k, uint32_t first,
-                                                  SlotOf slotOf, CarriedBy carriedBy) const {
+template <class SlotOf>
+PROXYCCL_DEVICE typename Dispatch<Mode>::OwnChoice Dispatch<Mode>::findOwnChoice(uint32_t k, uint32_t first,
+                                                                                 uint64_t carried,
+                                                                                 SlotOf slotOf) const {
   // The token's row, if it has one here, is that of the slot in which this rank stands.
-  const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carriedBy(k));
+  const auto choice = __builtin_bit_cast(ProxycclExpertChoice, carried);
   uint32_t at = topk_, position = 0;
 #pragma unroll 8
   for (uint32_t other = 0; other < topk_; ++other) {
@@ -210,29 +216,34 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t toke
     at = other;
     position = slot.position;
   }
-  int32_t row = PROXYCCL_NO_ROW;
-  if (at < topk_) row = first + position < call_.capacity ? static_cast<int32_t>(first + position) : PROXYCCL_PAST_END;
-  const int32_t own_row = at == k ? row : static_cast<int32_t>(PROXYCCL_NO_ROW);
+  const int32_t row = at < topk_ ? within(first + position) : static_cast<int32_t>(PROXYCCL_NO_ROW);
+  return {row, at == k, static_cast<uint32_t>(choice.expert), choice.weight};
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeSlot(uint32_t source, uint64_t token, uint32_t k,
+                                                  const OwnChoice& own) const {
+  const int32_t row = own.row, own_row = own.is_first ? row : static_cast<int32_t>(PROXYCCL_NO_ROW);
   call_.layout.rows[(source * static_cast<uint64_t>(team_->max_tokens) + token) * topk_ + k] = own_row;
   if (row < 0) return;
   const uint64_t entry = static_cast<uint64_t>(row) * topk_ + k;
-  const uint32_t expert = static_cast<uint32_t>(choice.expert) - team_->rank * team_->chosen_per_rank;
+  const uint32_t expert = own.expert - team_->rank * team_->chosen_per_rank;
   const bool here = expert < team_->chosen_per_rank;
   call_.layout.token_rows[entry] = own_row;
   call_.layout.row_experts[entry] = here ? static_cast<int32_t>(expert) : PROXYCCL_NO_ROW;
-  if (call_.output_weights != nullptr) reinterpret_cast<float*>(call_.output_weights)[entry] = here ? choice.weight : 0;
-  if (at != k) return;
+  if (call_.output_weights != nullptr) reinterpret_cast<float*>(call_.output_weights)[entry] = here ? own.weight : 0;
+  if (!own.is_first) return;
   call_.layout.first_rows[row] = row;
   call_.layout.row_slots[row] = static_cast<int32_t>(k);
   call_.layout.row_tokens[row] = static_cast<int32_t>(token);
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t block, uint32_t blocks) const {
+PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const {
   if (team_->chosen_per_rank == 0) return;
   const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
 #pragma unroll 1
-  for (uint64_t i = first + block * blockDim.x + threadIdx.x; i < end; i += blocks * blockDim.x)
+  for (uint64_t i = first + thread; i < end; i += threads)
     call_.layout.row_experts[i] = PROXYCCL_NO_ROW;
 }
 

@@ -21,24 +21,6 @@ PROXYCCL_DEVICE void Dispatch<Mode>::clearOutgoing() const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::storeAnnouncedRows(const Group& group, uint32_t* next_item) const {
-  for (;;) {
-    const uint32_t item = group.next(next_item);
-    if (item >= own_.items()) return;
-    const uint32_t i = own_.tokenOf(item);
-    const uint64_t token = own_.begin + i;
-    int32_t* sent_rows = call_.layout.sent_rows + token * topk_;
-    storeRow(group, token, own_, item, [&](uint32_t k, uint32_t* rank, int32_t* row) {
-      const ProxycclExpertSlot slot = slotOf(team_->rank, i, k);
-      *rank = slot.expert;
-      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : outgoing()[slot.expert].row);
-      if (own_.pieceOf(item) == 0) sent_rows[k] = *row;
-      return *row >= 0;
-    });
-  }
-}
-
-template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::awaitRouting() const {
   __shared__ bool is_aborted;
   const uint32_t segments = team_->segments;
@@ -86,7 +68,7 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < n; i += blockDim.x)
     first[i] = countsOf(team_.slabOf(number_, i / segments) + team_.routingAt(i % segments))[team_->rank];
-  setSegments();
+  setSegments(threadIdx.x, blockDim.x);
   __syncthreads();
   return exclusiveScan(first, nullptr, n);
 }
@@ -110,7 +92,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored
     const ProxycclExpertSlot* slots =
         slotsOf(slab + team_.routingAt(segment)) + (token - Segment::of(call_.tokens, segment, segments).begin) * topk_;
     int32_t* sent_rows = call_.layout.sent_rows + static_cast<uint64_t>(token) * topk_;
-    storeRow(group, token, whole, item, [&](uint32_t k, uint32_t* rank, int32_t* row) {
+    storeRow(group, token, whole, item, topk_, [&](uint32_t k, uint32_t* rank, int32_t* row) {
       const ProxycclExpertSlot slot = slots[k];
       const bool is_own = slot.expert == team_->rank;
       *rank = slot.expert;
@@ -134,10 +116,10 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(const Group& group, uint32_t bl
       const uint32_t token = n / topk_, segment = Segment::numberOf(tokens, token, segments);
       const char* routing = slab + team_.routingAt(segment);
       const uint32_t first = (token - Segment::of(tokens, segment, segments).begin) * topk_;
-      describeSlot(
-          source, token, n % topk_, firstRowsHere()[source * segments + segment],
-          [&](uint32_t k) { return slotsOf(routing)[first + k]; },
-          [&](uint32_t k) { return weightIn(routing, first + k); });
+      const uint32_t k = n % topk_;
+      describeSlot(source, token, k,
+                   findOwnChoice(k, firstRowsHere()[source * segments + segment], weightIn(routing, first + k),
+                                 [&](uint32_t other) { return slotsOf(routing)[first + other]; }));
     }
   }
 }
@@ -145,17 +127,17 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(const Group& group, uint32_t bl
 template <class Mode>
 template <class Find>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
-                                              Find find) const {
-  if constexpr (!kIsVoid<typename Mode::Quantized>) return storeQuantized(group, token, segment, item, find);
+                                              uint32_t n, Find find) const {
+  if constexpr (kQuantizes) return storeQuantized(group, token, segment, item, n, find);
   const Piece piece(call_.row_bytes, segment, item);
   const char* from = call_.input + token * call_.row_bytes;
   const uint64_t scales = call_.row_bytes - call_.scale_bytes;  // where the scales begin in the row
   const uint64_t end = piece.end < scales ? piece.end : scales;
   const GroupSpace& space = group.space();
   auto listParts = [&](uint64_t offset, uint64_t bytes) {  // of the rows' elements, or of their scales
-    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+    group.list(n, [&](uint32_t i, RowEntry* entry) {
       uint32_t rank = 0;
-      if (!find(k, &rank, &entry->number)) return false;
+      if (!find(i, &rank, &entry->number)) return false;
       entry->at = bufferOn(rank) + offset + static_cast<uint64_t>(entry->number) * bytes;
       return true;
     });
@@ -174,7 +156,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeRow(const Group& group, uint64_t token
 template <class Mode>
 template <class Find>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t token, const Segment& segment,
-                                                    uint32_t item, Find find) const {
+                                                    uint32_t item, uint32_t n, Find find) const {
   using T = typename Mode::Quantized;
   const uint64_t hidden = call_.row_bytes - call_.scale_bytes;
   const uint32_t blocks = static_cast<uint32_t>(hidden / PROXYCCL_SCALED_ELEMENTS), piece = segment.pieceOf(item);
@@ -182,9 +164,9 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
   const T* row = reinterpret_cast<const T*>(call_.input) + token * hidden;
   const bool aligned = reinterpret_cast<uintptr_t>(call_.input) % 16 == 0;
   const GroupSpace& space = group.space();
-  group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+  group.list(n, [&](uint32_t i, RowEntry* entry) {
     uint32_t rank = 0;
-    if (!find(k, &rank, &entry->number)) return false;
+    if (!find(i, &rank, &entry->number)) return false;
     entry->at = bufferOn(rank) + static_cast<uint64_t>(entry->number) * hidden;
     return true;
   });
@@ -223,12 +205,12 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
     Gathered gathered;
     if (!gatherCounts(group, &gathered)) return;
     if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);
-    setSegments();
+    setSegments(threadIdx.x, blockDim.x);
     writeCounts(gathered.rows);
     __syncthreads();
   }
   if (!awaitRouting()) return;
-  const bool all = team_->blocks == 1 || !kIsVoid<typename Mode::Quantized>;  // whether a block does all
+  const bool all = team_->blocks == 1 || kQuantizes;  // whether a block does all
   const uint32_t storing = all ? team_->blocks : team_->senders;
   const bool stores = blockIdx.x < storing;
   clearOutgoing();
@@ -242,7 +224,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
     publishSent(group);
     awaitStored(group);
   }
-  clearPastEnd(rows, blockIdx.x, team_->blocks);
+  clearPastEnd(rows, blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
   acknowledge();
 }
 

@@ -166,8 +166,10 @@ class ExpertTeam {
   // empties a GPU's cache of device memory.
   PROXYCCL_DEVICE void loadLookup() const {
     Lookup& lookup = ExpertTeam::lookup();
-    for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
-    for (uint32_t i = threadIdx.x; i < e_.local_size; i += blockDim.x) {
+    // The last threads do it, as the first ones usually have something else to load, and wait for that.
+    const uint32_t first = blockDim.x - 1 - threadIdx.x;
+    for (uint32_t i = first; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
+    for (uint32_t i = first; i < e_.local_size; i += blockDim.x) {
       lookup.peers[i] = e_.peers[i];
       lookup.ranks[i] = member(e_.node, i);
     }

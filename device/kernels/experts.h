@@ -3,7 +3,7 @@
  * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
  * block b of every rank handles segment b of every source, so blocks wait for others only to get the counts. A large
  * dispatch has fewer segments than blocks; the other blocks only send. A small one sends no counts: it announces its
- * expert ids to all ranks (expert_announcement.h), and every block counts for itself.
+ * choices to all ranks (expert_announcement.h), and every block counts for itself.
  *
  * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
  * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
@@ -16,8 +16,8 @@
  * With a row for each rank on one node, a rank can also have output buffers in its workspace (expert_dispatch_store.h):
  * senders store rows right there once they know all counts, and combine loads rows from there.
  *
- * - announced [2][…]: packets: the expert ids and weights of every rank
- * - inbox [local_size], where ids are announced [2][local_size]: what the ranks of the node send here
+ * - announced [2][…]: packets: the choices and weights of every rank
+ * - inbox [local_size], where choices are announced [2][local_size]: what the ranks of the node send here
  * - rail [2][nodes]: what this rank's counterparts on other nodes send to this node; all its ranks read it here
  * - outbox [2][nodes]: what this rank sends to its counterparts; the proxy reads it
  * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
@@ -45,6 +45,8 @@ enum {
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
+  PROXYCCL_MASKED_RANKS = 64,        /* with a row for each rank: a token's ranks are bits of a word */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of all ranks' heads and choices */
   PROXYCCL_KEPT_TARGETS = 4096,    /* slots of a segment that a block keeps while it counts them */
   PROXYCCL_CACHED_ROWS = 2048,     /* slots of a block whose rows a combine looks up before it waits */
   PROXYCCL_EXPERT_COUNTERS = 2048, /* that a block keeps in shared memory; with more, bases lie in device memory */
@@ -54,6 +56,8 @@ enum {
   PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
   PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
+  PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
+                                      is the first */
   /* Instead of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
   PROXYCCL_PAST_END = -2, /* its row is on this rank, but does not fit in the output */
@@ -115,7 +119,7 @@ typedef struct ProxycclExperts {
   uint32_t chosen_per_rank;             /* with a row for each rank: experts of each rank; else 0 */
   uint32_t padded_rows;                 /* with padded rows: how many each expert has room for; else 0 */
   uint32_t expert_alignment;            /* each expert's rows begin at a multiple of it, if not 0 */
-  uint32_t id_packets, weight_packets;  /* packets of an announcement; 0: counts are sent instead */
+  uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows; /* how many, the last for a combine's rows; rows that each has room for */
   uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */

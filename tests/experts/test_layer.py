@@ -204,7 +204,7 @@ def test_expert_ids_are_announced_where_a_block_can_keep_them(
 
     def body(comm: Communicator) -> None:
         with plan.case.layer(comm) as layer:
-            assert bool(layer.ctx.workspace.experts.id_packets) is announced
+            assert bool(layer.ctx.workspace.experts.choice_packets) is announced
             check_layer(comm, plan, layer)
             check_layer(comm, plan, layer)
 

@@ -93,7 +93,7 @@ def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:
     assert b".text.execute_plan_bfloat16\0" in cubin
 
 
-@pytest.mark.parametrize("source", ["moves.h", "expert_dispatch_announced_kernel.h", "host_library.h"])
+@pytest.mark.parametrize("source", ["moves.h", "expert_dispatch_ids_kernel.h", "host_library.h"])
 def test_shipped_kernels_leave_registers_for_a_whole_block(nvrtc: Nvrtc, source: str) -> None:
     """A launch with more threads than a kernel's registers allow is refused, and no compile fails for it."""
     instances = "FOR_EACH_ALGORITHM(float, float32, Sum, sum)\n" if source == "host_library.h" else ""
