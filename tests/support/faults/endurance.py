@@ -1,9 +1,11 @@
 """Hours of the campaign's work without a fault: what drifts? python tests/support/faults/endurance.py --minutes 60
 
-At the end of each tenth of the time every rank measures itself: resident memory, descriptors, threads, the CPU time of
-a step, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also changes times. So
-the least and the 10th percentile stand beside the median, and a communicator that is made anew for each measurement
-takes turns with the old one: if only the old one becomes slower, it drifts; if both do, the machine was busy.
+It runs on the runtime that PROXYCCL_RUNTIME names; of GPUs each rank takes the next. At the end of each tenth of the
+time every rank measures itself: resident memory, descriptors, threads, the CPU time of a step, on CUDA what is in use
+of the device's memory, and the time of a small all_reduce by kernels and by the proxy. Other work on the machine also
+changes times. So the least and the 10th percentile stand beside the median, and a communicator that is made anew for
+each measurement takes turns with the old one: if only the old one becomes slower, it drifts; if both do, the machine
+was busy.
 """
 
 from __future__ import annotations
@@ -39,6 +41,16 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+def device_bytes(comm: Communicator) -> int:
+    """What of the memory of the rank's NVIDIA GPU is in use, by whatever process."""
+    from proxyccl.device.cuda_bindings import cu, ok  # its package is for CUDA alone
+
+    comm.synchronize()  # an array without a reference left is freed only then
+    with comm.runtime.current():
+        free, total = ok("cuMemGetInfo", cu.cuMemGetInfo())
+    return int(total - free)
+
+
 def communicator(meeting: str) -> Communicator:
     """One of all ranks, which meet in a directory of its own."""
     directory = Path(os.environ["RENDEZVOUS"], meeting)
@@ -46,11 +58,14 @@ def communicator(meeting: str) -> Communicator:
 
 
 def burst(comm: Communicator, algorithm: str | None) -> list[float]:
-    """Times of small all_reduces, in us, without the first one's."""
+    """Times of small all_reduces until their results are there, in us, without the first one's."""
     x, times = comm.empty(64, "float32").fill(1), []
+    queued = comm.runtime.name != "host"  # a GPU's call returns before its result is there
     for _ in range(_CALLS + 1):
         began = time.perf_counter()
         comm.all_reduce(x, algorithm=algorithm)
+        if queued:
+            comm.synchronize()
         times.append(1e6 * (time.perf_counter() - began))
     return times[1:]
 
@@ -111,6 +126,8 @@ class Endurance:
             "steps": steps,
             "CPU of a step, ms": round(1e3 * used / max(1, steps), 2),
         }
+        if self._comm.runtime.name == "cuda":
+            found["device memory, MB"] = round(device_bytes(self._comm) / 1e6, 1)
         with communicator(f"anew-{len(self._measurements)}") as anew:
             return found | latencies({"old": self._comm, "new": anew})
 

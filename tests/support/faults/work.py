@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from proxyccl import Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel.context import node_size
+from support.device_arrays import on_host
 
 Values = NDArray[Any]
 _KERNEL = r"""
@@ -29,9 +30,18 @@ class WrongResultError(Exception):
     """A result is not what it must be."""
 
 
-def _require(got: Any, expected: Values, what: str) -> None:
-    if not np.array_equal(np.asarray(got), expected):
-        raise WrongResultError(f"{what}: {np.asarray(got).ravel()[:4]} where {expected.ravel()[:4]} must be")
+def _result(comm: Communicator, array: Any) -> Values:
+    """What a call has left in an array. On a GPU the call was only queued, and this raises what went wrong in it."""
+    if comm.runtime.name != "host":
+        comm.synchronize()
+    return on_host(array)
+
+
+def _require(comm: Communicator, got: Any, expected: Values, what: str) -> None:
+    """Raises WrongResultError unless a call has left these values, in an array of any shape."""
+    values = _result(comm, got).reshape(expected.shape)
+    if not np.array_equal(values, expected):
+        raise WrongResultError(f"{what}: {values.ravel()[:4]} where {expected.ravel()[:4]} must be")
 
 
 class Work:
@@ -68,7 +78,8 @@ class Work:
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank's flag is set."""
-        return bool(self.comm.all_reduce(np.array([int(flag)], np.int32))[0])
+        flags = self.comm.all_reduce(self._array(np.array([int(flag)], np.int32)))
+        return bool(_result(self.comm, flags)[0])
 
     def close(self) -> None:
         """Frees what it keeps."""
@@ -79,12 +90,15 @@ class Work:
         """Small whole numbers of every rank: all sums of them are exact."""
         return self._numbers.integers(0, 50, (self.comm.world_size, *shape)).astype(np.float32)
 
+    def _array(self, values: Values, *, reached: bool = False) -> Any:
+        """A new array of these values: on a GPU one of `empty`, on the host numpy's unless peers are to reach it."""
+        if reached or self.comm.runtime.name != "host":
+            return self.comm.empty(values.shape, values.dtype).upload(values)
+        return values.copy()
+
     def _own(self, values: Values) -> Any:
         """This rank's, sometimes where peers reach it."""
-        own = values[self.comm.rank]
-        if self._rng.random() < 0.5:
-            return self.comm.empty(own.shape, "float32").upload(own)
-        return own.copy()
+        return self._array(values[self.comm.rank], reached=self._rng.random() < 0.5)
 
     def _algorithm(self) -> str | None:
         return self._rng.choice([None, None, "proxy"])
@@ -92,43 +106,39 @@ class Work:
     def _count(self) -> int:
         return self._rng.choice([1, 7, 1000, 30_000])
 
-    @staticmethod
-    def _values(array: Any) -> Values:
-        return array.numpy() if hasattr(array, "numpy") else np.asarray(array)
-
     def _all_reduce(self) -> None:
         values = self._everyone(self._count())
         got = self.comm.all_reduce(self._own(values), algorithm=self._algorithm())
-        _require(self._values(got), values.sum(axis=0), "all_reduce")
+        _require(self.comm, got, values.sum(axis=0), "all_reduce")
 
     def _all_gather(self) -> None:
         values = self._everyone(self._count())
         got = self.comm.all_gather(self._own(values), algorithm=self._algorithm())
-        _require(self._values(got).reshape(values.shape), values, "all_gather")
+        _require(self.comm, got, values, "all_gather")
 
     def _all_to_all(self) -> None:
         values = self._everyone(self.comm.world_size, self._count())
         got = self.comm.all_to_all(self._own(values), algorithm=self._algorithm())
-        _require(self._values(got).reshape(values.shape[1:]), values[:, self.comm.rank], "all_to_all")
+        _require(self.comm, got, values[:, self.comm.rank], "all_to_all")
 
     def _broadcast(self) -> None:
         values, root = self._everyone(self._count()), self._rng.randrange(self.comm.world_size)
         got = self.comm.broadcast(self._own(values), root)
-        _require(self._values(got), values[root], "broadcast")
+        _require(self.comm, got, values[root], "broadcast")
 
     def _reduce_scatter(self) -> None:
         values = self._everyone(self.comm.world_size, self._count())
         got = self.comm.reduce_scatter(self._own(values))
-        _require(self._values(got).ravel(), values.sum(axis=0)[self.comm.rank].ravel(), "reduce_scatter")
+        _require(self.comm, got, values.sum(axis=0)[self.comm.rank], "reduce_scatter")
 
     def _transfers(self) -> None:
         size, rank = self.comm.world_size, self.comm.rank
         values = self._everyone(self._count())
-        out = np.zeros(values.shape[1:], np.float32)
+        out = self._array(np.zeros(values.shape[1:], np.float32))
         with self.comm.transfers() as transfers:
-            transfers.send(values[rank].copy(), (rank + 1) % size)
+            transfers.send(self._array(values[rank]), (rank + 1) % size)
             transfers.recv(out, (rank - 1) % size)
-        _require(out, values[(rank - 1) % size], "transfers")
+        _require(self.comm, out, values[(rank - 1) % size], "transfers")
 
     def _puts(self) -> None:
         size, rank, count = self.comm.world_size, self.comm.rank, 2000
@@ -143,7 +153,7 @@ class Work:
         self.comm.barrier()
         self._kernel(1, 1, self._channels, size - 1, rank, 4 * count)
         self.comm.synchronize()
-        _require(self._memory.numpy(), values, "puts")
+        _require(self.comm, self._memory, values, "puts")
         self.comm.barrier()
 
     def _experts(self) -> None:
@@ -153,11 +163,11 @@ class Work:
             self._layer = EPAll2AllLayer(comm, *sizes, dtype="float32")
         values = self._everyone(tokens, hidden)[comm.rank]
         ids = self._numbers.integers(0, experts, (comm.world_size, tokens, topk)).astype(np.int32)
-        rows, _, desc = self._layer.dispatch(values, ids[comm.rank])
-        counts = np.asarray(desc.counts)[:, 2 * comm.rank : 2 * comm.rank + 2].sum(axis=0)
+        rows, _, desc = self._layer.dispatch(self._array(values), self._array(ids[comm.rank]))
+        counts = _result(comm, desc.counts)[:, 2 * comm.rank : 2 * comm.rank + 2].sum(axis=0)
         factors = np.repeat([2.0 * comm.rank + 1, 2.0 * comm.rank + 2], counts).astype(np.float32)
-        got = self._layer.combine(rows * factors[:, None], desc)
-        _require(got, values * (ids[comm.rank] + 1).sum(axis=1, keepdims=True).astype(np.float32), "experts")
+        got = self._layer.combine(self._array(_result(comm, rows) * factors[:, None]), desc)
+        _require(comm, got, values * (ids[comm.rank] + 1).sum(axis=1, keepdims=True).astype(np.float32), "experts")
 
     def _part(self) -> None:
         """A communicator of some of the ranks; the others go on meanwhile."""
@@ -167,8 +177,8 @@ class Work:
         if self.comm.rank not in members:
             return
         with self.comm.split(members) as part:
-            got = part.all_reduce(values[self.comm.rank].copy(), algorithm=algorithm)
-            _require(got, values[members].sum(axis=0), "all_reduce of a part")
+            got = part.all_reduce(self._array(values[self.comm.rank]), algorithm=algorithm)
+            _require(part, got, values[members].sum(axis=0), "all_reduce of a part")
 
     def _beside(self) -> None:
         """Another communicator of all ranks, which lasts as long as the first one and works at the same time."""
@@ -182,4 +192,4 @@ class Work:
             comm.all_reduce(x, algorithm=algorithm, stream=stream)
         for comm, x, expected, stream in zip((self.comm, self._other), arrays, values, streams, strict=True):
             comm.synchronize(stream)
-            _require(self._values(x), expected.sum(axis=0), "all_reduce of two communicators")
+            _require(comm, x, expected.sum(axis=0), "all_reduce of two communicators")
