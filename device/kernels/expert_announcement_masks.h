@@ -47,8 +47,8 @@ class MaskAnnouncement : public Announcement {
     }
   }
 
-  // Called by the block, a barrier behind collect(): block 0 sends everything. The last group sends the masks, for which
-  // all wait, and the others the weights.
+  // Called by the block, a barrier behind collect(): block 0 sends everything. The last group sends the masks, for
+  // which all wait, and the others the weights.
   PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
     if (blockIdx.x != 0) return;
     const uint32_t others = blockDim.x - kGroupLanes;
@@ -60,15 +60,15 @@ class MaskAnnouncement : public Announcement {
     for (uint32_t token = threadIdx.x; token < call.tokens; token += others)
       choices.forEachSlot(token, [&](const Choices::Slot& slot) {
         const int32_t first = slot.is_first ? PROXYCCL_FIRST_CHOICE : 0;
-        const ProxycclExpertChoice choice = {
-            slot.rank < e_.world_size ? static_cast<int32_t>(slot.id) | first : -1, slot.weight};
+        const ProxycclExpertChoice choice = {slot.rank < e_.world_size ? static_cast<int32_t>(slot.id) | first : -1,
+                                             slot.weight};
         sendPacket(front() + token * e_.topk + slot.k, __builtin_bit_cast(uint64_t, choice));
       });
     sendPackets(front() + call.tokens * e_.topk, packetsOfRank(), threadIdx.x, others, [](uint32_t) { return 0; });
   }
 
-  // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected. The block may ask
-  // what they chose after its next barrier. Returns false to a thread whose packets did not come.
+  // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected. The block may
+  // ask what they chose after its next barrier. Returns false to a thread whose packets did not come.
   PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
     return awaitAllBut(has_collected ? e_.rank : PROXYCCL_NO_PEER, thread, threads);
   }

@@ -309,8 +309,8 @@ class Combine {
     __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
     return buffers;
   }
-  // Where the row of a slot is: the number of its rank within this node, and the row there. The row is known only if the
-  // rank is this one, or if it can be loaded.
+  // Where the row of a slot is: the number of its rank within this node, and the row there. The row is known only if
+  // the rank is this one, or if it can be loaded.
   struct SlotRow {
     uint32_t local;
     int32_t row;

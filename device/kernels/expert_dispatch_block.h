@@ -63,8 +63,8 @@ class Dispatch {
   // Called by the block, before anything else. What other ranks wait for is sent first. Different threads do each part.
   PROXYCCL_DEVICE void begin() const;
 
-  // Called by the block: waits for what all ranks choose. Then it knows where the rows of its slots begin. Returns false
-  // to all threads if something did not come.
+  // Called by the block: waits for what all ranks choose. Then it knows where the rows of its slots begin. Returns
+  // false to all threads if something did not come.
   PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
     if constexpr (kMasks) {
       return awaitMasks(gathered);
@@ -81,8 +81,8 @@ class Dispatch {
   // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
   // flags on this rank's node.
   PROXYCCL_DEVICE void forwardRouting() const;
-  // For each expert of this rank and each source it computes the first row of this block's slots: bases()[expert * ranks
-  // + source]; none if counts did not come.
+  // Does what gather() does with counts. bases()[expert * ranks + source] is the first row of this block's slots of a
+  // source for an expert of this rank.
   PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
   // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
   PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
@@ -109,8 +109,8 @@ class Dispatch {
   // is left.
   PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
 
-  // Called by the block: writes the descriptor's entries of all tokens of its segments, with a row for each rank on one
-  // node. A token has one row here at most, so each slot is the work of one thread.
+  // Called by every block: writes the descriptor's entries of all tokens, with a row for each rank on one node. A token
+  // has one row here at most, so each slot is the work of one thread.
   PROXYCCL_DEVICE void describeSlots() const {
     if constexpr (kMasks) {
       describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
@@ -130,8 +130,8 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
   }
-  // Called by the block when it has announced masks: does all that remains. Block 0 writes the descriptor's entries, and
-  // if there are others, they store the rows, as loads wait behind stores that a link holds up.
+  // Called by the block when it has announced masks: does all that remains. Block 0 writes the descriptor's entries,
+  // and if there are others, they store the rows, as loads wait behind stores that a link holds up.
   PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const;
   // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers; of each, some
   // groups first write the descriptor's entries, while the link is busy with the others' rows. The other blocks store
@@ -202,11 +202,11 @@ class Dispatch {
   // Called by each of the groups that describe, in each of the first `blocks` blocks: writes the descriptor's entries.
   PROXYCCL_DEVICE void describeAll(const Group& group, uint32_t blocks) const;
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
-  // With masks, called by `threads` threads: does that for all slots.
-  PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
-  // With masks: writes what the descriptor has of this rank's slots.
-  PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
+  // What describeSlots() does; with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
+  PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
+  // With masks, called by `threads` threads: writes what the descriptor has of this rank's own slots.
+  PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
   // A token's row on this rank, whether slot k is the first that brings it here, and what the slot chose.
   struct OwnChoice {
     int32_t row;
@@ -260,15 +260,15 @@ class Dispatch {
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
 
-  // Called by the block: wait for the announcements of all ranks, and do what gatherCounts() and prepareReceive() do.
+  // What gather() does with announcements. Then prepareReceive() has nothing left to do.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
   PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
   // A slot's position is how many slots before it in its segment have the same expert.
   PROXYCCL_DEVICE void numberOwnSlots() const;
   // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
   PROXYCCL_DEVICE void countChosen() const;
-  // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here; and,
-  // behind a barrier of the block, what comes.
+  // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here;
+  // and, behind a barrier of the block, what comes.
   PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
   PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
   PROXYCCL_DEVICE Gathered arriving() const;

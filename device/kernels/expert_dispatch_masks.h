@@ -50,8 +50,8 @@ template <class Mode>
 PROXYCCL_DEVICE typename Dispatch<Mode>::Gathered Dispatch<Mode>::arriving() const {
   const AnnouncedState& state = announcedState();
   const bool all_good = state.bad_slot == ~0u;
-  return {bases()[team_->world_size], all_good ? ~0u : state.bad_slot >> 16,
-          all_good ? ~0u : state.bad_slot & 0xffff, state.wanted_tokens};
+  return {bases()[team_->world_size], all_good ? ~0u : state.bad_slot >> 16, all_good ? ~0u : state.bad_slot & 0xffff,
+          state.wanted_tokens};
 }
 
 template <class Mode>

@@ -243,8 +243,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::clearPastEnd(uint32_t rows, uint32_t thread
   if (team_->chosen_per_rank == 0) return;
   const uint64_t first = static_cast<uint64_t>(rows) * topk_, end = static_cast<uint64_t>(call_.capacity) * topk_;
 #pragma unroll 1
-  for (uint64_t i = first + thread; i < end; i += threads)
-    call_.layout.row_experts[i] = PROXYCCL_NO_ROW;
+  for (uint64_t i = first + thread; i < end; i += threads) call_.layout.row_experts[i] = PROXYCCL_NO_ROW;
 }
 
 template <class Mode>

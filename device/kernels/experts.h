@@ -45,11 +45,11 @@ enum {
   PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
-  PROXYCCL_MASKED_RANKS = 64,        /* with a row for each rank: a token's ranks are bits of a word */
+  PROXYCCL_MASKED_RANKS = 64,         /* with a row for each rank: a token's ranks are bits of a word */
   PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of all ranks' heads and choices */
-  PROXYCCL_KEPT_TARGETS = 4096,    /* slots of a segment that a block keeps while it counts them */
-  PROXYCCL_CACHED_ROWS = 2048,     /* slots of a block whose rows a combine looks up before it waits */
-  PROXYCCL_EXPERT_COUNTERS = 2048, /* that a block keeps in shared memory; with more, bases lie in device memory */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* slots of a segment that a block keeps while it counts them */
+  PROXYCCL_CACHED_ROWS = 2048,        /* slots of a block whose rows a combine looks up before it waits */
+  PROXYCCL_EXPERT_COUNTERS = 2048,    /* that a block keeps in shared memory; with more, bases lie in device memory */
   /* Phases of a dispatch, in any split over kernels that keeps their order. */
   PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
   PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
@@ -116,11 +116,11 @@ typedef struct ProxycclExperts {
   uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
   uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
   uint32_t local_combine, weight_bytes;
-  uint32_t chosen_per_rank;             /* with a row for each rank: experts of each rank; else 0 */
-  uint32_t padded_rows;                 /* with padded rows: how many each expert has room for; else 0 */
-  uint32_t expert_alignment;            /* each expert's rows begin at a multiple of it, if not 0 */
+  uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
+  uint32_t padded_rows;                    /* with padded rows: how many each expert has room for; else 0 */
+  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
-  uint32_t output_buffers, output_rows; /* how many, the last for a combine's rows; rows that each has room for */
+  uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
   uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */
   uint64_t return_segment_bytes; /* the same for a combine, with one row per token */

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, CapacityError, Communicator, EPAll2AllLayer
 from proxyccl.channels.expert_parallel import geometry
+from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import lib
 from support.device_arrays import on_device, on_host, overwrite
 from support.devices import most_ranks, runtime_with_blocks
@@ -41,6 +42,7 @@ class Case:
     ids_dtype: str = "int64"
     drop: float = 0.2
     num_sm: int = 3
+    hidden: int = HIDDEN
 
     @property
     def ranks(self) -> int:
@@ -65,7 +67,7 @@ class Case:
     @functools.cached_property
     def inputs(self) -> list[Values]:
         rng = np.random.default_rng(2)
-        return [rng.normal(size=(tokens, HIDDEN)).astype(numpy_dtype(self.dtype)) for tokens in self.tokens]
+        return [rng.normal(size=(tokens, self.hidden)).astype(numpy_dtype(self.dtype)) for tokens in self.tokens]
 
     @functools.cached_property
     def weights(self) -> list[NDArray[np.float32]]:
@@ -79,7 +81,7 @@ class Case:
     def layer(self, comm: Communicator, **options: Any) -> EPAll2AllLayer:
         sizes = (
             max(1, *self.tokens),
-            HIDDEN,
+            self.hidden,
             self.topk,
             comm.rank,
             self.experts,
@@ -130,7 +132,7 @@ def same(got: Any, expected: Values) -> None:
 
 def sums_over_ranks(case: Case, rank: int, results: list[Values]) -> Values:
     """A rank's output, if each rank's results are its rows: added in the order of k, where each rank counts once."""
-    total = np.zeros((case.tokens[rank], HIDDEN), np.float32)
+    total = np.zeros((case.tokens[rank], case.hidden), np.float32)
     for token, ids in enumerate(case.ids[rank]):
         kept = ids[(ids >= 0) & (ids < case.experts)]
         for owner in dict.fromkeys((kept // case.experts_per_rank).tolist()):
@@ -187,7 +189,7 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
                 layer.dispatch_recv(layer.dispatch_send(*arguments)) if halves else layer.dispatch(*arguments)
             )
             got, room = on_host(rows), case.ranks * max(1, *case.tokens)
-            assert got.shape == (per_rank, room, HIDDEN)
+            assert got.shape == (per_rank, room, case.hidden)
             tokens, counts = on_host(desc.source_tokens).reshape(per_rank, room), on_host(desc.expert_rows)
             for local in range(per_rank):
                 came = [(each == rank * per_rank + local).any(axis=1) for each in ids]
@@ -196,7 +198,7 @@ def check_padded_rows(comm: Communicator, case: Case) -> None:
                 same(got[local, : len(values)], values)
                 same(tokens[local, : len(values)], np.concatenate([np.flatnonzero(t) for t in came]).astype(np.int32))
             weights = on_device(comm, case.weights[rank]) if layer.sums_on_own_node else None
-            total = np.zeros((case.tokens[rank], HIDDEN), np.float32)
+            total = np.zeros((case.tokens[rank], case.hidden), np.float32)
             for k in range(case.topk):
                 factor = case.weights[rank][:, k] if weights is not None else np.ones(case.tokens[rank], np.float32)
                 kept = ids[rank][:, k] < case.experts
@@ -265,6 +267,32 @@ def test_a_block_may_have_more_slots_than_it_keeps() -> None:
     case = Case((1100, 3), num_sm=1)
     assert case.tokens[0] * case.topk > lib.PROXYCCL_KEPT_TARGETS
     run_ranks(2, lambda comm: check_rank_rows(comm, case, output_buffers=1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"output_buffers": 1}, {"output_buffers": 1, "max_recv_tokens": 200}], ids=repr
+)
+def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, Any]) -> None:
+    case = Case((60, 33), topk=3, hidden=1036)
+
+    def body(comm: Communicator) -> None:
+        check_rank_rows(comm, case, **options)
+        with case.layer(comm, **options) as layer:
+            assert layer.ctx.workspace.experts.choice_packets == 3  # 2 words for each rank, and one for bad ids
+
+    with Ranks(2, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
+def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
+    def packets(ranks: int, tokens: int) -> int:
+        config = EPConfig(tokens, 8, 4, ranks, 0, ranks, ranks)
+        made = geometry.Geometry(config, nodes=1, local_size=ranks, blocks=4, threads=512, chosen_per_rank=2)
+        return int(made.experts.choice_packets)
+
+    assert packets(64, 8) == 33
+    assert packets(65, 8) == 0
+    assert packets(64, 33) == 0  # what all ranks choose would not fit in a block's memory
 
 
 @pytest.mark.host_only(reason="its blocks have few threads, and it needs no devices")
