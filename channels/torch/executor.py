@@ -6,6 +6,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from proxyccl.device.threads import Thread
+
 Task = Callable[[], None]
 
 
@@ -21,7 +23,7 @@ class Executor:
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._running = False
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._ended = False
 
     def run_here(self, task: Task) -> bool:
@@ -39,7 +41,11 @@ class Executor:
         return True
 
     def submit(self, task: Task) -> None:
-        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread."""
+        """Queues a task, which must not raise. After the executor's end it runs in the caller's thread.
+
+        Raises:
+            ResourceError: the executor's thread can't be started; the task is not queued.
+        """
         with self._changed:
             ended = self._ended
             if not ended:
@@ -48,10 +54,11 @@ class Executor:
             task()
 
     def _append(self, task: Task) -> None:
+        if self._thread is None:  # first, as a task must not stay behind if no thread can be started
+            thread = Thread(self._run, self._name)
+            thread.start()
+            self._thread = thread
         self._tasks.append(task)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
         self._changed.notify_all()
 
     def _run(self) -> None:

@@ -12,6 +12,7 @@ import time
 import weakref
 from typing import Protocol
 
+from proxyccl.device.threads import Thread
 from proxyccl.torch.endpoints import Endpoints
 
 _INTERVAL_SECONDS = 0.5
@@ -33,7 +34,7 @@ class Watched(Protocol):
 
 _lock = threading.Lock()
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-_thread: threading.Thread | None = None
+_thread: Thread | None = None
 
 
 def watch(group: Watched) -> None:
@@ -42,8 +43,9 @@ def watch(group: Watched) -> None:
     with _lock:
         _watched.add(group)
         if _thread is None or not _thread.is_alive():
-            _thread = threading.Thread(target=_run, name="proxyccl-torch-watchdog", daemon=True)
-            _thread.start()
+            thread = Thread(_run, "proxyccl-torch-watchdog")
+            thread.start()
+            _thread = thread
 
 
 def _run() -> None:

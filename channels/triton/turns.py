@@ -14,6 +14,8 @@ from typing import Any
 
 from triton.runtime.interpreter import interpreter_builder
 
+from proxyccl.device.threads import Thread
+
 _PATIENT_SPINS = 16
 _PAUSE_SECONDS = 50e-6
 _turn = threading.Lock()
@@ -56,7 +58,7 @@ class Launch:
         self._grid = grid
         self._places: Iterator[Grid] = product(range(grid[0]), range(grid[1]), range(grid[2]))
         self._next: Grid | None = next(self._places, None)
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
         self._beginning = False
         self._error: BaseException | None = None
 
@@ -77,9 +79,9 @@ class Launch:
         """Called by a program that waits, maybe for one that has not begun."""
         if self._next is not None and not self._beginning:
             self._beginning = True
-            thread = threading.Thread(target=self._work, name="proxyccl-interpreter", daemon=True)
-            self._threads.append(thread)
+            thread = Thread(self._work, "proxyccl-interpreter")
             thread.start()
+            self._threads.append(thread)
 
     def _work(self) -> None:
         thread = threading.get_ident()

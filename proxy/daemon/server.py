@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from proxyccl.device import open_driver
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import Runtime
@@ -170,7 +170,13 @@ class Daemon:
         thread = Thread(self._run, "proxyccl-client", session)
         with self._lock:
             self._sessions[session] = thread
-        thread.start()
+        try:
+            thread.start()
+        except ResourceError as error:
+            log.warning("cannot serve a client: %s", error)
+            with self._lock:
+                del self._sessions[session]
+            connection.close()
 
     def _run(self, session: Session) -> None:
         try:

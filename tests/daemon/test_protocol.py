@@ -28,6 +28,7 @@ from proxyccl.channels.control import segment_bytes
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.device.threads import Thread
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import session, session_memories
 from proxyccl.proxy.daemon.client import missing_in_daemon
@@ -461,6 +462,29 @@ def test_memory_in_the_place_of_removed_memory_is_mapped(tmp_path: Path, monkeyp
             }
         daemon.stop()
         serving.join()
+
+
+def test_a_client_without_a_thread_is_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = Thread.start, []
+
+    def start_all_but_the_first(thread: Thread) -> None:
+        if thread.name == "proxyccl-client" and not refused:
+            refused.append(thread)
+            raise ResourceError("no thread can be started")
+        start(thread)
+
+    monkeypatch.setattr(Thread, "start", start_all_but_the_first)
+    running = RunningDaemon(tmp_path / "socket", None)
+    with Daemon(running.path) as daemon:
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        with RawClient(running) as client:
+            assert client.say(HELLO) is None
+        with RawClient(running) as client:
+            assert client.opens()
+        daemon.stop()
+        serving.join()
+    assert len(refused) == 1
 
 
 # -- the socket and its users ---
