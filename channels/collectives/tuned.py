@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import warnings
 from collections import Counter
@@ -205,4 +204,6 @@ def keep(group: Group, selector: Selector) -> None:
 
 
 def _version() -> str:
-    return importlib.metadata.version("proxyccl")
+    from importlib.metadata import version  # which takes long to import
+
+    return version("proxyccl")

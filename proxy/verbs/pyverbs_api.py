@@ -11,7 +11,6 @@ import contextlib
 import errno
 import functools
 import importlib
-import importlib.metadata
 import logging
 import os
 import re
@@ -184,9 +183,11 @@ def _enumerators(module: ModuleType) -> dict[str, int]:
 
 
 def _version() -> str:
+    from importlib import metadata  # which takes long to import
+
     try:
-        return importlib.metadata.version("pyverbs")
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version("pyverbs")
+    except metadata.PackageNotFoundError:
         # Distributions package it without metadata. It has the version of the libibverbs that it loads, whose file name
         # ends with that.
         match = re.search(r"libibverbs\.so\.\d+\.\d+\.([\d.]+)$", _MAPS.read_text(), re.MULTILINE)

@@ -4,8 +4,6 @@ A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on t
 data. This module holds the public names and nothing else. DESIGN.md describes the packages behind them.
 """
 
-from importlib.metadata import version as _installed_version
-
 from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.collectives.selection import Selector, SizeTable
 from proxyccl.channels.communicator import Communicator
@@ -51,7 +49,7 @@ from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
 from proxyccl.proxy.verbs.options import RdmaOptions
 
-__version__ = _installed_version("proxyccl")
+__version__: str
 
 MemoryChannel = SmChannel
 """MSCCL++'s name of `SmChannel` since 2025."""
@@ -114,3 +112,12 @@ __all__ = [
     "open_runtime",
     "rdma_devices",
 ]
+
+
+def __getattr__(name: str) -> str:
+    """The version, when it is asked for: to look it up takes a sixth of the time of this import."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import version
+
+    return version("proxyccl")
