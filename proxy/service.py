@@ -16,6 +16,7 @@ from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import PinnedMemory, Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.channel_table import ChannelTable
+from proxyccl.proxy.created import created
 from proxyccl.proxy.fifo import Fifo, Ring
 from proxyccl.proxy.handlers import Handlers, require_callable
 from proxyccl.proxy.interface import ChannelCounters, Connection, HandleProvider, Handler, ProxyFailure
@@ -103,7 +104,8 @@ class ProxyService:
                 self.fifos.append(Fifo(runtime, fifo_size))
                 undo.callback(self.fifos[-1].close)
             self._rings: Sequence[Ring] = rings or self.fifos
-            self._service = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
+            made = lib.proxyccl_service_create(ffi.cast("ProxycclControl *", control), self._shared.table)
+            self._service = created(made, "a proxy service")
             undo.callback(lib.proxyccl_service_destroy, self._service)
             self._observed = ObservedSegment(threads)
             undo.callback(self._observed.close)

@@ -15,6 +15,7 @@ from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.runtime import EngineFunctions
 from proxyccl.device.threads import Thread
 from proxyccl.proxy import _engine
+from proxyccl.proxy.created import created
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -86,7 +87,7 @@ class ProxyThread:
         policy = ffi.new("ProxycclIdlePolicy *")
         policy.spin_ns, policy.yield_ns = int(idle.spin_us * 1000), int(idle.yield_us * 1000)
         policy.max_sleep_ns = max(1000, int(idle.max_sleep_us * 1000))
-        self._pointer = lib.proxyccl_thread_create(policy)
+        self._pointer = created(lib.proxyccl_thread_create(policy), "a thread of the proxy")
         if functions is not None and functions.add_helper:
             lib.proxyccl_thread_helped_by(self._pointer, functions.add_helper, functions.remove_helper)
         self._begin = begin

@@ -14,6 +14,7 @@ from typing import Any
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
+from proxyccl.proxy.created import created
 from proxyccl.proxy.observe.segment import ObservedSegment
 from proxyccl.proxy.ring import RingMemory
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
@@ -129,7 +130,8 @@ class Workers:
     def _make_workers(self, service: Any, observed: ObservedSegment, threads: Sequence[ProxyThread]) -> None:
         for i, thread in enumerate(threads):
             stats = observed.worker(i)
-            self._workers.append(Worker(lib.proxyccl_worker_create(service, stats), stats, thread))
+            pointer = created(lib.proxyccl_worker_create(service, stats), "a worker of the proxy")
+            self._workers.append(Worker(pointer, stats, thread))
 
     def __len__(self) -> int:
         return len(self._workers)
