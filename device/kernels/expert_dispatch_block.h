@@ -259,6 +259,9 @@ class Dispatch {
 
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
+  // Called by a group: the same, where rowsOf(rank), called once for each rank, says how many rows that rank gets.
+  template <class RowsOf>
+  PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
   // What gather() does with announcements. Then prepareReceive() has nothing left to do.
   PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;

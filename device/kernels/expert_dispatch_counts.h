@@ -336,6 +336,19 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
 }
 
 template <class Mode>
+template <class RowsOf>
+PROXYCCL_DEVICE void Dispatch<Mode>::writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const {
+  uint32_t& most = group.space().count;
+  if (group.lane == 0) most = 0;
+  group.sync();
+#pragma unroll 1
+  for (uint32_t rank = group.lane; rank < team_->world_size; rank += kGroupLanes) atomicMax(&most, rowsOf(rank));
+  group.sync();
+  if (group.lane == 0) writeRowTotals(rows, most);
+  group.sync();
+}
+
+template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeRowTotals(uint32_t rows, uint32_t most) const {
   const uint32_t received = rows < call_.capacity ? rows : call_.capacity;
   if (call_.received != nullptr) *call_.received = static_cast<int32_t>(received);

@@ -83,20 +83,13 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t 
   }
   if (segment_ != segments - 1) return;
   count(0, ranks);
-  uint32_t& most = group.space().count;
-  if (group.lane == 0) most = 0;
-  group.sync();
-#pragma unroll 1
-  for (uint32_t rank = group.lane; rank < ranks; rank += kGroupLanes) {
+  writeTotals(group, rows, [&](uint32_t rank) {
     uint32_t of_rank = 0;
 #pragma unroll 1
     for (uint32_t e = 0; e < team_->experts_per_rank; ++e)
       of_rank += alignedRows(counts[rank * team_->experts_per_rank + e]);
-    atomicMax(&most, of_rank);
-  }
-  group.sync();
-  if (group.lane == 0) writeRowTotals(rows, most);
-  group.sync();
+    return of_rank;
+  });
 }
 
 }  // namespace proxyccl

@@ -212,11 +212,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSent(uint32_t thread, uint32_t thre
 template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::writeMaskCounts(const Group& group, uint32_t rows) const {
   const uint32_t ranks = team_->world_size;
-  uint32_t& most = group.space().count;
-  if (group.lane == 0) most = 0;
-  group.sync();
-#pragma unroll 1
-  for (uint32_t rank = group.lane; rank < ranks; rank += kGroupLanes) {
+  writeTotals(group, rows, [&](uint32_t rank) {
     uint32_t of_rank = 0;
 #pragma unroll 1
     for (uint32_t source = 0; source < ranks; ++source) {
@@ -225,11 +221,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeMaskCounts(const Group& group, uint32_
       of_rank += count;
     }
     call_.layout.tokens[rank] = static_cast<int32_t>(tokensOf()[rank]);
-    atomicMax(&most, of_rank);
-  }
-  group.sync();
-  if (group.lane == 0) writeRowTotals(rows, most);
-  group.sync();
+    return of_rank;
+  });
 }
 
 }  // namespace proxyccl
