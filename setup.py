@@ -15,10 +15,11 @@ GENERATED = Path("build/host_kernels")
 def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
     types = runpy.run_path("device/element_types.py")["ELEMENT_TYPES"]
-    dispatches = ("expert_dispatch_kernel", "expert_dispatch_ids_kernel", "expert_dispatch_masks_kernel")
-    files = ("expert_combine", *dispatches, "expert_quantize", "expert_spread", "expert_survivors")
+    dispatches = ("expert_dispatch", "expert_dispatch_masks", "expert_dispatch_shared_masks")
+    kernels = [f"{name}_kernel" for name in (*dispatches, "expert_dispatch_ids")]
+    files = ("expert_combine", *kernels, "expert_quantize", "expert_spread", "expert_survivors")
     experts = [f'#include "{name}.h"\n' for name in files]
-    scaled = ("expert_dispatch_scaled", "expert_dispatch_masks_scaled")
+    scaled = tuple(f"{name}_scaled" for name in dispatches)
     for each in types:
         if each.tokens:
             experts += [each.c_check()] + [

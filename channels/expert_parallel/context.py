@@ -15,7 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, EPConfig
-from proxyccl.channels.expert_parallel.geometry import blocks_for
+from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
 from proxyccl.channels.group import Group
@@ -101,6 +101,7 @@ class DispatchCombineContext:
         expert_alignment: int = 0,
         output_buffers: int = 0,
         output_rows: int = 0,
+        exact_rows: bool = False,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -118,9 +119,8 @@ class DispatchCombineContext:
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         if use_aot:  # load now what is used later, or by some layers
-            shipped("expert_dispatch_kernel.h", "expert_dispatch")
-            shipped("expert_dispatch_ids_kernel.h", "expert_dispatch_ids")
-            shipped("expert_dispatch_masks_kernel.h", "expert_dispatch_masks")
+            for name in DISPATCH_KERNELS.values():
+                shipped(f"{name}_kernel.h", name)
             shipped("expert_spread.h", "expert_spread")
             shipped("moves.h", "barrier")
         scale = shipped("expert_combine.h", "expert_scale", config.token.name)
@@ -145,6 +145,7 @@ class DispatchCombineContext:
             output_buffers=output_buffers,
             output_rows=output_rows,
             scale_bytes=self._scale_bytes,
+            exact_rows=exact_rows,
         )
         self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
         self.expert_alignment = expert_alignment
@@ -156,9 +157,7 @@ class DispatchCombineContext:
         self._combine_call = ffi.new("ProxycclCombine *")
         experts = bytes(ffi.buffer(self.workspace.experts))
         self.grid = (self.blocks, threads)
-        name = "expert_dispatch"
-        if self.workspace.experts.choice_packets:
-            name = "expert_dispatch_masks" if chosen_per_rank else "expert_dispatch_ids"
+        name = DISPATCH_KERNELS[self.workspace.announces]
         dispatch = shipped(f"{name}_kernel.h", name)
         empty = bytes(ffi.buffer(self._dispatch_call))
         self._dispatch = dispatch.prepare(*self.grid, experts, empty)

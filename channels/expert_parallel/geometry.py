@@ -7,9 +7,17 @@ from proxyccl.device._native import ffi, lib
 
 ANNOUNCED_SLOTS: int = lib.PROXYCCL_ANNOUNCED_SLOTS
 """The most slots of all ranks whose choices are announced to every block, instead of counted by their source."""
+DISPATCH_KERNELS: dict[str, str] = {
+    "counts": "expert_dispatch",
+    "ids": "expert_dispatch_ids",
+    "masks": "expert_dispatch_masks",
+    "shared_masks": "expert_dispatch_shared_masks",
+}
+"""The dispatch kernel for each thing that a dispatch may announce. Those that are not "ids" also make float8 rows."""
 FEW_TOKENS = 32
 """Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
 _TOKENS_PER_BLOCK = 4
+_TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128
 _PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
 
@@ -48,6 +56,7 @@ class Geometry:
             `ExpertWorkspace`.
 
     Attributes:
+        announces: what a dispatch announces: "ids", "masks" or "shared_masks"; or "counts", which are sent.
         experts: a ProxycclExperts with its sizes and offsets; pointers and the rank's own numbers are left out.
         workspace_bytes: what peers reach.
     """
@@ -67,6 +76,7 @@ class Geometry:
         output_buffers: int = 0,
         output_rows: int = 0,
         scale_bytes: int = 0,
+        exact_rows: bool = False,
     ) -> None:
         ranks = nodes * local_size
         e = self.experts = ffi.new("ProxycclExperts *")
@@ -78,7 +88,7 @@ class Geometry:
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
         self._cut(config, blocks)
-        self._announce(config)
+        self.announces = self._announce(config, exact_rows)
         # A row may also hold a token's weights: `collect` returns them.
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -105,7 +115,7 @@ class Geometry:
         e.returned = areas.take(8 * local_size * blocks)
         e.summed = areas.take(8 * local_size * blocks)
         e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
-        e.inbox = areas.take((2 if e.choice_packets else 1) * local_size * e.slab_bytes)
+        e.inbox = areas.take((2 if self.announces in ("ids", "masks") else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         own_returns = local_size if local_combine else config.topk
         e.returns = areas.take(own_returns * e.partial_bytes)
@@ -136,22 +146,42 @@ class Geometry:
         apart, others = (2 * arriving / ranks, sending) if self.experts.output_buffers else (sending, receiving)
         return max(1, round(blocks * apart / (apart + others)))
 
-    def _announce(self, config: EPConfig) -> None:
-        """Decides whether choices are announced, and in how many packets. All ranks decide alike."""
-        e = self.experts
+    def _announce(self, config: EPConfig, exact_rows: bool) -> str:
+        """Decides what is announced, and in how many packets. All ranks decide alike."""
+        e, ranks = self.experts, config.world_size
         ids = -(-config.max_tokens * config.topk // lib.PROXYCCL_IDS_PER_PACKET)
-        masks = -(-(1 + config.world_size * -(-config.max_tokens // 32)) // 2)
-        packets = masks if e.chosen_per_rank else ids
         own = e.segment_tokens * config.topk
-        if (
+        few = (
             e.nodes == 1
             and config.num_experts <= lib.PROXYCCL_ANNOUNCED_EXPERTS
-            and config.world_size * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
-            and config.world_size * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
+            and ranks * ids * lib.PROXYCCL_IDS_PER_PACKET <= ANNOUNCED_SLOTS
+            and ranks * own <= lib.PROXYCCL_ANNOUNCED_OWN_SLOTS
             and own <= lib.PROXYCCL_ANNOUNCED_SEGMENT_SLOTS
             and e.segment_tokens <= FEW_TOKENS
-            and config.world_size * (1 + packets) <= lib.PROXYCCL_ANNOUNCED_PAYLOADS
-            and (not e.chosen_per_rank or config.world_size <= lib.PROXYCCL_MASKED_RANKS)
-        ):
-            e.choice_packets = packets
+        )
+        masks = ranks * -(-config.max_tokens // _TOKENS_PER_PACKET)
+        announces = "counts"
+        if not e.chosen_per_rank:
+            if few and ranks * (1 + ids) <= lib.PROXYCCL_ANNOUNCED_PAYLOADS:
+                announces, e.choice_packets = "ids", ids
+        elif self._masks_fit(config):
+            if few:
+                announces, e.choice_packets = "masks", 1 + masks
+            elif e.output_buffers and not exact_rows:
+                announces, e.choice_packets = "shared_masks", e.blocks + masks
+        if e.choice_packets:
             e.weight_packets = -(-config.max_tokens * config.topk * e.weight_bytes // 8)
+        return announces
+
+    @staticmethod
+    def _masks_fit(config: EPConfig) -> bool:
+        """Whether a block can keep what it needs of all ranks' masks (device/kernels/expert_announcement_masks.h)."""
+        ranks = config.world_size
+        words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
+        sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)
+        kept = (2 + 1) * ranks + -(-ranks * ranks // 2) + 2 * ranks * (words + sums)  # of 4 bytes
+        return (
+            ranks <= lib.PROXYCCL_MASKED_RANKS
+            and config.max_tokens < 1 << 16
+            and kept <= 2 * lib.PROXYCCL_ANNOUNCED_PAYLOADS
+        )

@@ -302,6 +302,7 @@ class EPAll2AllLayer:
                 expert_alignment=expert_alignment or 0,
                 output_buffers=output_buffers + 1 if output_buffers else 0,  # one more for combine_input
                 output_rows=max_recv_tokens or world_size * max_tokens,
+                exact_rows=max_recv_tokens is None,
             )
         self._surviving: SurvivingExperts | None = None
         if lost_ranks:

@@ -66,6 +66,7 @@ class ExpertWorkspace:
 
     Attributes:
         experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.
+        announces: see `Geometry`.
         nodes: number of the kernels' nodes.
         node: this rank's.
         members: for each node its ranks.
@@ -87,6 +88,7 @@ class ExpertWorkspace:
         output_buffers: int = 0,
         output_rows: int = 0,
         scale_bytes: int = 0,
+        exact_rows: bool = False,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -115,8 +117,10 @@ class ExpertWorkspace:
             output_buffers=output_buffers,
             output_rows=output_rows,
             scale_bytes=scale_bytes,
+            exact_rows=exact_rows,
         )
-        e = self.experts = geometry.experts
+        e, self.announces = geometry.experts, geometry.announces
+        self.experts = e
         e.rank, e.local_rank, e.node = rank, local_rank, self.node
         self._workspace = allocate(group, (geometry.workspace_bytes,), "uint8")
         self._memory = memory = register(group, self._workspace)

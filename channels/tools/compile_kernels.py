@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
+from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS
 from proxyccl.device import find_runtime, open_compiler, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir, compiled_image, image_is_there, shipped_options, shipped_source
 from proxyccl.device.errors import ArgumentError
@@ -22,12 +23,11 @@ Shipped = tuple[str, str, str | None, str | None]
 """File, kernel, element type and operation, as `Runtime.shipped` takes them."""
 
 EXPERT_KERNELS: tuple[Shipped, ...] = (
-    ("expert_dispatch_kernel.h", "expert_dispatch", None, None),
-    ("expert_dispatch_ids_kernel.h", "expert_dispatch_ids", None, None),
-    ("expert_dispatch_masks_kernel.h", "expert_dispatch_masks", None, None),
+    *((f"{kernel}_kernel.h", kernel, None, None) for kernel in DISPATCH_KERNELS.values()),
     *(
-        ("expert_dispatch.h", kernel, dtype, None)
-        for kernel in ("expert_dispatch_scaled", "expert_dispatch_masks_scaled")
+        ("expert_dispatch.h", f"{kernel}_scaled", dtype, None)
+        for announced, kernel in DISPATCH_KERNELS.items()
+        if announced != "ids"
         for dtype in SCALED_DTYPES
     ),
     *(

@@ -44,6 +44,7 @@ _EXPERT_FILES = (
     "expert_dispatch_ids_kernel.h",
     "expert_dispatch_kernel.h",
     "expert_dispatch_masks_kernel.h",
+    "expert_dispatch_shared_masks_kernel.h",
     "expert_quantize.h",
     "expert_spread.h",
     "expert_survivors.h",

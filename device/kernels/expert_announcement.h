@@ -23,9 +23,9 @@ class Announcement {
         offset_(experts.announced +
                 number % 2 * experts.world_size * packetsOfRank() * static_cast<uint64_t>(sizeof(LL16Packet))) {}
 
-  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return headOf(source) & 0xffff; }
-  PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return headOf(source) >> 16 & 0xffff; }
-  PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(headOf(source) >> 32); }
+  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return heads()[source] & 0xffff; }
+  PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
+  PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
 
   // What travels with a slot. Waits until its packet has come.
   PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
@@ -37,13 +37,12 @@ class Announcement {
   // Packets of one rank that come before its weights.
   PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
   PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
-  // The payloads of the front packets of a rank, kept by the block: its head, and its choices.
-  static PROXYCCL_DEVICE uint64_t* payloads() {
+  // What the block keeps of all ranks' front packets: their heads, and behind them their choices.
+  static PROXYCCL_DEVICE uint64_t* heads() {
     __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
     return words;
   }
-  PROXYCCL_DEVICE uint64_t headOf(uint32_t source) const { return payloads()[source * front()]; }
-  PROXYCCL_DEVICE uint64_t* choicesOf(uint32_t source) const { return payloads() + source * front() + 1; }
+  PROXYCCL_DEVICE uint64_t* behindHeads() const { return heads() + e_.world_size; }
 
   static PROXYCCL_DEVICE uint64_t bitsOf(LL16Packet::Payload payload) {
     return static_cast<uint64_t>(payload.y) << 32 | payload.x;
@@ -52,27 +51,29 @@ class Announcement {
     return bitsOf({call.tokens | call.output_buffer << 16, call.wanted_tokens});
   }
 
-  // Sends a packet of this rank to every rank, itself included.
-  PROXYCCL_DEVICE void sendPacket(uint32_t packet, uint64_t bits) const {
+  // Sends a packet of this rank to every rank, itself included. `peers` are their workspaces.
+  PROXYCCL_DEVICE void sendPacket(char* const* peers, uint32_t packet, uint64_t bits) const {
     const uint32_t place = placeOf(e_.rank, packet);
 #pragma unroll 1
     for (uint32_t local = 0; local < e_.local_size; ++local)
-      packets(e_.peers[local])[place].write({static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, flag_);
+      packets(peers[local])[place].write({static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, flag_);
   }
   // Called by `threads` threads: sends packets [begin, end).
   template <class BitsOf>
-  PROXYCCL_DEVICE void sendPackets(uint32_t begin, uint32_t end, uint32_t thread, uint32_t threads,
+  PROXYCCL_DEVICE void sendPackets(char* const* peers, uint32_t begin, uint32_t end, uint32_t thread, uint32_t threads,
                                    BitsOf bitsOfPacket) const {
 #pragma unroll 1
-    for (uint32_t packet = begin + thread; packet < end; packet += threads) sendPacket(packet, bitsOfPacket(packet));
+    for (uint32_t packet = begin + thread; packet < end; packet += threads)
+      sendPacket(peers, packet, bitsOfPacket(packet));
   }
   // What is in a packet of a rank. Waits until it has come.
   PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
     return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
   }
-  // Called by `threads` threads: waits for the front packets of all ranks but one, and keeps their payloads for the
-  // block, which may read them after its next barrier. Returns false to a thread whose packets did not come.
-  PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads) const {
+  // Called by `threads` threads: waits for the front packets of all ranks but one, and calls keep(source, packet,
+  // payload) for each. Returns false to a thread whose packets did not come.
+  template <class Keep>
+  PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = e_.world_size * front();
     const LL16Packet* incoming = packets(e_.workspace);
 #pragma unroll 1
@@ -97,8 +98,10 @@ class Announcement {
       });
       if (!complete) return false;
 #pragma unroll
-      for (uint32_t i = 0; i < kAtOnce; ++i)
-        if (isAwaited(first + i * threads)) payloads()[first + i * threads] = bitsOf(words[i].payload());
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t packet = first + i * threads;
+        if (isAwaited(packet)) keep(packet / front(), packet % front(), bitsOf(words[i].payload()));
+      }
     }
     return true;
   }

@@ -17,13 +17,18 @@ class IdAnnouncement : public Announcement {
   PROXYCCL_DEVICE void send(const ProxycclDispatch& call) const {
     const uint32_t all = packetsOfRank(), begin = all * blockIdx.x / e_.blocks;
     const uint32_t end = all * (blockIdx.x + 1) / e_.blocks;
-    sendPackets(begin, end, blockDim.x - 1 - threadIdx.x, blockDim.x,
+    sendPackets(e_.peers, begin, end, blockDim.x - 1 - threadIdx.x, blockDim.x,
                 [&](uint32_t packet) { return bitsOfPacket(call, packet); });
   }
 
   // Called by the block: waits for all ranks. Threads may ask what they chose after the next barrier. Returns false to
   // a thread whose packets did not come.
-  PROXYCCL_DEVICE bool await() const { return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x); }
+  PROXYCCL_DEVICE bool await() const {
+    return awaitAllBut(PROXYCCL_NO_PEER, threadIdx.x, blockDim.x,
+                       [&](uint32_t source, uint32_t packet, uint64_t payload) {
+                         *(packet == 0 ? &heads()[source] : &choicesOf(source)[packet - 1]) = payload;
+                       });
+  }
 
   // Calls body(source, slot, expert) for each slot of `sources` ranks from `first` on, the work shared by `threads`
   // callers. Slots past a rank's tokens have the id that drops a slot.
@@ -45,6 +50,7 @@ class IdAnnouncement : public Announcement {
   }
 
  private:
+  PROXYCCL_DEVICE uint64_t* choicesOf(uint32_t source) const { return behindHeads() + source * e_.choice_packets; }
   static PROXYCCL_DEVICE uint32_t idAt(uint64_t four, uint32_t k) { return four >> 16 * k & 0xffff; }
 
   PROXYCCL_DEVICE uint64_t bitsOfPacket(const ProxycclDispatch& call, uint32_t packet) const {

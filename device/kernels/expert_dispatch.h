@@ -58,7 +58,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   if (!call.redispatch)
     dispatch.clearPastEnd(gathered.rows, blockIdx.x * blockDim.x + threadIdx.x, experts.segments * blockDim.x);
   if (blockIdx.x == 0 && !call.redispatch && !kAnnounced) dispatch.writeCounts(gathered.rows);
-  if (!kAnnounced) dispatch.acknowledge();
+  if (dispatch.acknowledges()) dispatch.acknowledge();
 }
 
 // Kernels that make float8 rows of T where they store rows in output buffers.
@@ -68,7 +68,11 @@ PROXYCCL_DEVICE void expert_dispatch_scaled(const ProxycclExperts& experts, cons
 }
 template <class T>
 PROXYCCL_DEVICE void expert_dispatch_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
-  dispatchExperts<DispatchMode<MaskAnnouncement, T>>(experts, call);
+  dispatchExperts<DispatchMode<MaskAnnouncement<false>, T>>(experts, call);
+}
+template <class T>
+PROXYCCL_DEVICE void expert_dispatch_shared_masks_scaled(const ProxycclExperts& experts, const ProxycclDispatch& call) {
+  dispatchExperts<DispatchMode<MaskAnnouncement<true>, T>>(experts, call);
 }
 
 }  // namespace proxyccl

@@ -38,7 +38,9 @@ template <class Mode>
 class Dispatch {
  public:
   static constexpr bool kIds = kIsSame<typename Mode::Announces, IdAnnouncement>;
-  static constexpr bool kMasks = kIsSame<typename Mode::Announces, MaskAnnouncement>;
+  static constexpr bool kFewMasks = kIsSame<typename Mode::Announces, MaskAnnouncement<false>>;
+  static constexpr bool kSharedMasks = kIsSame<typename Mode::Announces, MaskAnnouncement<true>>;
+  static constexpr bool kMasks = kFewMasks || kSharedMasks;
   static constexpr bool kAnnounced = kIds || kMasks;
   static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
 
@@ -55,7 +57,7 @@ class Dispatch {
         number_(experts.counters->dispatches + 1),
         choices_(experts, call),
         announced_(experts, experts.counters->routings + 1),
-        inbox_(static_cast<uint32_t>(experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
+        inbox_(kSharedMasks ? 0 : (experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
         segment_(blockIdx.x % experts.segments),
         topk_(experts.topk),
         own_(Segment::of(call.tokens, segment_, experts.segments)) {}
@@ -130,18 +132,20 @@ class Dispatch {
     constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
     return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
   }
-  // Called by the block when it has announced masks: does all that remains. Block 0 writes the descriptor's entries,
-  // and if there are others, they store the rows, as loads wait behind stores that a link holds up.
-  PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const;
-  // Called by the block when it has sent its counts: does all that remains. Some blocks store at peers; of each, some
-  // groups first write the descriptor's entries, while the link is busy with the others' rows. The other blocks store
-  // the rows that stay here, as a multiprocessor's stores to its own memory would wait behind those that a link holds
-  // up. Where rows are made in float8, that takes longer than storing them: all blocks do all. Groups take the next row
-  // from a counter, as not all multiprocessors store equally fast.
+  // Called by the block when it has announced masks, or sent its counts: does all that remains.
+  PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
+    if constexpr (kSharedMasks) {
+      storeManyRows(group);
+    } else {
+      storeFewRows(group, next_item);
+    }
+  }
   PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
   // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
   PROXYCCL_DEVICE void awaitStored(const Group& group) const;
 
+  // Whether a call says at its end that it has read its slabs. Otherwise the next one says so.
+  static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const;
   // Called by one thread of each block of a call's last kernel, after all its threads have read the counters.
@@ -197,11 +201,28 @@ class Dispatch {
   }
   PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
   enum class Stored { own, of_peers, all };  // rows that stay here, or go to peers
-  // Called by each group of the blocks that store such rows.
-  PROXYCCL_DEVICE void storeRowsInTurns(const Group& group, Stored stored) const;
-  // Called by each of the groups that describe, in each of the first `blocks` blocks: writes the descriptor's entries.
-  PROXYCCL_DEVICE void describeAll(const Group& group, uint32_t blocks) const;
+  // Called by each group of the blocks that store such rows. find(item, i, &rank, &row) says for i < n where an item, a
+  // piece of a row, goes.
+  template <class Find>
+  PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
+  // Called by the block when it knows where the rows of many tokens go: stores them and writes the descriptor's
+  // entries. Some blocks store at peers; of each, some groups first call describe(thread, threads), while the link is
+  // busy with the others' rows. The other blocks store the rows that stay here, as a multiprocessor's stores to its own
+  // memory would wait behind those that a link holds up. Where rows are made in float8, that takes longer than storing
+  // them: all blocks do all. Groups take the next item from a counter, as not all multiprocessors store equally fast.
+  template <class Describe, class Find>
+  PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
+  // Whether a block stores rows that stay and rows of peers.
+  PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
+  // How many blocks store at peers: the first.
+  PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
   static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
+  // With counts, called by `threads` threads: writes the descriptor's entries.
+  PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
+  // With masks, of few tokens: block 0 writes the descriptor's entries, and if there are others, they store the rows,
+  // as loads wait behind stores that a link holds up. And of many.
+  PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
+  PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
   // What describeSlots() does; with masks for the slots of all blocks, by `threads` threads.
   PROXYCCL_DEVICE void describeCounted() const;
   PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
@@ -277,8 +298,8 @@ class Dispatch {
   PROXYCCL_DEVICE Gathered arriving() const;
   // With masks: this rank's row of a source's token.
   PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
-    if (!announced_.goes(source, team_->rank, token)) return PROXYCCL_NO_ROW;
-    return within(bases()[source] + announced_.countBefore(source, team_->rank, token));
+    const auto mask = announced_.from(source);
+    return mask.has(token) ? within(bases()[source] + mask.countBefore(token)) : static_cast<int32_t>(PROXYCCL_NO_ROW);
   }
   PROXYCCL_DEVICE int32_t within(uint64_t row) const {
     return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
@@ -362,7 +383,8 @@ class Dispatch {
 
   // What the block's threads find in the announcements.
   struct AnnouncedState {
-    uint32_t bad_slot;  // the first slot with a bad expert id, with its rank in the upper 16 bits; or ~0
+    uint32_t
+        bad_slot;  // the first with a bad expert id, with its rank in the upper 16 bits, or ~0; with masks the rank
     uint32_t wanted_tokens;
     bool incomplete;  // a packet did not come
   };
@@ -492,13 +514,20 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
   if constexpr (kIds)
     if (routes) announced_.send(call_);
-  if constexpr (kMasks)
-    if (routes || storesMasked()) announced_.collect(call_);
-  if (!kAnnounced && (routes || sends)) awaitReaders();
-  if (cachesIds() && !storesMasked())
+  if constexpr (kMasks) {
+    announced_.clear();
+    __syncthreads();
+    if (routes || (storesMasked() && !kSharedMasks)) announced_.collect(call_);
+  }
+  if (acknowledges() && (routes || sends) && !storesMasked()) awaitReaders();
+  const bool writes = kAnnounced && routes && !onlySends();
+  if ((writes || cachesIds()) && !storesMasked())
 #pragma unroll 1
-    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
-      cachedIds()[s] = choices_.id(own_.begin * topk_ + s);
+    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) {
+      const int32_t id = choices_.id(own_.begin * topk_ + s);
+      if (cachesIds()) cachedIds()[s] = id;
+      if (writes) writeId(s, id);
+    }
   if (kAnnounced) {  // gather() starts from these values, without a barrier
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
@@ -510,16 +539,13 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   team_.loadLookup();
   if constexpr (kMasks)
     if (routes) announced_.send(Group(), call_);
-  if (kAnnounced && (routes || call_.redispatch)) raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
-  if (kAnnounced && call_.redispatch) {
+  if (!acknowledges() && (routes || call_.redispatch))
+    raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
+  if (!acknowledges() && call_.redispatch) {
     awaitReaders();
     __syncthreads();
   }
-  if (!routes || onlySends() || storesMasked()) return;
-  if (!kAnnounced) return route();
-  const int32_t* ids = ownIds(0);
-#pragma unroll 1
-  for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) writeId(s, ids[s]);
+  if (!kAnnounced && routes && !onlySends()) route();
 }
 
 template <class Mode>

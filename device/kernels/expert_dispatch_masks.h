@@ -13,6 +13,10 @@ PROXYCCL_DEVICE bool Dispatch<Mode>::awaitMasks(Gathered* gathered) const {
   if (!announced_.await(collected, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
   syncThreadsSystem();  // also for what the block has sent: publishSent() follows
   if (announcedState().incomplete) return false;
+  if constexpr (kSharedMasks) {
+    announced_.sumUp(threadIdx.x, blockDim.x);
+    __syncthreads();
+  }
   if (blockIdx.x == 0 && tellsChosen()) countChosen();
   placeArriving(threadIdx.x, blockDim.x);
   __syncthreads();
@@ -41,7 +45,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeArriving(uint32_t thread, uint32_t thr
     for (uint32_t source = 0; source < i; ++source) row += announced_.count(source, team_->rank);
     bases()[i] = row;
     if (i == ranks) continue;
-    if (announced_.badSlot(i) != ~0u) atomicMin(&state.bad_slot, i << 16 | announced_.badSlot(i));
+    if (announced_.badSlot(i) != ~0u) atomicMin(&state.bad_slot, i << 16);
     if (announced_.wantedTokens(i) != 0) atomicMax(&state.wanted_tokens, announced_.wantedTokens(i));
   }
 }
@@ -49,8 +53,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::placeArriving(uint32_t thread, uint32_t thr
 template <class Mode>
 PROXYCCL_DEVICE typename Dispatch<Mode>::Gathered Dispatch<Mode>::arriving() const {
   const AnnouncedState& state = announcedState();
-  const bool all_good = state.bad_slot == ~0u;
-  return {bases()[team_->world_size], all_good ? ~0u : state.bad_slot >> 16, all_good ? ~0u : state.bad_slot & 0xffff,
+  const uint32_t bad_rank = state.bad_slot == ~0u ? ~0u : state.bad_slot >> 16;
+  return {bases()[team_->world_size], bad_rank, bad_rank == ~0u ? ~0u : announced_.badSlot(bad_rank),
           state.wanted_tokens};
 }
 
@@ -59,8 +63,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
   const uint32_t per_rank = team_->chosen_per_rank;
   announced_.forEachChoice(
       threadIdx.x, blockDim.x,
-      [&](uint32_t source, uint32_t slot) { return announced_.goes(source, team_->rank, slot / topk_); },
-      [&](uint32_t, uint32_t, const MaskAnnouncement::Choice& choice) {
+      [&](uint32_t source, uint32_t slot) { return announced_.from(source).has(slot / topk_); },
+      [&](uint32_t, uint32_t, const auto& choice) {
         const uint32_t expert = choice.expert - team_->rank * per_rank;
         if (expert < per_rank) atomicAdd(&chosen()[expert], 1u);
       });
@@ -69,8 +73,9 @@ PROXYCCL_DEVICE void Dispatch<Mode>::countChosen() const {
 template <class Mode>
 PROXYCCL_DEVICE bool Dispatch<Mode>::findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const {
   *rank = (team_->rank + 1 + i) % team_->world_size;
-  if (!announced_.goes(team_->rank, *rank, token)) return false;
-  *row = inBuffer(outgoing()[*rank].row + announced_.countBefore(team_->rank, *rank, token));
+  const auto mask = announced_.to(*rank);
+  if (!mask.has(token)) return false;
+  *row = inBuffer(outgoing()[*rank].row + mask.countBefore(token));
   return *row >= 0;
 }
 
@@ -97,8 +102,8 @@ PROXYCCL_DEVICE void Dispatch<Mode>::listPiece(const Group& group, const Segment
   const uint32_t token = segment.begin + piece / piecesOfRow(), ranks = team_->world_size;
   group.list(ranks, [&](uint32_t i, RowEntry* entry) {
     const uint32_t rank = (team_->rank + 1 + i) % ranks;
-    entry->number = static_cast<int32_t>(rank << 16 | announced_.countBefore(team_->rank, rank, token));
-    return announced_.goes(team_->rank, rank, token);
+    entry->number = static_cast<int32_t>(rank << 16 | announced_.to(rank).countBefore(token));
+    return announced_.to(rank).has(token);
   });
 }
 
@@ -117,7 +122,35 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storePiece(const Group& group, uint32_t pie
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::storeMaskedRows(const Group& group, uint32_t* next_item) const {
+PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
+  if (!announced_.await(true, threadIdx.x, blockDim.x)) announcedState().incomplete = true;
+  __syncthreads();
+  if (!announcedState().incomplete) {
+    announced_.sumUp((threadIdx.x + blockDim.x / 2) % blockDim.x, blockDim.x);
+    placeArriving(threadIdx.x, blockDim.x);
+    if (group.number == Group::count() - 1) placeLeaving(group);
+    __syncthreads();
+    const Gathered gathered = arriving();
+    if (blockIdx.x == team_->blocks - 1 && group.number == 0) {
+      writeMaskCounts(group, gathered.rows);
+      if (group.lane == 0 && call_.phases & PROXYCCL_EXPERT_GATHER) publishReceivedRows(gathered);
+    }
+    storeInTurns(
+        group, gathered.rows, team_->world_size,
+        [&](uint32_t thread, uint32_t threads) {
+          describeMasked(thread, threads);
+          describeSent(thread, threads);
+        },
+        [&](uint32_t item, uint32_t i, uint32_t* rank, int32_t* row) {
+          return findMasked(item / kStoredPieces, i, rank, row);
+        });
+  }
+  acknowledge();
+  if (threadIdx.x == 0) countCall();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* next_item) const {
   const uint32_t storing = team_->blocks > 1 ? team_->blocks - 1 : 1, holding = Group::count() - 1;
   const bool describes = blockIdx.x == 0, stores = !describes || team_->blocks == 1;
   const Segment segment = Segment::of(call_.tokens, stores ? (blockIdx.x + storing - 1) % storing : 0, storing);
@@ -182,11 +215,11 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeMasked(uint32_t thread, uint32_t th
   announced_.forEachChoice(
       thread, threads,
       [&](uint32_t source, uint32_t slot) {
-        if (announced_.goes(source, team_->rank, slot / topk_)) return true;
+        if (announced_.from(source).has(slot / topk_)) return true;
         call_.layout.rows[source * static_cast<uint64_t>(team_->max_tokens) * topk_ + slot] = PROXYCCL_NO_ROW;
         return false;
       },
-      [&](uint32_t source, uint32_t slot, const MaskAnnouncement::Choice& choice) {
+      [&](uint32_t source, uint32_t slot, const auto& choice) {
         const uint32_t token = slot / topk_;
         const bool here = choice.expert - team_->rank * team_->chosen_per_rank < team_->chosen_per_rank;
         describeSlot(source, token, slot % topk_,
@@ -203,8 +236,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::describeSent(uint32_t thread, uint32_t thre
       if (call_.phases & PROXYCCL_EXPERT_ROUTE)
         idsOf(team_->node, 0)[number] = static_cast<int32_t>(slot.is_first ? slot.rank : team_->world_size);
       int32_t row = PROXYCCL_NO_ROW;
-      if (slot.is_first)
-        row = inBuffer(outgoing()[slot.rank].row + announced_.countBefore(team_->rank, slot.rank, token));
+      if (slot.is_first) row = inBuffer(outgoing()[slot.rank].row + announced_.to(slot.rank).countBefore(token));
       call_.layout.sent_rows[number] = row;
     });
 }

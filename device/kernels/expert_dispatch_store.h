@@ -74,40 +74,41 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeIncoming() const {
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::storeRowsInTurns(const Group& group, Stored stored) const {
-  const uint32_t segments = team_->segments;
-  const uint32_t* first = stored == Stored::own ? firstRowsHere() : firstRowsThere();  // the rank is a source here
-  const char* slab = team_.slabOf(number_, team_->rank);
+template <class Find>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeItems(const Group& group, Stored stored, uint32_t n, Find find) const {
   uint32_t* next_item = &team_->counters->next_item[number_ % 2][stored == Stored::own];
+  auto take = [&]() -> uint32_t { return group.lane == 0 ? fetchAddRelaxedDevice<uint32_t>(next_item, 1) : 0; };
+  uint32_t taken = take();
   for (;;) {
-    GroupSpace& space = group.space();
-    if (group.lane == 0) space.count = fetchAddRelaxedDevice<uint32_t>(next_item, 1);
-    group.sync();
-    const uint32_t item = space.count;
-    group.sync();
-    const uint32_t token = item / kStoredPieces;
+    const uint32_t item = group.ofFirst(taken), token = item / kStoredPieces;
     if (token >= call_.tokens) return;
-    const Segment whole = {token, 1, kStoredPiecesLog2};
-    const uint32_t segment = Segment::numberOf(call_.tokens, token, segments);
-    const ProxycclExpertSlot* slots =
-        slotsOf(slab + team_.routingAt(segment)) + (token - Segment::of(call_.tokens, segment, segments).begin) * topk_;
-    int32_t* sent_rows = call_.layout.sent_rows + static_cast<uint64_t>(token) * topk_;
-    storeRow(group, token, whole, item, topk_, [&](uint32_t k, uint32_t* rank, int32_t* row) {
-      const ProxycclExpertSlot slot = slots[k];
-      const bool is_own = slot.expert == team_->rank;
-      *rank = slot.expert;
-      if (stored == Stored::own && !is_own) return false;
-      *row = rowAtRank(slot, slot.expert == PROXYCCL_NO_EXPERT ? 0 : first[slot.expert * segments + segment]);
-      if (stored != Stored::own && item % kStoredPieces == 0) sent_rows[k] = *row;
-      return *row >= 0 && (stored != Stored::of_peers || !is_own);
+    taken = take();  // its number comes while this item is stored
+    storeRow(group, token, {token, 1, kStoredPiecesLog2}, item, n, [&](uint32_t i, uint32_t* rank, int32_t* row) {
+      return find(item, i, rank, row) && (stored == Stored::all || (stored == Stored::own) == (*rank == team_->rank));
     });
   }
 }
 
 template <class Mode>
-PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(const Group& group, uint32_t blocks) const {
-  const uint32_t segments = team_->segments, groups = describingGroups(), threads = blocks * groups * kGroupLanes;
-  const uint32_t thread = (blockIdx.x * groups + group.number) * kGroupLanes + group.lane;
+template <class Describe, class Find>
+PROXYCCL_DEVICE void Dispatch<Mode>::storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe,
+                                                  Find find) const {
+  const bool stores = blockIdx.x < storingBlocks();
+  const uint32_t groups = describingGroups();
+  if (stores && group.number < groups)
+    describe((blockIdx.x * groups + group.number) * kGroupLanes + group.lane, storingBlocks() * groups * kGroupLanes);
+  storeItems(group, storesAll() ? Stored::all : stores ? Stored::of_peers : Stored::own, n, find);
+  syncThreadsSystem();
+  if (stores && group.number == 0) {
+    publishSent(group);
+    awaitStored(group);
+  }
+  clearPastEnd(rows, blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::describeAll(uint32_t thread, uint32_t threads) const {
+  const uint32_t segments = team_->segments;
   for (uint32_t source = 0; source < team_->world_size; ++source) {
     const char* slab = team_.slabOf(number_, source);
     const uint32_t tokens = tokensOf()[source];
@@ -171,22 +172,23 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
     return true;
   });
   const uint32_t targets = space.count;
-  char *one = space.at[0], *other = space.at[targets > 1 ? 1 : 0];
 #pragma unroll 1
   for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kGroupLanes)
-    scaleBlocks(
+    scaleBlocks<8>(
         group, row, chunk, chunk + kGroupLanes < end ? chunk + kGroupLanes : end, aligned,
-        [&](uint32_t i, const auto& elements) {
-          struct alignas(sizeof(elements) < 16 ? sizeof(elements) : 16) Wide {
-            uint32_t at[sizeof(elements) / 4];
+        [&](const auto& parts, uint32_t at, uint32_t end) {
+          constexpr uint32_t kCount = sizeof(parts) / sizeof(parts[0]);
+          struct alignas(sizeof(parts[0]) < 16 ? sizeof(parts[0]) : 16) Wide {
+            uint32_t at[sizeof(parts[0]) / 4];
           };
-          const Wide wide = __builtin_bit_cast(Wide, elements);
-          // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
-          reinterpret_cast<Wide*>(inGlobal(one))[i] = wide;
-          if (targets > 1) reinterpret_cast<Wide*>(inGlobal(other))[i] = wide;
 #pragma unroll 1
-          for (uint32_t target = 2; target < targets; ++target)
-            reinterpret_cast<Wide*>(inGlobal(space.at[target]))[i] = wide;
+          for (uint32_t target = 0; target < targets; ++target) {
+            // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
+            Wide* to = reinterpret_cast<Wide*>(inGlobal(space.at[target])) + at;
+#pragma unroll
+            for (uint32_t i = 0; i < kCount; ++i)
+              if (at + i * kGroupLanes < end) to[i * kGroupLanes] = __builtin_bit_cast(Wide, parts[i]);
+          }
         },
         [&](uint32_t block, float scale) {
 #pragma unroll 1
@@ -210,21 +212,27 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const 
     __syncthreads();
   }
   if (!awaitRouting()) return;
-  const bool all = team_->blocks == 1 || kQuantizes;  // whether a block does all
-  const uint32_t storing = all ? team_->blocks : team_->senders;
-  const bool stores = blockIdx.x < storing;
+  const bool stores = blockIdx.x < storingBlocks();
   clearOutgoing();
   __syncthreads();
   if (stores) placeOutgoing();
-  const uint32_t rows = placeIncoming();
-  if (stores && group.number < describingGroups()) describeAll(group, storing);
-  storeRowsInTurns(group, all ? Stored::all : stores ? Stored::of_peers : Stored::own);
-  syncThreadsSystem();
-  if (stores && group.number == 0) {
-    publishSent(group);
-    awaitStored(group);
-  }
-  clearPastEnd(rows, blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
+  const uint32_t rows = placeIncoming(), segments = team_->segments;
+  const uint32_t* first = stores ? firstRowsThere() : firstRowsHere();  // the rank is a source there
+  const char* slab = team_.slabOf(number_, team_->rank);
+  storeInTurns(
+      group, rows, topk_, [&](uint32_t thread, uint32_t threads) { describeAll(thread, threads); },
+      [&](uint32_t item, uint32_t k, uint32_t* rank, int32_t* row) {
+        const uint32_t token = item / kStoredPieces, segment = Segment::numberOf(call_.tokens, token, segments);
+        const uint32_t i = token - Segment::of(call_.tokens, segment, segments).begin;
+        const ProxycclExpertSlot slot = slotsOf(slab + team_.routingAt(segment))[i * topk_ + k];
+        const bool exists = slot.expert != PROXYCCL_NO_EXPERT;
+        *rank = slot.expert;
+        *row = rowAtRank(
+            slot, exists && (stores || slot.expert == team_->rank) ? first[slot.expert * segments + segment] : 0);
+        if (stores && item % kStoredPieces == 0)
+          call_.layout.sent_rows[static_cast<uint64_t>(token) * topk_ + k] = *row;
+        return *row >= 0;
+      });
   acknowledge();
 }
 

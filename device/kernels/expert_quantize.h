@@ -22,13 +22,16 @@ PROXYCCL_DEVICE void expert_quantize(const ProxycclExperts&, const ProxycclCombi
   for (uint32_t token = number / parts; token < call.tokens; token += groups / parts) {
     const uint32_t first = part * kBlocks, last = first + kBlocks < blocks ? first + kBlocks : blocks;
     char* out = call.output + token * (call.hidden + blocks * sizeof(float));
-    scaleBlocks(
+    scaleBlocks<2>(
         group, rows + token * call.hidden, first, last, aligned,
-        [&](uint32_t i, const auto& elements) {
+        [&](const auto& parts, uint32_t at, uint32_t end) {
           struct alignas(4) Words {  // rows are not aligned to more, as there are scales between them
-            uint32_t at[sizeof(elements) / 4];
+            uint32_t at[sizeof(parts[0]) / 4];
           };
-          reinterpret_cast<Words*>(out)[i] = __builtin_bit_cast(Words, elements);
+#pragma unroll
+          for (uint32_t i = 0; i < sizeof(parts) / sizeof(parts[0]); ++i)
+            if (at + i * kGroupLanes < end)
+              reinterpret_cast<Words*>(out)[at + i * kGroupLanes] = __builtin_bit_cast(Words, parts[i]);
         },
         [&](uint32_t block, float scale) { reinterpret_cast<float*>(out + call.hidden)[block] = scale; });
     part += groups % parts;

@@ -68,6 +68,15 @@ struct Group {
 #endif
   }
 
+  // The first thread's value.
+  PROXYCCL_DEVICE uint32_t ofFirst(uint32_t value) const {
+#if PROXYCCL_ON_HOST
+    return value;
+#else
+    return shuffle(value, 0);
+#endif
+  }
+
   // Takes the next number from a counter of the block.
   PROXYCCL_DEVICE uint32_t next(uint32_t* counter) const {
     GroupSpace& space = this->space();
@@ -181,6 +190,7 @@ class ExpertTeam {
   PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return placeOf(rank) & 0xffff; }
   PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
   PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
+  static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
   // This block's segment of each source's tokens. The caller fills it in.
   static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
   // The most items that any source has for this block.

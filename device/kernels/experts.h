@@ -46,7 +46,8 @@ enum {
   PROXYCCL_ANNOUNCED_EXPERTS = 1024,
   PROXYCCL_IDS_PER_PACKET = 4,
   PROXYCCL_MASKED_RANKS = 64,         /* with a row for each rank: a token's ranks are bits of a word */
-  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of all ranks' heads and choices */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of 8 bytes: what a block keeps of all ranks' heads and choices */
+  PROXYCCL_SUMMED_WORDS = 16,         /* of a mask of tokens, whose bits are counted together */
   PROXYCCL_KEPT_TARGETS = 4096,       /* slots of a segment that a block keeps while it counts them */
   PROXYCCL_CACHED_ROWS = 2048,        /* slots of a block whose rows a combine looks up before it waits */
   PROXYCCL_EXPERT_COUNTERS = 2048,    /* that a block keeps in shared memory; with more, bases lie in device memory */

@@ -96,9 +96,9 @@ struct ScaledPart {
 
 // Makes blocks [first, last) of a row, whatever its values are. The lane with number n among a block's keeps the
 // greatest magnitude of the n-th block that its lanes hold.
-template <class T, class StoreElements>
+template <class T, class StoreParts>
 PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
-                                  StoreElements storeElements) {
+                                  StoreParts storeParts) {
   using Part = ScaledPart<T>;
   const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
   float kept = 0;
@@ -107,9 +107,9 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
     const uint32_t block = begin + own;
     Part held;
     held.load(row + (block < last ? block : first) * PROXYCCL_SCALED_ELEMENTS + lane * Part::kEach, aligned);
-    typename Part::Elements elements;
-    const float greatest = held.quantize(group, &elements);
-    if (block < last) storeElements(block * Part::kLanes + lane, elements);
+    typename Part::Elements elements[1];
+    const float greatest = held.quantize(group, elements);
+    storeParts(elements, begin * Part::kLanes + group.lane, last * Part::kLanes);
     if (lane == n) kept = greatest;
   }
   return kept;
@@ -117,100 +117,105 @@ PROXYCCL_DEVICE float scaleValues(const Group& group, const T* row, uint32_t fir
 
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
 // The same for 16-bit elements, aligned and all of them numbers, in a third of the instructions: magnitudes are
-// compared as integers, two at a time, and a thread has twice the elements.
-template <class T>
-struct ScaledNumbers {
+// compared as integers, two at a time, and a thread has twice the elements. A group makes kParts parts at once, each
+// step for all of them, as a thread would wait for each step of one part alone.
+template <class T, uint32_t kParts>
+class ScaledNumbers {
+ public:
   static constexpr uint32_t kEach = 16, kLanes = PROXYCCL_SCALED_ELEMENTS / kEach, kBlocks = kGroupLanes / kLanes;
-  static constexpr uint32_t kWords = kEach / 2;
-  struct alignas(16) Half {
-    uint32_t at[kWords / 2];
-  };
+  static_assert(kParts <= kLanes, "there is a lane for the scale of each part");
   struct alignas(16) Elements {
     uint32_t at[kEach / 4];
   };
-  Half halves[2];
 
-  PROXYCCL_DEVICE void load(const T* from) {
-    const Half* words = inGlobal(reinterpret_cast<const Half*>(from));
-    halves[0] = words[0];
-    halves[1] = words[1];
+  // By a group: loads blocks [first, last), at most kParts * kBlocks. What is past them is zeros.
+  PROXYCCL_DEVICE void load(const Group& group, const T* row, uint32_t first, uint32_t last) {
+    const Half* words = inGlobal(reinterpret_cast<const Half*>(row));
+#pragma unroll
+    for (uint32_t i = 0; i < kParts; ++i) {
+      const uint32_t part = first * kLanes + group.lane + i * kGroupLanes;
+      const bool exists = part < last * kLanes;
+#pragma unroll
+      for (uint32_t h = 0; h < kHalves; ++h) parts_[i].halves[h] = exists ? words[part * kHalves + h] : Half{};
+    }
   }
-  PROXYCCL_DEVICE uint32_t word(uint32_t i) const { return halves[i / (kWords / 2)].at[i % (kWords / 2)]; }
+  // By a group: makes the elements. *kept is the greatest magnitude of a block: the lane with number n among a block's
+  // has that of part n. Returns false to the whole group if there was an infinity or a NaN; then the elements are none.
+  PROXYCCL_DEVICE bool quantize(const Group& group, Elements* elements, float* kept) const {
+    uint32_t most[kParts];
+#pragma unroll
+    for (uint32_t i = 0; i < kParts; ++i) {
+      most[i] = 0;
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w) most[i] = maxHalves(most[i], parts_[i].word(w) & 0x7fff7fff);
+    }
+#pragma unroll
+    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2)
+#pragma unroll
+      for (uint32_t i = 0; i < kParts; ++i) most[i] = maxHalves(most[i], shuffle(most[i], group.lane ^ distance));
+    const uint32_t lane = group.lane % kLanes;
+    uint32_t own = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kParts; ++i) own = lane == i ? most[i] : own;
+    *kept = widen(max(own & 0xffff, own >> 16));
+    const float own_factor = factorOf(*kept);  // one division for all parts
+#pragma unroll
+    for (uint32_t i = 0; i < kParts; ++i) {
+      const float factor = shuffle(own_factor, group.lane - lane + i);
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; w += 2) {
+        const uint32_t one = parts_[i].word(w), other = parts_[i].word(w + 1);
+        elements[i].at[w / 2] = floatsToE4M3(widen(one) * factor, widen(one >> 16) * factor, widen(other) * factor,
+                                             widen(other >> 16) * factor);
+      }
+    }
+    return ballotWarp(*kept - *kept != 0) == 0;
+  }
+
+ private:
+  static constexpr uint32_t kWords = kEach / 2, kHalves = 2;
+  struct alignas(16) Half {
+    uint32_t at[kWords / kHalves];
+  };
+  struct Part {
+    Half halves[kHalves];
+    PROXYCCL_DEVICE uint32_t word(uint32_t i) const { return halves[i / (kWords / 2)].at[i % (kWords / 2)]; }
+  };
   static PROXYCCL_DEVICE float widen(uint32_t bits) {
     return static_cast<float>(Element<T>::widen(T{static_cast<uint16_t>(bits)}));
   }
-  // By a group. Returns the greatest magnitude of the block; an infinity or a NaN is greater than all numbers.
-  PROXYCCL_DEVICE float greatest(const Group& group) const {
-    uint32_t most = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; ++i) most = maxHalves(most, word(i) & 0x7fff7fff);
-#pragma unroll
-    for (uint32_t distance = kLanes / 2; distance > 0; distance /= 2)
-      most = maxHalves(most, shuffle(most, group.lane ^ distance));
-    return widen(max(most & 0xffff, most >> 16));
-  }
-  PROXYCCL_DEVICE Elements elements(float factor) const {
-    Elements elements;
-#pragma unroll
-    for (uint32_t i = 0; i < kWords; i += 2)
-      elements.at[i / 2] = floatsToE4M3(widen(word(i)) * factor, widen(word(i) >> 16) * factor,
-                                        widen(word(i + 1)) * factor, widen(word(i + 1) >> 16) * factor);
-    return elements;
-  }
+  Part parts_[kParts];
 };
-
-// Returns false to the whole group if there was an infinity or a NaN; then the blocks must be made again.
-template <class T, class StoreElements>
-PROXYCCL_DEVICE bool scaleNumbers(const Group& group, const T* row, uint32_t first, uint32_t last, float* kept,
-                                  StoreElements storeElements) {
-  using Part = ScaledNumbers<T>;
-  constexpr uint32_t kInFlight = 4;
-  const uint32_t own = group.lane / Part::kLanes, lane = group.lane % Part::kLanes;
-  bool numbers = true;
-#pragma unroll 1
-  for (uint32_t begin = first, n = 0; begin < last; begin += kInFlight * Part::kBlocks, n += kInFlight) {
-    Part held[kInFlight];
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint32_t block = begin + i * Part::kBlocks + own;
-      held[i].load(row + (block < last ? block : first) * PROXYCCL_SCALED_ELEMENTS + lane * Part::kEach);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kInFlight; ++i) {
-      const uint32_t block = begin + i * Part::kBlocks + own;
-      const float greatest = held[i].greatest(group);
-      numbers &= greatest - greatest == 0;
-      if (lane == n + i) *kept = greatest;
-      const typename Part::Elements elements = held[i].elements(factorOf(greatest));
-      if (block < last) storeElements(block * Part::kLanes + lane, elements);
-    }
-  }
-  return ballotWarp(!numbers) == 0;
-}
 #endif
 
-// Called by a group: makes blocks [first, last) of a row, at most as many as it has lanes. Calls storeElements(i,
-// elements) by each thread, where part i of the row has the size of these elements, and storeScale(block, scale) once
-// for each block. The row is aligned to 16 bytes or not.
-template <class T, class StoreElements, class StoreScale>
+// Called by a group: makes blocks [first, last) of a row, at most kParts / 8 of as many as it has lanes. Each thread
+// calls storeParts(parts, at, end) with an array: part i belongs at index at + i * kGroupLanes of the row, counted in
+// such parts, if that is less than `end`; and storeScale(block, scale) is called once for each block. The row is
+// aligned to 16 bytes or not.
+template <uint32_t kParts, class T, class StoreParts, class StoreScale>
 PROXYCCL_DEVICE void scaleBlocks(const Group& group, const T* row, uint32_t first, uint32_t last, bool aligned,
-                                 StoreElements storeElements, StoreScale storeScale) {
-  // A scale costs a division, so each thread makes one when all are known, and they are stored side by side.
+                                 StoreParts storeParts, StoreScale storeScale) {
+  // Each thread makes the scale of one block, as that costs a division. They are stored side by side.
   auto storeScales = [&](uint32_t lanes, float kept) {
     const uint32_t block = first + group.lane % lanes * (kGroupLanes / lanes) + group.lane / lanes;
     if (block < last) storeScale(block, scaleOf(kept));
   };
 #ifdef PROXYCCL_HAS_FLOATS_TO_E4M3
   if constexpr (sizeof(T) == 2) {
-    float kept = 0;
-    if (aligned && scaleNumbers(group, row, first, last, &kept, storeElements)) {
-      storeScales(ScaledNumbers<T>::kLanes, kept);
-      return;
+    using Numbers = ScaledNumbers<T, kParts>;
+    if (aligned) {
+      Numbers numbers;
+      typename Numbers::Elements elements[kParts];
+      float kept;
+      numbers.load(group, row, first, last);
+      if (numbers.quantize(group, elements, &kept)) {
+        storeParts(elements, first * Numbers::kLanes + group.lane, last * Numbers::kLanes);
+        return storeScales(Numbers::kLanes, kept);
+      }
     }
-    group.sync();  // other threads store over what was stored
   }
 #endif
-  storeScales(ScaledPart<T>::kLanes, scaleValues(group, row, first, last, aligned, storeElements));
+  storeScales(ScaledPart<T>::kLanes, scaleValues(group, row, first, last, aligned, storeParts));
 }
 
 }  // namespace proxyccl

@@ -284,15 +284,42 @@ def test_masks_of_several_words_and_rows_of_several_pieces(options: dict[str, An
         ranks.run(body)
 
 
+@pytest.mark.parametrize("max_recv_tokens", [None, 2000])
+def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> None:
+    case = Case((700, 333, 0), topk=3)
+
+    def body(comm: Communicator) -> None:
+        options: dict[str, Any] = {"output_buffers": 2, "max_recv_tokens": max_recv_tokens}
+        check_rank_rows(comm, case, **options)
+        with case.layer(comm, **options) as layer:
+            experts = layer.ctx.workspace.experts
+            # 11 packets of 64 tokens for each rank, and of each block one for bad ids; outputs of the exact size need
+            # counts of each expert, which masks don't tell
+            assert experts.choice_packets == (0 if max_recv_tokens is None else experts.blocks + 3 * 11)
+
+    with Ranks(3, make_runtime=runtime_with_blocks) as ranks:
+        ranks.run(body)
+
+
 def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
-    def packets(ranks: int, tokens: int) -> int:
+    def packets(ranks: int, tokens: int, buffers: int = 0) -> int:
         config = EPConfig(tokens, 8, 4, ranks, 0, ranks, ranks)
-        made = geometry.Geometry(config, nodes=1, local_size=ranks, blocks=4, threads=512, chosen_per_rank=2)
+        made = geometry.Geometry(
+            config,
+            nodes=1,
+            local_size=ranks,
+            blocks=4,
+            threads=512,
+            chosen_per_rank=2,
+            output_buffers=buffers,
+            output_rows=ranks * tokens,
+        )
         return int(made.experts.choice_packets)
 
-    assert packets(64, 8) == 33
+    assert packets(64, 8) == 1 + 64
     assert packets(65, 8) == 0
-    assert packets(64, 33) == 0  # what all ranks choose would not fit in a block's memory
+    assert packets(8, 8192, buffers=1) == 4 + 8 * 128
+    assert packets(8, 9000, buffers=1) == 0  # what all ranks choose would not fit in a block's memory
 
 
 @pytest.mark.host_only(reason="its blocks have few threads, and it needs no devices")
