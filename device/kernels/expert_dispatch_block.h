@@ -539,6 +539,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
   team_.loadLookup();
   if constexpr (kMasks)
     if (routes) announced_.send(Group(), call_);
+  if (kSharedMasks && routes) __syncthreads();  // what comes is kept where the block's own was read
   if (!acknowledges() && (routes || call_.redispatch))
     raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
   if (!acknowledges() && call_.redispatch) {
