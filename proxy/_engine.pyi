@@ -200,6 +200,7 @@ class _ProxycclFabricOffer:
     source_bytes: int
     address_format: int
     ordered: int
+    parts: int
     reads: int
     remote: int
     device_memory: int
@@ -340,6 +341,7 @@ class _ProxycclFabricOptions:
     peer: int
     depth: int
     ordered: int
+    joined: int
     reads: int
     max_message: int
     signal_key: int
@@ -427,6 +429,7 @@ class Lib:
     PROXYCCL_FABRIC_REQUEST_BYTES: Final[int]
     PROXYCCL_FABRIC_MOST_DEPTH: Final[int]
     PROXYCCL_FABRIC_LOCAL_KEYS: Final[int]
+    PROXYCCL_FABRIC_PARTS: Final[int]
     PROXYCCL_FABRIC_ERROR_TEXT: Final[int]
     def proxyccl_trace_read(
         self,

@@ -136,9 +136,9 @@ typedef struct {
 } ProxycclFabricLibrary;
 typedef struct {
   const char *provider; const char *fabric; const char *domain; const void *source; uint32_t source_bytes;
-  uint32_t address_format; uint32_t ordered; uint32_t reads; uint32_t remote; uint32_t device_memory;
-  uint32_t virtual_keys; uint32_t provider_keys; uint32_t key_bytes; uint32_t depth; uint64_t max_message;
-  uint64_t bits_per_second; ...;
+  uint32_t address_format; uint32_t ordered; uint32_t parts; uint32_t reads; uint32_t remote;
+  uint32_t device_memory; uint32_t virtual_keys; uint32_t provider_keys; uint32_t key_bytes; uint32_t depth;
+  uint64_t max_message; uint64_t bits_per_second; ...;
 } ProxycclFabricOffer;
 typedef struct ProxycclFabricOffers ProxycclFabricOffers;
 typedef struct ProxycclFabricEndpoint ProxycclFabricEndpoint;

@@ -88,6 +88,8 @@ int proxyccl_fabric_offer(const ProxycclFabricOffers *offers, uint32_t number, P
       .source_bytes = (uint32_t)info->src_addrlen,
       .address_format = info->addr_format,
       .ordered = (uint32_t)ordered,
+      .parts = (uint32_t)(info->tx_attr->iov_limit < info->tx_attr->rma_iov_limit ? info->tx_attr->iov_limit
+                                                                                  : info->tx_attr->rma_iov_limit),
       .reads = (info->caps & READS) == READS,
       .remote = (info->caps & (FI_LOCAL_COMM | FI_REMOTE_COMM)) != FI_LOCAL_COMM,
       .device_memory = (info->caps & FI_HMEM) != 0,

@@ -18,6 +18,7 @@ typedef struct ProxycclFabricOffer {
   const void *source; /* the endpoint's own address, `source_bytes` of `address_format`; NULL if not known yet */
   uint32_t source_bytes, address_format;
   uint32_t ordered;       /* writes change the peer's memory in their order */
+  uint32_t parts;         /* most ranges of memory that one write takes, on both sides */
   uint32_t reads;         /* it reads peers' memory too */
   uint32_t remote;        /* it reaches other hosts */
   uint32_t device_memory; /* GPUs' memory can be registered, where the library was built for it */

@@ -7,6 +7,9 @@
  * as much as a signal does. Where nothing has followed such a request for a while, or a flush comes to wait behind it,
  * a write of no bytes asks for the completion. Elsewhere each request has a completion of its own.
  *
+ * Where also the bytes of one write reach the peer's memory in their order, a signal joins the write that is kept back:
+ * it becomes that request's second part, and over sockets one message brings both.
+ *
  * No provider promises all that a channel does of reads among writes. So a run of reads starts when the writes before
  * it are complete, and what follows the run starts when its reads are. Each read has a completion of its own.
  *
@@ -57,9 +60,9 @@ typedef struct FabricConnection FabricConnection;
 typedef struct {
   struct fi_context2 context;
   FabricConnection *connection;
-  uint64_t value;   /* of a value or a signal: what is written */
-  uint32_t awaited; /* it has a completion of its own */
-  uint32_t state;   /* pairing 42: 0, or what its completion told: DELIVERED or the number of an error */
+  uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: what is written */
+  uint32_t awaited;                       /* it has a completion of its own */
+  uint32_t state; /* pairing 42: 0, or what its completion told: DELIVERED or the number of an error */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -75,13 +78,14 @@ struct FabricConnection {
   uint32_t run;   /* most requests without a completion */
   uint32_t quiet; /* requests since the last one with a completion */
   uint64_t made, posted, retired;
-  uint64_t quiet_since;     /* when the last request without a completion was posted */
-  int hurried;              /* a flush that somebody waits for, or a read, is behind what has no completion yet */
-  int reading;              /* what is outstanding, and made, is reads; otherwise writes */
-  uint64_t looks;           /* as it was at the last poll */
-  struct iovec part;        /* the request that is made and not posted, if there is one */
-  struct fi_rma_iov target; /* likewise */
-  void *descriptor;         /* likewise */
+  uint64_t quiet_since; /* when the last request without a completion was posted */
+  int hurried;          /* a flush that somebody waits for, or a read, is behind what has no completion yet */
+  int reading;          /* what is outstanding, and made, is reads; otherwise writes */
+  uint64_t looks;       /* as it was at the last poll */
+  uint32_t parts;       /* of the request that is made and not posted, if there is one: … */
+  struct iovec own[PROXYCCL_FABRIC_PARTS];         /* … own memory, … */
+  void *descriptors[PROXYCCL_FABRIC_PARTS];        /* … its descriptors, … */
+  struct fi_rma_iov theirs[PROXYCCL_FABRIC_PARTS]; /* … and the peer's memory */
   char text[PROXYCCL_FABRIC_ERROR_TEXT];
   OperationQueue operations;
   FlushQueue flushes;
@@ -115,12 +119,12 @@ static int post(FabricConnection *self, int awaited) {
   awaited |= self->reading;
   FabricRequest *request = request_of(self, self->made);
   const struct fi_msg_rma message = {
-      .msg_iov = &self->part,
-      .desc = &self->descriptor,
-      .iov_count = 1,
+      .msg_iov = self->own,
+      .desc = self->descriptors,
+      .iov_count = self->parts,
       .addr = self->options.peer,
-      .rma_iov = &self->target,
-      .rma_iov_count = 1,
+      .rma_iov = self->theirs,
+      .rma_iov_count = self->parts,
       .context = request,
   };
   request->awaited = (uint32_t)awaited;
@@ -137,31 +141,51 @@ static int post(FabricConnection *self, int awaited) {
   return 0;
 }
 
+/* Begins the next request, which has no part yet. */
+static void begin_request(FabricConnection *self) {
+  request_of(self, ++self->made)->connection = self;
+  self->parts = 0;
+}
+
+/* Adds a part to the request that is made: `bytes` of own memory, and of the peer's. */
+static void add_part(FabricConnection *self, uint64_t own, uint64_t own_key, uint64_t theirs, uint64_t their_key,
+                     uint64_t bytes) {
+  const uint32_t part = self->parts++;
+  self->own[part] = (struct iovec){(void *)(uintptr_t)own, bytes};
+  self->descriptors[part] = descriptor_of(self, own_key);
+  self->theirs[part] = (struct fi_rma_iov){theirs, bytes, their_key};
+}
+
+/* Adds the write of a value or a signal. */
+static void add_value(FabricConnection *self, Operation *operation) {
+  uint64_t *value = &request_of(self, self->made)->values[self->parts];
+  *value = operation->value;
+  add_part(self, (uintptr_t)value, self->options.requests_key, operation->destination, operation->destination_key,
+           operation->kind == VALUE ? operation->bytes : sizeof *value);
+  operation->bytes = 0;
+}
+
 /* Makes the next request of an operation. */
 static void make_request(FabricConnection *self, Operation *operation) {
-  FabricRequest *request = request_of(self, ++self->made);
   const uint64_t most = self->options.max_message;
   const uint64_t bytes = operation->bytes < most ? operation->bytes : most;
-  request->connection = self;
-  self->target.addr = operation->destination;
-  self->target.key = operation->destination_key;
+  begin_request(self);
   if (operation->kind == PUT) {
-    self->part = (struct iovec){(void *)(uintptr_t)operation->source, bytes};
-    self->descriptor = descriptor_of(self, operation->source_key);
+    add_part(self, operation->source, operation->source_key, operation->destination, operation->destination_key, bytes);
     operation_advance(operation, bytes);
   } else if (operation->kind == GET) {
-    self->part = (struct iovec){(void *)(uintptr_t)operation->destination, bytes};
-    self->descriptor = descriptor_of(self, operation->destination_key);
-    self->target.addr = operation->source;
-    self->target.key = operation->source_key;
+    add_part(self, operation->destination, operation->destination_key, operation->source, operation->source_key, bytes);
     operation_advance(operation, bytes);
   } else {
-    request->value = operation->value;
-    self->part = (struct iovec){&request->value, operation->kind == VALUE ? operation->bytes : sizeof request->value};
-    operation->bytes = 0;
-    self->descriptor = descriptor_of(self, self->options.requests_key);
+    add_value(self, operation);
   }
-  self->target.len = self->part.iov_len;
+}
+
+/* 1 if an operation is a signal that is to join the write that is kept back. */
+static int joins(const FabricConnection *self, const Operation *operation) {
+  return self->options.joined && operation->kind == SIGNAL && !self->reading && self->posted < self->made &&
+         self->parts < PROXYCCL_FABRIC_PARTS &&
+         self->own[0].iov_len + sizeof operation->value <= self->options.max_message;
 }
 
 /* 1 if an operation has to wait for what is outstanding: a read for writes, a write for reads. */
@@ -181,6 +205,11 @@ static int issue(FabricConnection *self) {
   for (Operation *operation; (operation = operations_next(&self->operations)) != NULL;) {
     if (operation->kind == FLUSH) {
       if (!flushes_push(&self->flushes, operation, self->made, self->retired)) return 0;
+      operations_pop(&self->operations);
+      continue;
+    }
+    if (joins(self, operation)) {
+      add_value(self, operation);
       operations_pop(&self->operations);
       continue;
     }
@@ -296,8 +325,9 @@ static int end_run(FabricConnection *self) {
 static int ask(FabricConnection *self) {
   if (self->quiet == 0 || self->posted < self->made || self->made - self->retired == self->options.depth) return 0;
   if (!self->hurried && now_ns() - self->quiet_since < QUIET_NS) return 0;
-  request_of(self, ++self->made)->connection = self;
-  self->part.iov_len = self->target.len = 0;
+  begin_request(self);
+  self->parts = 1; /* the last request's first one, without its bytes */
+  self->own[0].iov_len = self->theirs[0].len = 0;
   return post(self, 1);
 }
 

@@ -15,6 +15,7 @@ enum {
   PROXYCCL_FABRIC_REQUEST_BYTES = 128, /* of the memory that a request takes */
   PROXYCCL_FABRIC_MOST_DEPTH = 4096,   /* most requests that a connection may have outstanding */
   PROXYCCL_FABRIC_LOCAL_KEYS = 4096,   /* local keys of a rank */
+  PROXYCCL_FABRIC_PARTS = 2,           /* most parts of a write: data, and the signal that has joined it */
   PROXYCCL_FABRIC_ERROR_TEXT = 128     /* bytes of a provider's words on an error */
 };
 
@@ -24,8 +25,9 @@ typedef struct ProxycclFabricOptions {
   uint64_t peer;   /* the peer's fi_addr_t */
   uint32_t depth;  /* most requests outstanding */
   uint32_t
-      ordered;    /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
-  uint32_t reads; /* 1: the endpoint makes reads too */
+      ordered; /* 1: the peer's memory changes in the order of the writes; 0: a signal waits for what is before it */
+  uint32_t joined;      /* 1: and in the order of the bytes of one write, which may have two parts */
+  uint32_t reads;       /* 1: the endpoint makes reads too */
   uint64_t max_message; /* bytes that one request may carry */
   uint64_t signal_key;  /* key of the memory with the peer's semaphore words */
   uintptr_t requests; /* `depth` times REQUEST_BYTES, aligned to 8, registered, and kept until the endpoint is closed */

@@ -36,12 +36,14 @@ class FabricAddress(Message, frozen=True):
         format: libfabric's number of the form of `address`.
         address: the address.
         reads: whether its peers may read the memory that is registered with it.
+        in_order: whether the bytes of one write change that memory in their order.
     """
 
     provider: Annotated[str, Meta(max_length=256)]
     format: Uint32
     address: Annotated[bytes, Meta(max_length=_ADDRESS_BYTES)]
     reads: bool = False
+    in_order: bool = False
 
 
 ADDRESS = Codec(FabricAddress, 2048, "endpoint's address")
@@ -57,6 +59,7 @@ class FabricConnectionOptions:
         peer: the peer's fi_addr_t.
         depth: most writes outstanding.
         ordered: whether a signal is written at once behind its data; otherwise when that is delivered.
+        joined: whether a signal is a part of the write before it.
         reads: whether both ends make reads; otherwise gets are refused.
         max_message: bytes that one request may carry; a longer put or get becomes several.
         signal_key: key of the memory with the peer's semaphore words.
@@ -71,6 +74,7 @@ class FabricConnectionOptions:
     peer: int
     depth: int
     ordered: bool
+    joined: bool
     reads: bool
     max_message: int
     signal_key: int
@@ -123,6 +127,7 @@ class FabricEndpoint:
     Attributes:
         offer: the provider and its interface.
         ordered: whether signals follow their data at once.
+        joined: whether they may be parts of writes, where the peer's memory takes that.
         depth: most writes that a connection has outstanding.
 
     Raises:
@@ -135,6 +140,7 @@ class FabricEndpoint:
     ) -> None:
         self.offer = offer
         self.ordered = offer.ordered and options.signal != "delivered"
+        self.joined = self.ordered and offer.parts >= lib.PROXYCCL_FABRIC_PARTS and options.signal == "auto"
         self.depth = min(options.depth, offer.depth)
         self._library: Library = load()
         offers, number = offer.source
@@ -162,7 +168,8 @@ class FabricEndpoint:
         room, size = ffi.new("char[]", _ADDRESS_BYTES), ffi.new("uint64_t *", _ADDRESS_BYTES)
         self._check("fi_getname", lib.proxyccl_fabric_address(self._endpoint, room, size))
         raw = bytes(ffi.buffer(room, size[0]))
-        return ADDRESS.encode(FabricAddress(self.offer.provider, self.offer.address_format, raw, self.offer.reads))
+        offer = self.offer
+        return ADDRESS.encode(FabricAddress(offer.provider, offer.address_format, raw, offer.reads, offer.in_order))
 
     def connect(self, peer: bytes, signal_key: int) -> FabricConnectionOptions:
         """The options of a connection to a peer's endpoint.
@@ -201,6 +208,7 @@ class FabricEndpoint:
             peer=known[0],
             depth=self.depth,
             ordered=self.ordered,
+            joined=self.joined and theirs.in_order,
             reads=self.offer.reads and theirs.reads,
             max_message=self.offer.max_message,
             signal_key=signal_key,

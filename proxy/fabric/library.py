@@ -7,6 +7,7 @@ import functools
 import ipaddress
 import itertools
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,10 @@ _MAPS = Path("/proc/self/maps")
 _FUNCTIONS = ("fi_getinfo", "fi_freeinfo", "fi_dupinfo", "fi_fabric")
 _NO_DATA = 61  # FI_ENODATA: no provider offers it
 _EXHAUSTED = (12, 24)  # FI_ENOMEM, FI_EMFILE
+_STREAMS = frozenset({"tcp", "net"})
+"""Providers that carry each message in a byte stream, and store what it brings in the stream's order."""
+_ORDERED_STORES = frozenset({"x86_64", "AMD64"})
+"""CPUs whose stores other cores see in program order; others may show a message's end before its begin."""
 # Formats of addresses (rdma/fabric.h) that users know too.
 _SOCKADDR_IN, _SOCKADDR_IN6 = 2, 3
 _IPV4, _IPV6 = slice(4, 8), slice(8, 24)
@@ -128,6 +133,7 @@ class FabricOffer:
         address: the endpoint's own address, where it is known before; None, or an IP address.
         address_format: libfabric's number of the form of addresses.
         ordered: whether the writes of an endpoint change a peer's memory in their order.
+        parts: the most ranges of memory that one write takes, on both sides.
         reads: whether an endpoint reads peers' memory too, for gets.
         remote: whether it reaches other hosts.
         device_memory: whether it was asked to reach GPUs' memory, and may.
@@ -145,6 +151,7 @@ class FabricOffer:
     address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
     address_format: int
     ordered: bool
+    parts: int
     reads: bool
     remote: bool
     device_memory: bool
@@ -155,6 +162,14 @@ class FabricOffer:
     max_message: int
     rate: float
     source: tuple[Any, int]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the bytes of one write change this host's memory in their order.
+
+        libfabric has a flag for that (FI_ORDER_DATA), but hardly a provider that sets it.
+        """
+        return not _STREAMS.isdisjoint(self.provider.split(";")) and platform.machine() in _ORDERED_STORES
 
     @property
     def facts(self) -> str:
@@ -223,6 +238,7 @@ def _ask(*, ordered: bool, reads: bool, device_memory: bool) -> Iterator[FabricO
             else None,
             address_format=native.address_format,
             ordered=bool(native.ordered),
+            parts=native.parts,
             reads=bool(native.reads),
             remote=bool(native.remote),
             device_memory=bool(native.device_memory),

@@ -27,7 +27,8 @@ class FabricOptions:
             used. None for any but the loopback.
         depth: the most writes that a connection has outstanding, 2 to 4096; fewer if the provider takes fewer.
         signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
-            order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can.
+            order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can,
+            and in the same message where that is stored in order.
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
             two ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of

@@ -35,7 +35,7 @@ def native_options(options: FabricConnectionOptions) -> Any:
         native,
         options,
         (
-            *("endpoint", "queue", "peer", "depth", "ordered", "reads", "max_message"),
+            *("endpoint", "queue", "peer", "depth", "ordered", "joined", "reads", "max_message"),
             *("signal_key", "requests", "requests_key"),
         ),
     )

@@ -30,7 +30,7 @@ from proxyccl.proxy.transports.table import find_transport
 from support.devices import rank_runtime
 from support.fake_staging import COPY, EVENT_QUERY, End, Ends, LateStreams, seen_as
 from support.fake_verbs import bytes_of_value
-from support.fake_wires import AddingVerbsWire, FabricWire, FakeWire, UnorderedFabricWire, VerbsWire
+from support.fake_wires import AddingVerbsWire, FabricWire, FakeWire, JoinedFabricWire, UnorderedFabricWire, VerbsWire
 from support.ranks import Gate
 
 lib = _engine.lib
@@ -50,6 +50,7 @@ WIRES = [
     pytest.param(VerbsWire, id="write"),
     pytest.param(AddingVerbsWire, id="fetch-add"),
     pytest.param(FabricWire, id="fabric", marks=built),
+    pytest.param(JoinedFabricWire, id="joined fabric", marks=built),
     pytest.param(UnorderedFabricWire, id="unordered fabric", marks=built),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import platform
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ def offer(provider: str, domain: str, address: str | None = None, **facts: Any) 
         "address": ipaddress.ip_address(address) if address else None,
         "address_format": 2,
         "ordered": True,
+        "parts": 4,
         "reads": True,
         "remote": True,
         "device_memory": False,
@@ -94,6 +96,13 @@ def test_ranks_of_a_host_share_its_devices() -> None:
 def test_what_is_not_there_is_named(offers: list[FabricOffer], options: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         choose_offer(offers, FabricOptions(**options))
+
+
+def test_streams_alone_bring_the_bytes_of_a_write_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert [known.in_order for known in (TCP[3], offer("tcp", "eth0"), UDP, SHM, EFA[0])] == [True, True, *3 * [False]]
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert not TCP[3].in_order
 
 
 @pytest.mark.parametrize("offers", [[], [SHM], TCP[:2]])

@@ -30,7 +30,12 @@ pytestmark = [
     ),
 ]
 
-orders = pytest.mark.parametrize("ordered", [True, False], ids=["ordered", "unordered"])
+Order = dict[str, bool]
+JOINED: Order = {"joined": True}
+ORDERED: Order = {}
+UNORDERED: Order = {"ordered": False}
+
+orders = pytest.mark.parametrize("order", [JOINED, ORDERED, UNORDERED], ids=["joined", "ordered", "unordered"])
 
 
 def memory(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
@@ -43,9 +48,9 @@ def loop_of(source: NDArray[np.uint8], destination: NDArray[np.uint8], **options
 
 @orders
 @pytest.mark.parametrize(("size", "max_message", "depth"), [(1, 1, 1), (4097, 4096, 2), (1_000_003, 64, 128)])
-def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: int, ordered: bool) -> None:
+def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: int, order: Order) -> None:
     source, destination = memory(size + 3), np.zeros(size + 5, np.uint8)
-    with loop_of(source, destination, depth=depth, max_message=max_message, ordered=ordered) as loop:
+    with loop_of(source, destination, depth=depth, max_message=max_message, **order) as loop:
         loop.push(0, PUT, size, source=3, destination=4)
         loop.flush()
         assert (destination[4:-1] == source[3:]).all()
@@ -57,10 +62,10 @@ def test_a_put_of_any_length_arrives_whole(size: int, max_message: int, depth: i
 @orders
 @pytest.mark.parametrize("offsets", [False, True], ids=["addresses", "offsets"])
 @pytest.mark.parametrize("depth", [1, 16, 128])
-def test_a_signal_arrives_behind_its_data(depth: int, ordered: bool, offsets: bool) -> None:
+def test_a_signal_arrives_behind_its_data(depth: int, order: Order, offsets: bool) -> None:
     sizes = [1 + 37 * i % 501 for i in range(300)]
     source, destination = memory(501), np.zeros(501, np.uint8)
-    options = {"depth": depth, "max_message": 100, "ordered": ordered, "offsets": offsets}
+    options = {"depth": depth, "max_message": 100, **order, "offsets": offsets}
     with loop_of(source, destination, channels=2, **options) as loop:
         (peer,) = loop.peers
         peer.device.dawdle(5, depth)
@@ -79,9 +84,9 @@ def test_a_signal_arrives_behind_its_data(depth: int, ordered: bool, offsets: bo
 
 @orders
 @pytest.mark.parametrize(("size", "max_message", "depth"), [(1, 1, 1), (4097, 4096, 2), (1_000_003, 64, 128)])
-def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth: int, ordered: bool) -> None:
+def test_a_get_of_any_length_brings_it_whole(size: int, max_message: int, depth: int, order: Order) -> None:
     own, theirs = np.zeros(size + 5, np.uint8), memory(size + 3)
-    with loop_of(own, theirs, depth=depth, max_message=max_message, ordered=ordered) as loop:
+    with loop_of(own, theirs, depth=depth, max_message=max_message, **order) as loop:
         loop.push(0, GET, size, source=3, destination=4)
         loop.flush()
         assert (own[4:-1] == theirs[3:]).all()
@@ -125,8 +130,9 @@ def test_memory_of_the_peer_is_no_place_to_get_to() -> None:
         assert "only RDMA reaches a memory" in loop.fails().reason
 
 
+@pytest.mark.parametrize("order", [JOINED, ORDERED], ids=["joined", "ordered"])
 @pytest.mark.parametrize("seed", range(4))
-def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
+def test_ordered_writes_leave_what_one_after_another_would(seed: int, order: Order) -> None:
     """Random triggers on three channels, puts and gets over one another, and an endpoint that dawdles and refuses.
 
     Gets do not write over one another: they keep no order among themselves.
@@ -141,6 +147,7 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
         depth=rng.choice([1, 2, 5, 16, 128]),
         max_message=rng.choice([7, 64, 4096]),
         service={"fifo_size": rng.choice([2, 64, 1024])},
+        **order,
     ) as loop:
         loop.peers[0].device.dawdle(rng.choice([1, 3, 40]), seed)
         for _ in range(400):
@@ -163,6 +170,33 @@ def test_ordered_writes_leave_what_one_after_another_would(seed: int) -> None:
         assert (source == own).all()
 
 
+@pytest.mark.parametrize(
+    ("operation", "size", "where", "writes", "joined"),
+    [
+        (PUT | SIGNAL, 8, {}, 1, 1),
+        (PUT | SIGNAL, 8, {"value": 5}, 1, 1),
+        (SIGNAL, 0, {}, 1, 0),
+        (PUT | SIGNAL, 56, {}, 1, 1),
+        (PUT | SIGNAL, 57, {}, 2, 0),  # with its signal it would be longer than a write may be
+        (PUT | SIGNAL, 64 + 57, {}, 3, 0),
+        (PUT | SIGNAL, 64 + 8, {}, 2, 1),
+        (GET | SIGNAL, 8, {}, 2, 0),
+    ],
+)
+def test_a_signal_joins_the_write_before_it(
+    operation: Operation, size: int, where: dict[str, int], writes: int, joined: int
+) -> None:
+    source, destination = memory(128), memory(128, seed=1)
+    with loop_of(source, destination, max_message=64, **JOINED) as loop:
+        (peer,) = loop.peers
+        loop.push(0, operation, size, **where)
+        loop.flush()
+        assert (peer.device.counts.requests, peer.device.counts.joined) == (writes, joined)
+        assert peer.words[0] == 1
+        if "value" not in where:
+            assert (source[:size] == destination[:size]).all()
+
+
 def test_what_no_flush_waits_behind_comes_to_rest_by_one_completion() -> None:
     with loop_of(memory(8), np.zeros(8, np.uint8), depth=64) as loop:
         for _ in range(7):  # fewer writes than a quarter of the window
@@ -183,10 +217,10 @@ def test_a_run_of_ordered_writes_asks_for_few_completions() -> None:
 
 
 @orders
-def test_a_flood_waits_in_the_ring(ordered: bool) -> None:
+def test_a_flood_waits_in_the_ring(order: Order) -> None:
     """While the endpoint carries out nothing, what it and the connection can't hold stays in the ring."""
     source, destination = memory(8), np.zeros(8, np.uint8)
-    with loop_of(source, destination, depth=16, ordered=ordered, service={"fifo_size": 1024}) as loop:
+    with loop_of(source, destination, depth=16, **order, service={"fifo_size": 1024}) as loop:
         (peer,) = loop.peers
         peer.device.allow(0)
         loop.push(0, PUT | SIGNAL, 8, count=1000)
@@ -199,14 +233,28 @@ def test_a_flood_waits_in_the_ring(ordered: bool) -> None:
 
 
 @orders
-def test_a_failed_write_names_the_peer_and_quotes_the_provider(ordered: bool) -> None:
-    with loop_of(memory(8), np.zeros(8, np.uint8), peers=2, ordered=ordered) as loop:
+def test_a_failed_write_names_the_peer_and_quotes_the_provider(order: Order) -> None:
+    with loop_of(memory(8), np.zeros(8, np.uint8), peers=2, **order) as loop:
         loop.peers[1].device.fail(3, errno.ECONNRESET)
         loop.push(1, PUT, 8, count=5)
         failure = loop.fails()
         assert failure.peer == 8
         assert failure.status == lib.PROXYCCL_FABRIC_FAILED + errno.ECONNRESET
         assert failure.reason == "completion: Connection reset by peer: the fake provider's words"
+
+
+def test_a_failed_write_brings_neither_its_data_nor_its_signal() -> None:
+    source, destination = memory(40), np.zeros(40, np.uint8)
+    with loop_of(source, destination, **JOINED) as loop:
+        (peer,) = loop.peers
+        peer.device.fail(3, errno.ECONNRESET)
+        for place in range(0, 40, 8):
+            loop.push(0, PUT | SIGNAL, 8, source=place, destination=place)
+        failure = loop.fails()
+        assert failure.peer == 7
+        assert failure.reason == "completion: Connection reset by peer: the fake provider's words"
+        assert peer.device.signals[:2] == [(peer.words.ctypes.data, 1, 8), (peer.words.ctypes.data, 2, 16)]
+        assert not destination[16:24].any()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 
 from proxyccl import Communicator, FabricOptions
 from proxyccl.proxy import _engine
-from support.fabric_packages import load_if_here, unavailable_reason
 from support.random_transfers import run_random_transfers
 from support.ranks import Ranks
 
@@ -17,18 +16,9 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def library() -> str:
-    """What to load: looked for once, as a library that is loaded is found by its name from then on."""
-    if reason := unavailable_reason():
-        pytest.skip(reason)
-    found = load_if_here()
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize(
-    ("transport", "signal"), [("fabric", "auto"), ("staged_fabric", "auto"), ("staged_fabric", "delivered")]
+    ("transport", "signal"),
+    [("fabric", "auto"), ("fabric", "ordered"), ("staged_fabric", "auto"), ("staged_fabric", "delivered")],
 )
 def test_they_keep_their_order(transport: str, signal: str, library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)

@@ -29,9 +29,9 @@ def library() -> tuple[Any, Any]:
 class FakeEndpoint:
     """An endpoint to memory of this process. Leaving it asserts that nothing wrong was asked of it."""
 
-    def __init__(self, depth: int, *, ordered: bool) -> None:
+    def __init__(self, depth: int, *, ordered: bool, joined: bool, max_message: int) -> None:
         self._ffi, self._lib = library()
-        self._endpoint = self._lib.fake_endpoint_open(depth, ordered)
+        self._endpoint = self._lib.fake_endpoint_open(depth, ordered, joined, max_message)
         self.fid: int = self._lib.fake_endpoint_fid(self._endpoint)
         self.queue: int = self._lib.fake_endpoint_queue(self._endpoint)
 
@@ -110,6 +110,7 @@ class FakeFabricPeer(FakePeer):
         channels: number of channels to it.
         depth: most writes outstanding.
         ordered: whether the endpoint keeps the order of writes.
+        joined: whether it takes writes of two parts, and keeps their order too.
         reads: whether it makes reads.
         offsets: whether the peer's memory is named by offsets; otherwise by addresses.
         max_message: bytes of a write, at most.
@@ -127,12 +128,13 @@ class FakeFabricPeer(FakePeer):
         channels: int = 1,
         depth: int = 16,
         ordered: bool = True,
+        joined: bool = False,
         reads: bool = True,
         offsets: bool = False,
         max_message: int = 4096,
     ) -> None:
         self.service, self.rank = service, rank
-        self.device = FakeEndpoint(depth, ordered=ordered)
+        self.device = FakeEndpoint(depth, ordered=ordered, joined=joined, max_message=max_message)
         self.words = np.zeros(channels, np.uint64)
         self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
         self._looks = np.zeros(1, np.uint64)
@@ -147,6 +149,7 @@ class FakeFabricPeer(FakePeer):
             peer=PEER,
             depth=depth,
             ordered=ordered,
+            joined=joined,
             reads=reads,
             max_message=max_message,
             signal_key=SIGNAL_KEY,

@@ -90,10 +90,10 @@ class FabricWire:
 
     transport = "staged_fabric"
     area_key, peer_key = fake_fabric.SOURCE_KEY, fake_fabric.TARGET_KEY
-    _ordered = True
+    _ordered, _joined = True, False
 
     def __init__(self, depth: int, max_message: int) -> None:
-        self.device = FakeEndpoint(depth, ordered=self._ordered)
+        self.device = FakeEndpoint(depth, ordered=self._ordered, joined=self._joined, max_message=max_message)
         self._depth, self._max_message = depth, max_message
         self._requests = np.zeros(depth * lib.PROXYCCL_FABRIC_REQUEST_BYTES, np.uint8)
         self._looks = np.zeros(1, np.uint64)
@@ -111,6 +111,7 @@ class FabricWire:
             peer=fake_fabric.PEER,
             depth=self._depth,
             ordered=self._ordered,
+            joined=self._joined,
             reads=False,
             max_message=self._max_message,
             signal_key=self.peer_key,
@@ -119,6 +120,12 @@ class FabricWire:
             descriptors=self._descriptors.address,
             looks=self._looks.ctypes.data,
         )
+
+
+class JoinedFabricWire(FabricWire):
+    """An endpoint that keeps the order of a write's bytes too."""
+
+    _joined = True
 
 
 class UnorderedFabricWire(FabricWire):

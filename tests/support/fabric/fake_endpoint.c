@@ -11,11 +11,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PEER = 3, MAX_MEMORIES = 16, MAX_SIGNALS = 1 << 16 };
+enum { PEER = 3, MAX_MEMORIES = 16, MAX_SIGNALS = 1 << 16, MAX_PARTS = 2 };
+
+typedef struct {
+  uint64_t source, descriptor, target, bytes, key;
+} Part;
 
 typedef struct {
   void* context;
-  uint64_t number, source, descriptor, target, bytes, key;
+  uint64_t number;
+  size_t part_count;
+  Part parts[MAX_PARTS];
   int awaited, reads;
 } Request;
 
@@ -35,9 +41,10 @@ struct FakeEndpoint {
   struct fid_cq queue;
   struct fi_ops_cq reads;
   pthread_mutex_t lock;
-  uint32_t depth, ordered, held, completed, dawdle, random;
+  uint32_t depth, ordered, joined, held, completed, dawdle, random;
   Request* taken;
   Completion* completions;
+  uint64_t max_message;
   int64_t allowed;
   uint64_t failing;
   int failing_error;
@@ -67,27 +74,33 @@ static void* reach(const FakeEndpoint* self, uint64_t key, uint64_t address, uin
   return NULL;
 }
 
-static int carry_out(FakeEndpoint* self, const Request* write) {
-  if (write->number == self->failing) return self->failing_error;
-  void* target = reach(self, write->key, write->target, write->bytes);
-  const uint64_t base = (uint64_t)write->source;
+static int carry_out_part(FakeEndpoint* self, const Request* write, const Part* part) {
+  void* target = reach(self, part->key, part->target, part->bytes);
   if (target == NULL) return FI_EACCES;
-  if (reach(self, write->descriptor, base, write->bytes) == NULL) return FI_EFAULT;
+  if (reach(self, part->descriptor, part->source, part->bytes) == NULL) return FI_EFAULT;
   if (write->reads) {
-    memcpy((void*)write->source, target, write->bytes);
+    memcpy((void*)part->source, target, part->bytes);
     return 0;
   }
-  memcpy(target, (void*)write->source, write->bytes);
+  memcpy(target, (void*)part->source, part->bytes);
   /* Signals and values are the writes of what is in the memory of requests; signals have 8 bytes. */
-  if (write->source >= (uint64_t)write->context && write->source < (uint64_t)write->context + 128) {
-    if (write->bytes != 8) return 0;
+  if (part->source >= (uint64_t)write->context && part->source < (uint64_t)write->context + 128) {
+    if (part->bytes != 8) return 0;
     if (self->counts.signals == MAX_SIGNALS) note(self, "more signals than the fake endpoint notes");
     self->signals[self->counts.signals++ % MAX_SIGNALS] =
         (FakeFabricSignal){(uint64_t)target, *(uint64_t*)target, self->counts.bytes};
   } else {
-    self->counts.bytes += write->bytes;
+    self->counts.bytes += part->bytes;
   }
   return 0;
+}
+
+/* Its parts in their order, if there are several: only a joined endpoint takes those. */
+static int carry_out(FakeEndpoint* self, const Request* write) {
+  if (write->number == self->failing) return self->failing_error;
+  int error = 0;
+  for (size_t i = 0; i < write->part_count && error == 0; ++i) error = carry_out_part(self, write, &write->parts[i]);
+  return error;
 }
 
 static uint32_t draw(FakeEndpoint* self) {
@@ -114,29 +127,39 @@ static ssize_t take(struct fid_ep* fid, const struct fi_msg_rma* message, uint64
   FakeEndpoint* self = (FakeEndpoint*)fid;
   ssize_t status = 0;
   pthread_mutex_lock(&self->lock);
-  if (message->iov_count != 1 || message->rma_iov_count != 1) note(self, "a write has not one part");
+  const size_t parts = message->iov_count;
+  size_t bytes = 0;
+  if (parts != message->rma_iov_count) note(self, "a write with other parts here than there");
+  if (parts < 1 || parts > (self->joined && !reads ? MAX_PARTS : 1)) note(self, "a write of too many parts, or none");
   if (message->addr != PEER) note(self, "a write to another peer");
-  if (message->msg_iov->iov_len != message->rma_iov->len) note(self, "a write whose lengths differ");
+  for (size_t i = 0; i < parts; ++i) {
+    if (message->msg_iov[i].iov_len != message->rma_iov[i].len) note(self, "a write whose lengths differ");
+    bytes += message->rma_iov[i].len;
+  }
+  if (parts > 1 && bytes > self->max_message) note(self, "a write of more than max_message bytes");
   if (flags & FI_INJECT) note(self, "a write whose data is to be copied at once");
-  if (self->held + self->completed == self->depth || (self->dawdle != 0 && draw(self) % 4 == 0)) {
+  if (parts > MAX_PARTS) {
+    status = -FI_EINVAL;
+  } else if (self->held + self->completed == self->depth || (self->dawdle != 0 && draw(self) % 4 == 0)) {
     ++self->counts.refused;
     status = -FI_EAGAIN;
   } else {
-    const int awaited = (flags & FI_COMPLETION) != 0, empty = message->rma_iov->len == 0;
+    const int awaited = (flags & FI_COMPLETION) != 0, empty = bytes == 0;
     ++*(empty ? &self->counts.empty : &self->counts.requests);
+    self->counts.joined += parts > 1;
     if (!reads && awaited && !(flags & FI_DELIVERY_COMPLETE)) note(self, "a completion before the delivery");
     if (reads && (flags & FI_DELIVERY_COMPLETE || !awaited))
       note(self, "a read with a completion that it does not have");
     self->counts.reads += (uint64_t)reads;
-    self->taken[self->held++] = (Request){message->context,
-                                          empty ? 0 : self->counts.requests,
-                                          (uint64_t)message->msg_iov->iov_base,
-                                          (uint64_t)*message->desc,
-                                          message->rma_iov->addr,
-                                          message->rma_iov->len,
-                                          message->rma_iov->key,
-                                          awaited,
-                                          reads};
+    Request* taken = &self->taken[self->held++];
+    *taken = (Request){.context = message->context,
+                       .number = empty ? 0 : self->counts.requests,
+                       .part_count = parts,
+                       .awaited = awaited,
+                       .reads = reads};
+    for (size_t i = 0; i < parts; ++i)
+      taken->parts[i] = (Part){(uint64_t)message->msg_iov[i].iov_base, (uint64_t)message->desc[i],
+                               message->rma_iov[i].addr, message->rma_iov[i].len, message->rma_iov[i].key};
     self->counts.awaited += (uint64_t)awaited;
   }
   pthread_mutex_unlock(&self->lock);
@@ -188,10 +211,12 @@ static const char* words(struct fid_cq* queue, int error, const void* data, char
   return buffer;
 }
 
-FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered) {
+FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message) {
   FakeEndpoint* self = calloc(1, sizeof *self);
   self->depth = depth;
   self->ordered = ordered;
+  self->joined = joined;
+  self->max_message = max_message;
   self->allowed = -1;
   self->random = 1;
   self->taken = calloc(depth, sizeof *self->taken);

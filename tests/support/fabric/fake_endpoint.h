@@ -8,15 +8,16 @@
 typedef struct FakeEndpoint FakeEndpoint;
 
 typedef struct {
-  uint64_t requests, empty, executed, awaited, refused, polls, reads, signals, bytes;
+  uint64_t requests, empty, joined, executed, awaited, refused, polls, reads, signals, bytes;
 } FakeFabricCounts;
 
 typedef struct {
   uint64_t remote, value, bytes_before;
 } FakeFabricSignal;
 
-/* It refuses writes beyond `depth` for now. Unordered: it carries out what it holds in any order. */
-FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered);
+/* It refuses writes beyond `depth` for now. Unordered: it carries out what it holds in any order. Joined: writes may
+ * have two parts, which it carries out in their order. A write has at most `max_message` bytes. */
+FakeEndpoint* fake_endpoint_open(uint32_t depth, uint32_t ordered, uint32_t joined, uint64_t max_message);
 void fake_endpoint_close(FakeEndpoint* endpoint);
 uintptr_t fake_endpoint_fid(FakeEndpoint* endpoint);
 uintptr_t fake_endpoint_queue(FakeEndpoint* endpoint);

@@ -1,0 +1,50 @@
+"""Endpoints of libfabric's TCP provider on this host's loopback, and what connections over them may do."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import closing
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from proxyccl import FabricOptions
+from proxyccl.proxy import _engine
+from proxyccl.proxy.fabric.endpoint import ADDRESS, FabricEndpoint
+from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers
+from proxyccl.proxy.fabric.providers import choose_offer
+
+pytestmark = [
+    pytest.mark.host_only(reason="the provider reaches the CPU's memory"),
+    pytest.mark.own_proxy(reason="opens endpoints itself"),
+    pytest.mark.skipif(not _engine.lib.proxyccl_fabric_built(), reason="this build has no fabric transport"),
+]
+
+SIGNAL_KEY = 1
+
+
+@pytest.fixture
+def tcp(library: str, monkeypatch: pytest.MonkeyPatch) -> FabricOffer:
+    monkeypatch.setenv("PROXYCCL_LIBFABRIC", library)
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    return choose_offer(fabric_offers(), FabricOptions(provider="tcp", interface="=lo"))
+
+
+@pytest.mark.parametrize(("signal", "joined"), [("auto", True), ("ordered", False), ("delivered", False)])
+def test_signals_join_data_that_tcp_brings(tcp: FabricOffer, signal: str, joined: bool) -> None:
+    with closing(FabricEndpoint(tcp, FabricOptions(signal=signal))) as endpoint:
+        assert endpoint.connect(endpoint.address, SIGNAL_KEY).joined is joined
+
+
+def test_signals_join_no_data_for_a_peer_that_may_store_it_in_another_order(tcp: FabricOffer) -> None:
+    with closing(FabricEndpoint(tcp, FabricOptions())) as endpoint:
+        told = ADDRESS.decode(endpoint.address, "the peer")
+        theirs = ADDRESS.encode(msgspec.structs.replace(told, in_order=False))
+        assert told.in_order
+        assert not endpoint.connect(theirs, SIGNAL_KEY).joined
+
+
+def test_signals_join_no_data_where_a_write_takes_one_range(tcp: FabricOffer) -> None:
+    with closing(FabricEndpoint(replace(tcp, parts=1), FabricOptions())) as endpoint:
+        assert not endpoint.connect(endpoint.address, SIGNAL_KEY).joined
