@@ -35,11 +35,21 @@ class CallLog:
         self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_issue, self._callers
         )
-        """issue(call, launch, stream): `agree`, then a prepared launch; the launch's status."""
+        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it if it is on the stream of
+        `wait_on`; the driver's status, or what `agree` returns."""
         self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
             lib.proxyccl_calls_ring, self._callers
         )
-        """ring(call, operations, stream): `agree`, then prepared operations of the stream; their status."""
+        """ring(call, operations, stream): the same with prepared operations of the stream."""
+
+    def wait_on(self, stream: int, synchronize: int) -> None:
+        """From now on, `issue` and `ring` return when the call has ended, where they are given this stream.
+
+        Args:
+            stream: its handle.
+            synchronize: address of the driver's call that waits for a stream.
+        """
+        lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def agree(self, call: ProxycclCallPointer) -> int:
         """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""

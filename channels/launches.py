@@ -44,6 +44,8 @@ class Launches:
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
+        if synchronize := runtime.launch_target().synchronize:
+            call_log.wait_on(self.default_stream.handle, synchronize)
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
         """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
@@ -82,7 +84,7 @@ class Launches:
     ) -> None:
         """`agree` and `launch` for a call whose fields (`encode_fields`) and launch, or operations, are prepared.
 
-        It is one call into C.
+        It is one call into C, the wait included.
         """
         self._failure.require_open()
         issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
@@ -96,8 +98,8 @@ class Launches:
                 if status > 0:
                     launch.check(status)
                 self._check(status, call)
-        if owners or stream is None:
-            self._launched(stream, handle, owners)
+        if owners and stream is not None:
+            self._runtime.in_flight.add(owners, stream, handle)
 
     @property
     def last_stream(self) -> int | None:

@@ -138,11 +138,14 @@ class LaunchTarget:
         call: address of the driver's launch call, with cuLaunchKernel's signature.
         current: address of a call that stores the thread's current context; 0 where there is none.
         context: the context that this runtime's kernels belong to.
+        synchronize: address of a call that waits for a stream, where a call without a stream waits for its end;
+            otherwise 0.
     """
 
     call: int
     current: int = 0
     context: int = 0
+    synchronize: int = 0
 
 
 @dataclass(frozen=True)

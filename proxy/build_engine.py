@@ -166,6 +166,7 @@ typedef struct {
   const ProxycclControl *control; ProxycclCallEntry *own; const ProxycclCallEntry *const *peers; uint32_t peer_count;
   uint64_t sequence; uint32_t differing; ProxycclCall different; ...;
 } ProxycclCallers;
+void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const void *launch,

@@ -67,7 +67,8 @@ class Plans:
         # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
         # in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
-        self._launches.issue(fields, launch, self._launches.stream_for(stream, x), owners)
+        stream = stream if self._on_host else self._launches.stream_for(stream, x)
+        self._launches.issue(fields, launch, stream, owners)
         return True
 
     def run(

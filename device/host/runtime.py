@@ -328,7 +328,7 @@ class HostRuntime:
 
     def launch_target(self) -> LaunchTarget:
         """The launch call."""
-        return LaunchTarget(_address("proxyccl_host_launch"))
+        return LaunchTarget(_address("proxyccl_host_launch"), synchronize=_address("proxyccl_host_stream_synchronize"))
 
     def check(self, status: int, call: str) -> None:
         """Raises KernelError unless status is 0."""

@@ -30,6 +30,11 @@ int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, Proxycc
   return read_entry(&log[sequence % PROXYCCL_CALL_LOG_ENTRIES], sequence, call);
 }
 
+void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize) {
+  callers->waited = stream;
+  callers->synchronize = (int (*)(void *))synchronize;
+}
+
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;
@@ -44,16 +49,25 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   return 0;
 }
 
+/* Waits for a launch with a status, if calls on its stream do. */
+static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status) {
+  if (callers->synchronize == NULL || stream != callers->waited) return status;
+  const int ended = callers->synchronize((void *)stream);
+  /* Even if nothing stopped the kernel here: what it received may be of one that was stopped. */
+  if (failure_is_told(callers->control)) return PROXYCCL_CALL_ABORTED;
+  return status != 0 ? status : ended;
+}
+
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream) {
   if (!proxyccl_is_current(launch)) return PROXYCCL_OTHER_CONTEXT;
   const int status = proxyccl_calls_agree(callers, call);
-  return status != 0 ? status : proxyccl_launch_current(launch, stream);
+  return status != 0 ? status : end_call(callers, stream, proxyccl_launch_current(launch, stream));
 }
 
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
                         uintptr_t stream) {
   if (!proxyccl_stream_is_current(operations)) return PROXYCCL_OTHER_CONTEXT;
   const int status = proxyccl_calls_agree(callers, call);
-  return status != 0 ? status : proxyccl_stream_issue_current(operations, stream);
+  return status != 0 ? status : end_call(callers, stream, proxyccl_stream_issue_current(operations, stream));
 }

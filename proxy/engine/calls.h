@@ -30,19 +30,25 @@ typedef struct ProxycclCallers {
   ProxycclCallEntry *own;
   const ProxycclCallEntry *const *peers;
   uint32_t peer_count;
-  uint64_t sequence;      /* calls made */
-  uint32_t differing;     /* index of the peer that made another call … */
-  ProxycclCall different; /* … and that call */
+  uint64_t sequence;                /* calls made */
+  uint32_t differing;               /* index of the peer that made another call … */
+  ProxycclCall different;           /* … and that call */
+  uintptr_t waited;                 /* the stream of `wait_on` … */
+  int (*synchronize)(void *stream); /* … and its call; NULL where no call waits */
 } ProxycclCallers;
 
 enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3 };
 
+/* From now on, calls on this stream return when they have ended. `synchronize` is the address of the driver's call that
+ * waits for a stream. */
+void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize);
 /* Reads the call with a number from a log. Returns 1 if it is there, otherwise 0. For any thread. */
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* The same, then the launch. Returns the launch's status, or one of the above. PROXYCCL_OTHER_CONTEXT: nothing was
- * done, and the call is not logged. */
+/* The same, then the launch, and the wait for it if it is on the stream of `wait_on`. Returns the driver's status, or
+ * one of the above: a rank may have failed during the wait, too. PROXYCCL_OTHER_CONTEXT: nothing was done, and the call
+ * is not logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
 /* The same with operations of the stream. PROXYCCL_STREAM_OTHER_CONTEXT, which has the same value: nothing was done. */

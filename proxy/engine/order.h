@@ -42,6 +42,11 @@ static inline int abort_is_up(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK;
 }
 
+/* 1 from the moment on that this rank has been told of a failure, which comes before any kernel is stopped. */
+static inline int failure_is_told(const ProxycclControl *control) {
+  return abort_is_up(control) || __atomic_load_n(&control->failed_rank, __ATOMIC_ACQUIRE) != 0;
+}
+
 /* -- lists that grow while a worker runs --- */
 
 /* Pairing 20, release: the new entry before the number of entries. One thread adds at a time. */

@@ -1,0 +1,100 @@
+"""A repeated call is one call into C: it is compared, launched, and on a stream whose calls wait also waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from proxyccl.channels.call_log import CALL_ABORTED, CallLog, encode_fields
+from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.device import _native
+from proxyccl.proxy import _engine
+from support.devices import rank_runtime
+from support.running import TIMEOUT
+
+pytestmark = pytest.mark.host_only(reason="a driver of its own")
+
+ffi, lib = _engine.ffi, _engine.lib
+WAITED, OTHER = 0x10, 0x20
+_LAUNCH = f"int(void *, {', '.join(7 * ['unsigned'])}, void *, void **, void **)"
+CALL = encode_fields((1,) * lib.PROXYCCL_CALL_FIELDS)
+
+
+class Driver:
+    """A driver that launches, and waits for streams: it notes what it is asked.
+
+    Attributes:
+        done: what it was asked, in order: "launch", or the handle of a stream to wait for.
+        launched, ended: the statuses that it answers.
+        meanwhile: called during a wait.
+    """
+
+    def __init__(self, log: CallLog) -> None:
+        self.done: list[Any] = []
+        self.launched = self.ended = 0
+        self.meanwhile: Any = None
+        self._launch = _native.ffi.new("ProxycclLaunch *")
+        self._call = ffi.callback(_LAUNCH, self._note_launch)
+        self._synchronize = ffi.callback("int(void *)", self._note_wait)
+        _native.lib.proxyccl_launch_fill(self._launch, int(ffi.cast("uintptr_t", self._call)), 0)
+        log.wait_on(WAITED, int(ffi.cast("uintptr_t", self._synchronize)))
+        self._log = log
+
+    def _note_launch(self, *_: Any) -> int:
+        self.done.append("launch")
+        return self.launched
+
+    def _note_wait(self, stream: Any) -> int:
+        self.done.append(int(ffi.cast("uintptr_t", stream)))
+        if self.meanwhile is not None:
+            self.meanwhile()
+        return self.ended
+
+    def issue(self, stream: int) -> int:
+        return self._log.issue(CALL, self._launch, stream)
+
+
+@pytest.fixture
+def segment() -> Iterator[ControlSegment]:
+    made = create_segment(rank_runtime(0), 0, TIMEOUT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def driver(segment: ControlSegment) -> Driver:
+    return Driver(CallLog(segment, {}))
+
+
+def control_of(segment: ControlSegment) -> Any:
+    return _native.ffi.cast("ProxycclControl *", segment.host_pointer)
+
+
+@pytest.mark.parametrize(("stream", "done"), [(WAITED, ["launch", WAITED]), (OTHER, ["launch"])])
+def test_calls_wait_on_one_stream(driver: Driver, stream: int, done: list[Any]) -> None:
+    assert driver.issue(stream) == 0
+    assert driver.done == done
+
+
+def test_a_call_returns_the_first_status_that_is_not_success(driver: Driver) -> None:
+    driver.ended = 5
+    assert driver.issue(WAITED) == 5
+    driver.launched = 3
+    assert driver.issue(WAITED) == 3
+    assert driver.issue(OTHER) == 3
+
+
+@pytest.mark.parametrize("word", ["abort", "failed_rank"])
+def test_a_failure_during_the_wait_ends_the_call(driver: Driver, segment: ControlSegment, word: str) -> None:
+    """A rank hears of a failure before any kernel is stopped, and its own may have received what a stopped one sent."""
+    driver.ended = 5
+    driver.meanwhile = lambda: setattr(control_of(segment), word, 1)
+    assert driver.issue(WAITED) == CALL_ABORTED
+
+
+def test_a_call_behind_an_abort_launches_nothing(driver: Driver, segment: ControlSegment) -> None:
+    control_of(segment).abort = 1
+    assert driver.issue(WAITED) == CALL_ABORTED
+    assert driver.done == []
