@@ -82,19 +82,20 @@ def _find_library(kind: type) -> _Library:
     return _Library(_nothing, _nothing)
 
 
-_libraries: dict[type, _Library] = {}
+class _Libraries(dict[type, _Library]):
+    """By array type; a type's library is found when it is first looked up."""
+
+    def __missing__(self, kind: type) -> _Library:
+        known = self[kind] = _find_library(kind)
+        return known
+
+
+_libraries = _Libraries()
 
 
 def register(kind: type, fingerprint: Callable[[Any], tuple[Any, ...] | None]) -> None:
     """Makes an array type known that works on no stream of its own; see `fingerprint`."""
     _libraries[kind] = _Library(fingerprint, _nothing)
-
-
-def _library(kind: type) -> _Library:
-    known = _libraries.get(kind)
-    if known is None:
-        known = _libraries[kind] = _find_library(kind)
-    return known
 
 
 def fingerprint(x: Any) -> tuple[Any, ...] | None:
@@ -103,9 +104,9 @@ def fingerprint(x: Any) -> tuple[Any, ...] | None:
     None where that is not known cheaply. An array that was checked once need not be checked again while its
     fingerprint is the same.
     """
-    return _library(type(x)).fingerprint(x)
+    return _libraries[type(x)].fingerprint(x)
 
 
 def current_stream(x: Any) -> StreamLike:
     """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
-    return _library(type(x)).stream(x)
+    return _libraries[type(x)].stream(x)

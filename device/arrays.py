@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from proxyccl.device._native import ffi
 from proxyccl.device.array_libraries import current_stream, fingerprint, from_torch, is_torch, register
 from proxyccl.device.array_view import ArrayView, require_contiguous
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
@@ -128,9 +129,12 @@ def _fingerprint(x: Array) -> tuple[Any, ...] | None:
     return None if x.memory.closed else (x.memory.ptr, x.shape, x.dtype.name)
 
 
-def _numpy_fingerprint(x: NDArray[Any]) -> tuple[Any, ...] | None:
-    found = x.__array_interface__  # its type name is the same for several of ml_dtypes' types
-    return (found["data"], x.shape, x.dtype) if found["strides"] is None else None
+def _numpy_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    try:
+        first = ffi.from_buffer(x)  # half the time of x.ctypes.data or x.__array_interface__
+    except ValueError:  # it is not contiguous, or has a type that no collective knows
+        return None
+    return int(ffi.cast("uintptr_t", first)), x.flags.writeable, x.shape, x.dtype
 
 
 register(Array, _fingerprint)
