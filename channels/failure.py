@@ -57,6 +57,7 @@ class FailureState:
         parent: of the communicator that this one was split from.
 
     Attributes:
+        state: "opening", "open" or "closed".
         cause: what only this rank knows of the failure, in words.
         observer: told of failures; one that does nothing until `open`.
     """
@@ -65,7 +66,7 @@ class FailureState:
         self._rank = rank
         self._parent = parent
         self._control = control
-        self._state = "opening"
+        self.state = "opening"
         self._watcher: Watcher | None = None
         self._exception: CommunicatorError | None = None
         self._lock = threading.Lock()
@@ -73,31 +74,31 @@ class FailureState:
         self.observer: Observer = _NoObserver()
 
     def __str__(self) -> str:
-        return self._state
+        return self.state
 
     def watch(self, watcher: Watcher, observer: Observer) -> None:
         """Begins: from now on failures are passed on to the peers and reported."""
         self._watcher, self.observer = watcher, observer
-        self._state = "open"
+        self.state = "open"
 
     def close(self) -> None:
         """Ends: from now on everything is refused with ClosedError."""
-        self._state = "closed"
+        self.state = "closed"
 
     @property
     def opening(self) -> bool:
         """Whether `watch` was not called yet."""
-        return self._state == "opening"
+        return self.state == "opening"
 
     @property
     def usable(self) -> bool:
         """Whether the group is open and no rank has failed."""
-        return self._state == "open" and not self._control.aborted
+        return self.state == "open" and not self._control.aborted
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._state == "closed"
+        return self.state == "closed"
 
     @property
     def aborted(self) -> bool:
@@ -106,20 +107,15 @@ class FailureState:
 
     def check(self) -> None:
         """Raises the exception that ended the group, if a rank has failed."""
-        if self._state != "closed" and self._control.aborted:
+        if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
         """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
-        if self._state == "closed":
+        if self.state == "closed":
             raise ClosedError("the communicator is closed")
-        if self._state == "open" and self._control.aborted:
+        if self.state == "open" and self._control.aborted:
             raise self.exception()
-
-    def require_open(self) -> None:
-        """The same where C looks at the abort word itself."""
-        if self._state != "open":
-            self.require_usable()
 
     def exception(self) -> CommunicatorError:
         """The exception that ended the group. A rank must have failed."""
@@ -138,14 +134,14 @@ class FailureState:
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks. Waits for nobody."""
-        if self._state == "open":
+        if self.state == "open":
             self.cause = self.cause or reason
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))
             self._pass_on()
 
     def file_lost_context(self, status: int) -> None:
         """Ends the group because an error has ended this rank's context on its GPU. `status` is the driver's."""
-        if self._state == "open":
+        if self.state == "open":
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
 
     def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:

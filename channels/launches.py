@@ -44,8 +44,9 @@ class Launches:
         self._last_stream: int | None = None
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
+        self._default_handle = self.default_stream.handle
         if synchronize := runtime.launch_target().synchronize:
-            call_log.wait_on(self.default_stream.handle, synchronize)
+            call_log.wait_on(self._default_handle, synchronize)
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
         """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
@@ -86,10 +87,16 @@ class Launches:
 
         It is one call into C, the wait included.
         """
-        self._failure.require_open()
+        if self._failure.state != "open":
+            self._failure.require_usable()  # C looks at the abort word itself
         issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
         with self._lock:
-            handle = stream if type(stream) is int and stream == self._last_stream else self._next_stream(stream)
+            if stream is None and self._on_host and self._last_stream == self._default_handle:
+                handle = self._default_handle
+            elif type(stream) is int and stream == self._last_stream:
+                handle = stream
+            else:
+                handle = self._next_stream(stream)
             status = issue(call, launch.prepared, handle)
             if status == lib.PROXYCCL_OTHER_CONTEXT:
                 with self._runtime.current():
@@ -139,7 +146,7 @@ class Launches:
 
     def _next_stream(self, stream: StreamLike) -> int:
         on_default = stream is None and self._on_host
-        handle = self.default_stream.handle if on_default else self._runtime.stream_handle(stream)
+        handle = self._default_handle if on_default else self._runtime.stream_handle(stream)
         if handle != self._last_stream:
             if self._last_stream is not None:
                 self._runtime.order_streams(self._last_stream, handle)

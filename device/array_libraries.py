@@ -90,12 +90,13 @@ class _Libraries(dict[type, _Library]):
         return known
 
 
-_libraries = _Libraries()
+libraries = _Libraries()
+"""What is known of each type of arrays."""
 
 
 def register(kind: type, fingerprint: Callable[[Any], tuple[Any, ...] | None]) -> None:
     """Makes an array type known that works on no stream of its own; see `fingerprint`."""
-    _libraries[kind] = _Library(fingerprint, _nothing)
+    libraries[kind] = _Library(fingerprint, _nothing)
 
 
 def fingerprint(x: Any) -> tuple[Any, ...] | None:
@@ -104,9 +105,9 @@ def fingerprint(x: Any) -> tuple[Any, ...] | None:
     None where that is not known cheaply. An array that was checked once need not be checked again while its
     fingerprint is the same.
     """
-    return _libraries[type(x)].fingerprint(x)
+    return libraries[type(x)].fingerprint(x)
 
 
 def current_stream(x: Any) -> StreamLike:
     """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
-    return _libraries[type(x)].stream(x)
+    return libraries[type(x)].stream(x)
