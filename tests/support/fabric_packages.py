@@ -58,6 +58,7 @@ def _loads(library: Path) -> bool:
     return True
 
 
+@functools.cache  # asked before a fetched library is loaded, which is found by its name from then on
 def _is_installed() -> bool:
     return _loads(Path(LIBRARY)) and shutil.which("ip", path=_search_path()) is not None
 
