@@ -74,6 +74,18 @@ class Announcement {
   // payload) for each. Returns false to a thread whose packets did not come.
   template <class Keep>
   PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
+    // A packet each takes less code, which a short kernel finds in no cache: 1 us of a dispatch of 128 tokens.
+    if (e_.world_size * front() <= threads) return awaitEach<1>(known, thread, threads, keep);
+    return awaitEach<4>(known, thread, threads, keep);
+  }
+
+  const ProxycclExperts& e_;
+  const uint32_t flag_;
+
+ private:
+  // The same with so many loads of one thread in flight.
+  template <uint32_t kAtOnce, class Keep>
+  PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
     const uint32_t all = e_.world_size * front();
     const LL16Packet* incoming = packets(e_.workspace);
 #pragma unroll 1
@@ -105,12 +117,6 @@ class Announcement {
     }
     return true;
   }
-
-  const ProxycclExperts& e_;
-  const uint32_t flag_;
-
- private:
-  static constexpr uint32_t kAtOnce = 4;  // loads of one thread in flight
 
   PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
     return reinterpret_cast<LL16Packet*>(workspace + offset_);

@@ -172,10 +172,12 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
     return true;
   });
   const uint32_t targets = space.count;
+  // Few tokens have short pieces; and on the host a group is one lane.
+  constexpr uint32_t kParts = kFewMasks && !PROXYCCL_ON_HOST ? 4 : 8, kChunk = kGroupLanes * kParts / 8;
 #pragma unroll 1
-  for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kGroupLanes)
-    scaleBlocks<8>(
-        group, row, chunk, chunk + kGroupLanes < end ? chunk + kGroupLanes : end, aligned,
+  for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kChunk)
+    scaleBlocks<kParts>(
+        group, row, chunk, chunk + kChunk < end ? chunk + kChunk : end, aligned,
         [&](const auto& parts, uint32_t at, uint32_t end) {
           constexpr uint32_t kCount = sizeof(parts) / sizeof(parts[0]);
           struct alignas(sizeof(parts[0]) < 16 ? sizeof(parts[0]) : 16) Wide {
