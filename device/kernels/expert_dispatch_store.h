@@ -172,34 +172,38 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeQuantized(const Group& group, uint64_t
     return true;
   });
   const uint32_t targets = space.count;
-  // Few tokens have short pieces; and on the host a group is one lane.
-  constexpr uint32_t kParts = kFewMasks && !PROXYCCL_ON_HOST ? 4 : 8, kChunk = kGroupLanes * kParts / 8;
+  auto storeParts = [&](const auto& parts, uint32_t at, uint32_t end) {
+    constexpr uint32_t kCount = sizeof(parts) / sizeof(parts[0]);
+    struct alignas(sizeof(parts[0]) < 16 ? sizeof(parts[0]) : 16) Wide {
+      uint32_t at[sizeof(parts[0]) / 4];
+    };
 #pragma unroll 1
-  for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kChunk)
-    scaleBlocks<kParts>(
-        group, row, chunk, chunk + kChunk < end ? chunk + kChunk : end, aligned,
-        [&](const auto& parts, uint32_t at, uint32_t end) {
-          constexpr uint32_t kCount = sizeof(parts) / sizeof(parts[0]);
-          struct alignas(sizeof(parts[0]) < 16 ? sizeof(parts[0]) : 16) Wide {
-            uint32_t at[sizeof(parts[0]) / 4];
-          };
-#pragma unroll 1
-          for (uint32_t target = 0; target < targets; ++target) {
-            // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
-            Wide* to = reinterpret_cast<Wide*>(inGlobal(space.at[target])) + at;
+    for (uint32_t target = 0; target < targets; ++target) {
+      // NVRTC 13.0 can't do inGlobal() of a pointer to a local type.
+      Wide* to = reinterpret_cast<Wide*>(inGlobal(space.at[target])) + at;
 #pragma unroll
-            for (uint32_t i = 0; i < kCount; ++i)
-              if (at + i * kGroupLanes < end) to[i * kGroupLanes] = __builtin_bit_cast(Wide, parts[i]);
-          }
-        },
-        [&](uint32_t block, float scale) {
+      for (uint32_t i = 0; i < kCount; ++i)
+        if (at + i * kGroupLanes < end) to[i * kGroupLanes] = __builtin_bit_cast(Wide, parts[i]);
+    }
+  };
+  auto storeScale = [&](uint32_t block, float scale) {
 #pragma unroll 1
-          for (uint32_t target = 0; target < targets; ++target) {
-            const uint64_t number = static_cast<uint64_t>(space.number[target]);
-            char* scales = space.at[target] - number * hidden + team_->output_scales + number * call_.scale_bytes;
-            inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
-          }
-        });
+    for (uint32_t target = 0; target < targets; ++target) {
+      const uint64_t number = static_cast<uint64_t>(space.number[target]);
+      char* scales = space.at[target] - number * hidden + team_->output_scales + number * call_.scale_bytes;
+      inGlobal(reinterpret_cast<float*>(scales))[block] = scale;
+    }
+  };
+  // Parts past a piece's end cost as much as others: half a row of 7168 elements has seven, a piece of few tokens less.
+  constexpr uint32_t kParts = kFewMasks ? 4 : 7;
+  if (targets > 0 && end - first <= kGroupLanes * kParts / 8) {
+    scaleBlocks<kParts>(group, row, first, end, aligned, storeParts, storeScale);
+  } else {
+#pragma unroll 1
+    for (uint32_t chunk = first; targets > 0 && chunk < end; chunk += kGroupLanes)
+      scaleBlocks<8>(group, row, chunk, chunk + kGroupLanes < end ? chunk + kGroupLanes : end, aligned, storeParts,
+                     storeScale);
+  }
   group.sync();
 }
 
