@@ -1,8 +1,9 @@
 """Memory of an expert-parallel layer on each rank, beside what DeepEP's own formulas say: python expert_memory.py
 
 Nothing is allocated and no GPU is needed: both are computed from the same numbers. Ours is the workspace that peers
-reach (`Geometry`), for the layouts that the modes of `proxyccl.deep_ep` use. DeepEP's are the sizes that its callers
-pass to its buffers, by the formulas of its sources, with the chunks that it recommends for that number of ranks:
+reach (`Geometry`), for the layouts that the modes of `proxyccl.deep_ep` use, with the outputs that lie in it. DeepEP's
+are the sizes that its callers pass to its buffers, by the formulas of its sources, with the chunks that it recommends
+for that number of ranks:
 
 - normal mode, DeepEP 1.2.1: `Config.get_nvl_buffer_size_hint` plus `get_rdma_buffer_size_hint` (csrc/config.hpp), the
   larger of its dispatch and combine configurations. It sends in chunks, so tokens don't count.
@@ -17,7 +18,9 @@ from dataclasses import dataclass, replace
 
 from proxyccl import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Geometry, aligned, blocks_for
+from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import lib
 
 HIDDEN, TOPK, EXPERTS, NUM_SMS = 7168, 8, 256, 24
@@ -59,7 +62,7 @@ class World:
 def workspace(world: World, layout: str) -> int:
     """Bytes of a layer with this layout."""
     config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
-    per_rank = config.num_experts_per_rank
+    per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
     geometry = Geometry(
         replace(config, num_experts=world.ranks) if layout == "rank" else config,
         nodes=world.nodes,
@@ -68,8 +71,12 @@ def workspace(world: World, layout: str) -> int:
         threads=lib.PROXYCCL_EXPERT_THREADS,
         local_combine=layout != "padded" and world.nodes == 1,
         chosen_per_rank=per_rank if layout == "rank" else 0,
-        padded_rows=world.ranks * world.tokens if layout == "padded" else 0,
+        padded_rows=rows if layout == "padded" else 0,
         expert_alignment=1 if layout == "expert" else 0,
+        output_buffers=KEPT_OUTPUTS + 1 if layout == "rank" else 0,
+        output_rows=rows,
+        exact_rows=True,
+        output_room=own_segment_bytes,
     )
     return geometry.workspace_bytes
 

@@ -337,6 +337,27 @@ def expert_parallel_section(result: Result) -> Section:
     return Section(f"MoE dispatch and combine {place(result)}", _moe_summary(result), lines)
 
 
+def deep_ep_buffer_section(result: Result) -> Section:
+    """The table of DeepEP's normal mode."""
+    columns = ("dispatch_us", "combine_us", "issuing_us")
+    rows = [[str(row["tokens"]), row["name"], *(number(row[name], 1) for name in columns)] for row in result["results"]]
+    of_tokens = {(row["tokens"], row["name"]): row for row in result["results"]}
+    parts = [
+        f"{tokens} tokens in {number(row['dispatch_us'], 0)} µs"
+        f" (NCCL moves the bytes in {number(of_tokens[tokens, 'NCCL']['dispatch_us'], 0)})"
+        for (tokens, name), row in of_tokens.items()
+        if name == "Buffer, num_worst_tokens"
+    ]
+    lines = [
+        *origin(result),
+        f"Hidden {result['hidden']}, top {result['topk']} of {result['experts']} experts. "
+        + wrong_line(sum(row["wrong"] for row in result["results"])),
+        "",
+        *table(["tokens per rank", "contender", "dispatch, µs", "combine, µs", "issuing both, µs"], rows),
+    ]
+    return Section(f"DeepEP's normal mode {place(result)}", f"a dispatch of {', '.join(parts)}", lines)
+
+
 def launch_cost_section(result: Result) -> Section:
     """The table of CPU times."""
     medians = {row["name"]: number(row["median_us"], 1) for row in result["results"]}
@@ -821,6 +842,7 @@ SECTIONS: dict[str, Callable[[Result], Section]] = {
     "all_to_all": move_section,
     "overlap": overlap_section,
     "expert_parallel": expert_parallel_section,
+    "deep_ep_buffer": deep_ep_buffer_section,
     "launch_cost": launch_cost_section,
     "triton_kernels": triton_kernels_section,
     "execution_plans": execution_plans_section,

@@ -15,6 +15,7 @@ from proxyccl.channels.group import Group
 from proxyccl.device import memory_pool
 from proxyccl.device.errors import RuntimeUnavailableError
 
+_MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
 NEEDED = "torch 2.8 or later is needed, where a pool's memory is freed by the pool's own allocator"
 
 
@@ -57,11 +58,19 @@ def require_torch(runtime: str) -> Any:
 
 
 @functools.cache
-def allocator(torch: Any) -> Any:
-    """torch's object for the functions of memory_pool.h. It lives as long as the process: torch calls it, by address,
-    for as long as there is memory that it allocated.
+def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memory_pool.FREE) -> Any:
+    """torch's object for two functions that this library exports: those of memory_pool.h or of places.h. It lives as
+    long as the process: torch calls it, by address, for as long as there is memory that it allocated.
     """
-    return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)
+    return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
+
+
+def own_segment_bytes(nbytes: int) -> int:
+    """The least size, from `nbytes` on, of an array that torch's caching allocator gives an allocation of its own.
+
+    It cuts smaller ones out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge).
+    """
+    return -(-max(nbytes, _MIN_LARGE) // _ROUND_LARGE) * _ROUND_LARGE
 
 
 class PoolUse:

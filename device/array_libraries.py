@@ -29,7 +29,7 @@ def from_torch(x: Any, argument: str) -> ArrayView:
         ArgumentError: it is not contiguous, or has an element type or a device that is not known.
     """
     # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
-    if x.device.type not in ("cpu", "cuda"):
+    if not (x.is_cuda or x.is_cpu):
         raise ArgumentError(argument, f"torch device {x.device} is not supported; expected cpu or cuda")
     dtype = as_dtype(x.dtype, argument)
     if not x.is_contiguous():
@@ -37,8 +37,8 @@ def from_torch(x: Any, argument: str) -> ArrayView:
             argument, f"the array is not contiguous in C order (shape {tuple(x.shape)}, strides {x.stride()} elements)"
         )
     device = ("host", 0)
-    if x.device.type == "cuda":
-        device = ("hip" if sys.modules["torch"].version.hip else "cuda", x.device.index)
+    if x.is_cuda:
+        device = ("hip" if sys.modules["torch"].version.hip else "cuda", x.get_device())
     return ArrayView(x.data_ptr(), tuple(x.shape), dtype, device, True, x)
 
 
@@ -68,15 +68,16 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class _Library:
-    """What is known of a library's arrays on a GPU; see `fingerprint` and `current_stream`."""
+    """What is known of a library's arrays; see `fingerprint`, `current_stream` and `from_torch`."""
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]
     stream: Callable[[Any], StreamLike]
+    is_torch: bool = False
 
 
 def _find_library(kind: type) -> _Library:
     if is_torch(kind):
-        return _Library(_torch_fingerprint, _torch_stream)
+        return _Library(_torch_fingerprint, _torch_stream, is_torch=True)
     if _is_cupy(kind):
         return _Library(_cupy_fingerprint, _cupy_stream)
     return _Library(_nothing, _nothing)

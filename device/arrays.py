@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl.device._native import ffi
-from proxyccl.device.array_libraries import current_stream, fingerprint, from_torch, is_torch, register
+from proxyccl.device.array_libraries import current_stream, fingerprint, from_torch, libraries, register
 from proxyccl.device.array_view import ArrayView, require_contiguous
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.dlpack import dlpack_device, export_dlpack, from_dlpack
@@ -37,6 +37,11 @@ class Array:
         self.memory = memory
         self.shape = shape
         self.dtype = dtype
+
+    @property
+    def runtime(self) -> BaseRuntime:
+        """The runtime of the device where it lies."""
+        return self._runtime
 
     @property
     def ptr(self) -> int:
@@ -172,7 +177,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         dtype = as_dtype(x.dtype, argument)
         require_contiguous(x.shape, x.strides, dtype, argument)
         return ArrayView(x.ctypes.data, x.shape, dtype, ("host", 0), x.flags.writeable, x)
-    if is_torch(type(x)):
+    if libraries[type(x)].is_torch:
         return from_torch(x, argument)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return from_dlpack(x, argument)

@@ -215,6 +215,13 @@ size_t proxyccl_pool_segments(int device, ProxycclSegment *segments, size_t room
 int proxyccl_pool_hold(int device, uint64_t number);
 uint64_t proxyccl_pool_release(int device, uint64_t number);
 
+typedef struct ProxycclPlaces ProxycclPlaces;
+ProxycclPlaces *proxyccl_places_open(uint64_t start, uint64_t bytes, uint32_t count);
+void proxyccl_places_choose(ProxycclPlaces *places);
+uint32_t proxyccl_places_idle(ProxycclPlaces *places);
+void proxyccl_places_renew(ProxycclPlaces *places);
+int proxyccl_places_close(ProxycclPlaces *places);
+
 typedef struct {
   int attribute; const uint64_t *ptrs; const uint64_t *ids; uint32_t count; ...;
 } ProxycclAllocationGuard;
@@ -269,6 +276,7 @@ ffi.set_source(
 #include "runtime.h"
 #include "launch.h"
 #include "memory_pool.h"
+#include "places.h"
 #include "allocation_guard.h"
 
 /* Drivers' entry points arrive as addresses. */
@@ -364,10 +372,12 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/host/waiting.cpp",
         "device/host/memory.cpp",
         "device/memory_pool.cpp",
+        "device/places.cpp",
     ],
     depends=[
         "device/launch.h",
         "device/memory_pool.h",
+        "device/places.h",
         "device/allocation_guard.h",
         "device/stream_operations.h",
         "device/host/runtime.h",

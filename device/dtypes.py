@@ -34,6 +34,7 @@ class DType(ElementType):
 
 
 DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
+_KNOWN: dict[Any, DType] = {}  # other libraries' types, whose names take microseconds
 _BY_DLPACK = {dtype.dlpack: dtype for dtype in DTYPES.values()}
 
 
@@ -45,6 +46,16 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
     """
     if isinstance(value, DType):
         return value
+    try:
+        return _KNOWN[value]
+    except KeyError:
+        known = _KNOWN[value] = _find_dtype(value, argument)
+        return known
+    except TypeError:  # it can't be a key
+        return _find_dtype(value, argument)
+
+
+def _find_dtype(value: Any, argument: str) -> DType:
     if isinstance(value, str):
         name = value
     elif type(value).__module__.split(".")[0] == "torch":

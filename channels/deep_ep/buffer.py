@@ -192,7 +192,9 @@ class Buffer(Connected):
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             self._require_current(handle)
-            rows, event = self._run(lambda: normal.repeat(x, handle), (previous_event,), x, apart=async_finish)
+            rows, event = self._run(
+                lambda: normal.repeat(x, handle), (previous_event,), (x, handle), apart=async_finish
+            )
             return rows, None, None, None, None, event
         if topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids can't be had")
@@ -247,7 +249,8 @@ class Buffer(Connected):
         refuse_unknown("combine", others)
         self._require_current(handle)
         call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
-        (output, weights), event = self._run(call, (previous_event,), (x, topk_weights, bias), apart=async_finish)
+        used = (x, topk_weights, bias, handle)
+        (output, weights), event = self._run(call, (previous_event,), used, apart=async_finish)
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
@@ -364,7 +367,7 @@ class Buffer(Connected):
         _refuse_both(async_finish, return_recv_hook)
         self._require_current(handle)
         call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
-        (output, hook), event = self._run(call, (None,), (x, topk_weights, out), apart=async_finish)
+        (output, hook), event = self._run(call, (None,), (x, topk_weights, out, handle), apart=async_finish)
         return output, event, hook
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from proxyccl.channels.communicator import Communicator, timeout_from
 from proxyccl.deep_ep.elastic_handle import EPHandle
-from proxyccl.deep_ep.handles import routing_of
+from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 from proxyccl.device.errors import ArgumentError, ClosedError
@@ -78,7 +78,7 @@ class Connected:
         Args:
             call: what to do.
             events: what it waits for. An asynchronous call without a first one waits for the current stream.
-            used: tensors of the call, in tuples.
+            used: tensors and handles of the call, in tuples.
             apart: whether the current stream does not wait for the call.
         """
         awaited = [each.event if isinstance(each, EventOverlap) else each for each in events]
@@ -113,11 +113,11 @@ def _connected(source: Any, timeout: float) -> Communicator:
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples and lists, and those of which a handle computes its attributes."""
+    """The tensors in nested tuples and lists, and those in which a handle's tables lie."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
         for each in values:
             yield from _tensors(each)
-    elif isinstance(values, EPHandle):
+    elif isinstance(values, (Handle, EPHandle)):
         yield from _tensors(values.routing.desc.table_owners)

@@ -304,7 +304,7 @@ class ElasticBuffer(Connected):
         received, event = self._run(
             call,
             (previous_event, previous_event_before_epilogue),
-            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats),
+            (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle),
             apart=async_with_compute_stream,
         )
         return *received, event
@@ -345,7 +345,7 @@ class ElasticBuffer(Connected):
         combined, event = self._run(
             lambda: elastic_calls.combine(x, handle, topk_weights, bias),
             (previous_event, previous_event_before_epilogue),
-            (x, topk_weights, bias),
+            (x, topk_weights, bias, handle),
             apart=async_with_compute_stream,
         )
         return *combined, event

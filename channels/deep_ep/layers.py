@@ -7,17 +7,20 @@ Layers live as long as their buffer, as handles of earlier dispatches belong to 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
-from proxyccl.device.errors import CapacityError
+from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
+from proxyccl.channels.expert_parallel.layer import MOST_BUFFERS, EPAll2AllLayer
+from proxyccl.device.errors import ArgumentError, CapacityError
 from proxyccl.proxy.codec import Codec
 
 _TOKENS = Codec(int, 32, "number of tokens")
 _LEAST_TOKENS = 128
+_OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class Layers:
     def _make(self, shape: Shape, max_tokens: int) -> EPAll2AllLayer:
         communicator = self._communicator
         ranks, local_ranks = communicator.world_size, communicator.local_world_size
+        by_rank = shape.layout == "rank"
+        outputs = _kept_outputs() if by_rank else 0
         layer = EPAll2AllLayer(
             communicator,
             max_tokens,
@@ -116,17 +121,26 @@ class Layers:
             dtype=shape.dtype,
             num_sm=shape.num_sms,
             # A rank's sum of a token's only row is that row.
-            enable_local_combine=(shape.layout == "rank" or shape.sums_rows) and local_ranks == ranks,
+            enable_local_combine=(by_rank or shape.sums_rows) and local_ranks == ranks,
             layout=shape.layout,
             max_recv_tokens=shape.most_rows,
             dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,
             scale_elements=shape.scale_elements or 128,
             grows=shape.layout != "padded",
+            output_buffers=outputs,
+            keeps_outputs=outputs > 0,
             expert_alignment=shape.alignment,
             lost_ranks=self._lost_ranks,
         )
         self._all.append(layer)
         return layer
+
+
+def _kept_outputs() -> int:
+    value = os.environ.get(_OUTPUTS) or str(KEPT_OUTPUTS)
+    if not value.isdecimal() or int(value) > MOST_BUFFERS:
+        raise ArgumentError(_OUTPUTS, f"must be 0 to {MOST_BUFFERS}, not {value!r}")
+    return int(value)
 
 
 def _rounded(tokens: int) -> int:

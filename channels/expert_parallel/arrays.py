@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -11,7 +12,35 @@ from numpy.typing import NDArray
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.base_runtime import Memory
 from proxyccl.device.dtypes import DType, as_dtype
+
+
+class MemoryPart:
+    """A part of memory that its owner frees."""
+
+    def __init__(self, owner: Memory, offset: int, nbytes: int) -> None:
+        self._owner = owner
+        self.ptr = owner.ptr + offset
+        self.nbytes = nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether the owner has freed the memory."""
+        return self._owner.closed
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str) -> Any:
+    """An array of the same library in the memory of an array of bytes, from `offset` on."""
+    element = as_dtype(dtype)
+    nbytes = math.prod(shape) * element.itemsize
+    if isinstance(array, Array):
+        return Array(array.runtime, MemoryPart(array.memory, offset, nbytes), shape, element)
+    native = element.numpy() if isinstance(array, np.ndarray) else getattr(sys.modules["torch"], element.name)
+    return array[offset : offset + nbytes].view(native).reshape(shape)
 
 
 class ExpertArrays:

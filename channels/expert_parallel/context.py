@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
@@ -62,6 +63,12 @@ class DispatchInputs:
     wanted_tokens: int = 0
 
 
+class _CurrentStream(int):
+    """The handle of the stream on which the library of a call's arrays works now. It uses memory again in the order of
+    this stream, so what the call reads need not be kept for it.
+    """
+
+
 class DispatchCombineContext:
     """The buffers of an expert-parallel layer, and the launches of its dispatch and combine.
 
@@ -102,6 +109,7 @@ class DispatchCombineContext:
         output_buffers: int = 0,
         output_rows: int = 0,
         exact_rows: bool = False,
+        keeps_outputs: bool = False,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -146,6 +154,7 @@ class DispatchCombineContext:
             output_rows=output_rows,
             scale_bytes=self._scale_bytes,
             exact_rows=exact_rows,
+            keeps_outputs=keeps_outputs,
         )
         self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
         self.expert_alignment = expert_alignment
@@ -241,14 +250,14 @@ class DispatchCombineContext:
 
     # -- dispatch ---
 
-    def describe(self, call: str, inputs: DispatchInputs, *, buffered: bool = False) -> EPAllToAllLayoutDesc:
-        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ. `buffered`: its rows go to
-        the next output buffer, if there are any. Then one kernel must send and receive.
+    def describe(self, call: str, inputs: DispatchInputs, taken: TakenBuffer = NO_BUFFER) -> EPAllToAllLayoutDesc:
+        """The descriptor of a new dispatch. Refuses the call if the ranks' arguments differ. `taken`: the output buffer
+        to which its rows go. Then one kernel must send and receive.
         """
         self._number += 1
         name = call_name(call, weights=inputs.weights is not None, indices=inputs.scatter is not None)
         self._agree(name, self.ep_config.token.name, self._number)
-        tokens, outputs = inputs.tokens, self.workspace.outputs
+        tokens = inputs.tokens
         return EPAllToAllLayoutDesc(
             self,
             self.arrays,
@@ -262,7 +271,7 @@ class DispatchCombineContext:
             padded=bool(self.padded_rows),
             expert_alignment=self.expert_alignment,
             lost_slots=inputs.lost_slots,
-            output_buffer=outputs.take() if buffered and outputs is not None else 0,
+            output_buffer=taken.number,
         )
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
@@ -352,6 +361,17 @@ class DispatchCombineContext:
             launch, call.row_bytes = self._dispatch_scaled, config.hidden + self._scale_bytes
         self._launch(launch, call, stream, kept, before=fill)
 
+    def copy(self, copies: Sequence[tuple[int, int, int]], stream: StreamLike, owners: tuple[object, ...]) -> None:
+        """Queues copies in this device's memory, each to an address, from an address, of so many bytes."""
+        runtime = self.group.runtime
+
+        def plan(handle: StreamLike) -> None:
+            for target, source, nbytes in copies:
+                if nbytes:
+                    runtime.copy(target, source, nbytes, handle)
+
+        self._queue(plan, stream, owners)
+
     def repeat(
         self,
         desc: EPAllToAllLayoutDesc,
@@ -395,7 +415,7 @@ class DispatchCombineContext:
         packed = self._packed(rows)
         pointers = (rows.ptr, scales.ptr, packed.ptr)
         launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
-        self.group.launches.launch(launch, stream, (rows.owner, scales.owner, packed.owner))
+        self._queue(launch, stream, (rows.owner, scales.owner, packed.owner))
         return packed
 
     def _packed(self, rows: ArrayView) -> ArrayView:
@@ -486,7 +506,7 @@ class DispatchCombineContext:
             *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )
         if desc.rows:
-            group.launches.launch(launch, stream, (values.owner, desc, desc.table_owners, matrix))
+            self._queue(launch, stream, (values.owner, desc, desc.table_owners, matrix))
         self.combine("collect", SEND | RECEIVE, desc, spread, None, slotted, stream)
         return slots
 
@@ -501,9 +521,9 @@ class DispatchCombineContext:
 
     def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
         """The stream of a call. Refuses an invalid stream before the ranks compare the call."""
-        stream = self.group.launches.stream_for(stream, x)
-        self.group.runtime.stream_handle(stream)
-        return stream
+        found = self.group.launches.stream_for(stream, x)
+        self.group.runtime.stream_handle(found)
+        return _CurrentStream(found) if stream is None and isinstance(found, int) else found
 
     def _agree(self, call: str, dtype: str, number: int) -> None:
         call_of = CollectiveCall(call, dtype, root=number % 2**31, count=self.ep_config.hidden)
@@ -520,7 +540,10 @@ class DispatchCombineContext:
                 before(handle)
             launch(handle)
 
-        self.group.launches.launch(plan, stream, owners)
+        self._queue(plan, stream, owners)
+
+    def _queue(self, plan: Callable[[StreamLike], None], stream: StreamLike, owners: tuple[object, ...]) -> None:
+        self.group.launches.launch(plan, stream, () if isinstance(stream, _CurrentStream) else owners)
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
         self.group.runtime.fill(ptr, 0xFF, nbytes, handle)

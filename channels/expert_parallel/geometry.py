@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
 
@@ -54,6 +56,7 @@ class Geometry:
         blocks, threads: of the kernels.
         local_combine, chosen_per_rank, padded_rows, expert_alignment, output_buffers, output_rows, scale_bytes: as for
             `ExpertWorkspace`.
+        output_room: the size of an output buffer that is to hold so many bytes.
 
     Attributes:
         announces: what a dispatch announces: "ids", "masks" or "shared_masks"; or "counts", which are sent.
@@ -77,6 +80,7 @@ class Geometry:
         output_rows: int = 0,
         scale_bytes: int = 0,
         exact_rows: bool = False,
+        output_room: Callable[[int], int] = aligned,
     ) -> None:
         ranks = nodes * local_size
         e = self.experts = ffi.new("ProxycclExperts *")
@@ -124,7 +128,7 @@ class Geometry:
         e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8
         scaled = e.output_scales + e.output_rows * scale_bytes if scale_bytes else 0
-        e.output_bytes = aligned(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
+        e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
         self.workspace_bytes = areas.end
 

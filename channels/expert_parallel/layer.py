@@ -29,6 +29,7 @@ from proxyccl.channels.expert_parallel.context import (
     node_size,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
@@ -38,17 +39,25 @@ from proxyccl.device.runtime import StreamLike
 _FLOAT8 = "float8_e4m3fn"
 _SCALES_ALIGNMENT = 16  # where a row's scales begin
 _LAYOUTS = ("expert", "rank", "padded")
-_MOST_BUFFERS = 64
+MOST_BUFFERS = 64
+"""The most output buffers of a layer."""
 _OWN_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
 
 
 @dataclass(frozen=True)
 class _Output:
-    """New arrays for the caller, and views of rows, weights and scales."""
+    """Arrays for the caller.
+
+    Attributes:
+        rows, weights: as `dispatch` returns them.
+        views: where a dispatch puts rows, weights and scales.
+        copies: what is then to be copied, each to an address, from an address, so many bytes.
+    """
 
     rows: Any
     weights: Any
     views: tuple[ArrayView | None, ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class PendingDispatch:
         desc: the descriptor, filled by `dispatch_recv`.
         output: with a fixed number of rows, what `dispatch_recv` will fill and return; else None.
         recorded: the caller's tokens and weights, if torch records the call.
+        taken: the output buffer to which the rows go.
     """
 
     desc: EPAllToAllLayoutDesc
@@ -66,6 +76,7 @@ class PendingDispatch:
     stream: StreamLike
     output: _Output | None = None
     recorded: tuple[Any, Any] | None = None
+    taken: TakenBuffer = NO_BUFFER
 
 
 @dataclass(frozen=True)
@@ -135,6 +146,10 @@ class EPAll2AllLayer:
             that lie in that memory, as outputs and what `combine_input` gives do; others are sent. Each output takes
             room for max_recv_tokens rows, or world_size * max_tokens. 0: outputs are new arrays, whose rows pass
             through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and what torch records.
+        keeps_outputs: with output_buffers: what `dispatch` returned stays as long as somebody has it, as new arrays do,
+            also what torch records. A buffer is then free again when the last array in it is gone. Where none is, the
+            rows of a dispatch pass one more, and are copied to new arrays. So are, on GPUs, arrays of other libraries
+            than torch 2.8 or later, and dispatches that are captured in a graph or given a stream.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
@@ -174,6 +189,7 @@ class EPAll2AllLayer:
         lost_ranks: Sequence[int] = (),
         expert_alignment: int | None = None,
         output_buffers: int = 0,
+        keeps_outputs: bool = False,
         capacity: int = 2,
     ) -> None:
         self._remade = functools.partial(
@@ -194,6 +210,7 @@ class EPAll2AllLayer:
             grows=grows,
             expert_alignment=expert_alignment,
             output_buffers=output_buffers,
+            keeps_outputs=keeps_outputs,
             capacity=capacity,
         )
         self.lost_ranks = tuple(sorted(lost_ranks))
@@ -263,10 +280,12 @@ class EPAll2AllLayer:
                     "num_tot_experts",
                     f'must be at most {MAX_CHOSEN_PER_RANK} of each rank with layout="rank", not {chosen_per_rank}',
                 )
-        if not isinstance(output_buffers, int) or not 0 <= output_buffers <= _MOST_BUFFERS:
-            raise ArgumentError("output_buffers", f"must be 0 to {_MOST_BUFFERS}, not {output_buffers!r}")
+        if not isinstance(output_buffers, int) or not 0 <= output_buffers <= MOST_BUFFERS:
+            raise ArgumentError("output_buffers", f"must be 0 to {MOST_BUFFERS}, not {output_buffers!r}")
         if output_buffers and layout != "rank":
             raise ArgumentError("output_buffers", 'needs layout="rank"')
+        if keeps_outputs and not output_buffers:
+            raise ArgumentError("keeps_outputs", "needs output_buffers")
         communicator, owned = as_communicator(ep_group, config)
         options = {
             "num_sm": num_sm,
@@ -279,6 +298,7 @@ class EPAll2AllLayer:
             "lost_ranks": str(self.lost_ranks),
             "expert_alignment": expert_alignment,
             "output_buffers": output_buffers,
+            "keeps_outputs": bool(keeps_outputs),
         }
         self.ep_config = config
         self._num_tot_experts = config.num_experts_per_rank * all_ranks
@@ -300,10 +320,13 @@ class EPAll2AllLayer:
                 chosen_per_rank=chosen_per_rank,
                 padded_rows=padded_rows,
                 expert_alignment=expert_alignment or 0,
-                output_buffers=output_buffers + 1 if output_buffers else 0,  # one more for combine_input
+                # One more: for combine_input, or to pass rows through.
+                output_buffers=output_buffers + 1 if output_buffers else 0,
                 output_rows=max_recv_tokens or world_size * max_tokens,
                 exact_rows=max_recv_tokens is None,
+                keeps_outputs=bool(keeps_outputs),
             )
+        self._keeps_outputs = bool(keeps_outputs)
         self._surviving: SurvivingExperts | None = None
         if lost_ranks:
             self._surviving = SurvivingExperts(
@@ -425,8 +448,9 @@ class EPAll2AllLayer:
         """
         autograd = self._recording_dispatch(input, weight)
         if autograd is not None:
-            # What torch keeps for the backward pass must not be written over: the rows go to new arrays.
-            call = lambda: self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=False)  # noqa: E731
+            # What torch keeps for the backward pass must not be written over.
+            kept = self._keeps_outputs
+            call = lambda: self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=kept)  # noqa: E731
             recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, input, weight)
             return recorded
         return self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
@@ -441,13 +465,19 @@ class EPAll2AllLayer:
         *,
         buffered: bool,
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        given = stream
         inputs, stream = self._dispatch_arguments(
             input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered
         )
         if self.max_recv_tokens is None:
             self._refuse_capture(stream)
-        desc = self.ctx.describe("dispatch", inputs, buffered=buffered)
-        pending = PendingDispatch(desc, inputs, stream, self._fixed_output(desc, inputs))
+        taken, outputs = NO_BUFFER, self.ctx.workspace.outputs
+        if buffered and outputs is not None:
+            on_current = given is None and self._outlives_no_graph(stream)
+            taken = outputs.take(inputs.tokens.owner, on_current_stream=on_current)
+        desc = self.ctx.describe("dispatch", inputs, taken)
+        output = self._fixed_output(desc, inputs, taken)
+        pending = PendingDispatch(desc, inputs, stream, output, taken=taken)
         if pending.output is not None:
             return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, pending, pending.output, stream)
         self.ctx.begin(ROUTE | GATHER, pending.desc, inputs, stream)
@@ -540,10 +570,9 @@ class EPAll2AllLayer:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
             self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
             raise bad
-        output = self._new_output(desc, pending.inputs, rows)
+        output = self._new_output(pending.inputs, rows, pending.taken)
         self.ctx.receive(phases, desc, pending.inputs, rows, output.views, None, stream)
-        self._check_if_done(stream)
-        return output.rows, output.weights, desc
+        return self._received(output, desc, stream)
 
     def _receive_fixed(
         self, phases: int, pending: PendingDispatch, output: _Output, stream: StreamLike
@@ -552,38 +581,54 @@ class EPAll2AllLayer:
         desc = pending.desc
         received = self._view(desc.num_recv_tokens)
         self.ctx.receive(phases, desc, pending.inputs, self.max_recv_tokens, output.views, received, stream)
+        return self._received(output, desc, stream)
+
+    def _received(
+        self, output: _Output, desc: EPAllToAllLayoutDesc, stream: StreamLike
+    ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
+        if output.copies:
+            self.ctx.copy(output.copies, stream, (output.rows,))
         self._check_if_done(stream)
         return output.rows, output.weights, desc
 
-    def _fixed_output(self, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs) -> _Output | None:
+    def _fixed_output(
+        self, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, taken: TakenBuffer = NO_BUFFER
+    ) -> _Output | None:
         """With a fixed number of rows, what a dispatch will fill. Sizes the descriptor's tables for it."""
         if self.max_recv_tokens is None:
             return None
         desc.num_recv_tokens = self.ctx.arrays.new(inputs.tokens.owner, (1,), "int32")
         desc.size_rows(self.max_recv_tokens)
-        return self._new_output(desc, inputs, self.max_recv_tokens)
+        return self._new_output(inputs, self.max_recv_tokens, taken)
 
-    def _new_output(self, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, rows: int) -> _Output:
+    def _new_output(self, inputs: DispatchInputs, rows: int, taken: TakenBuffer) -> _Output:
         config, like, new = self.ep_config, inputs.tokens.owner, self.ctx.arrays.new
         leading = self._leading(rows)
         shape = (*leading, config.topk) if self.layout == "rank" else leading
         weights = None if inputs.weights is None else new(like, shape, config.weight)
-        output = self._new_rows(like, rows, float8=self.quantized, buffer=desc.output_buffer)
+        output = self._new_rows(like, rows, float8=self.quantized, taken=taken)
         made = output if self.quantized else (output, None)
         views = [None if array is None else self._view(array) for array in (made[0], weights, made[1])]
-        return _Output(output, weights, tuple(views))
+        copies = []
+        if taken.passed and self.ctx.workspace.outputs is not None:
+            for place, address in zip((0, 2), self.ctx.workspace.outputs.addresses(taken), strict=True):
+                view = views[place]
+                if view is not None:
+                    copies.append((view.ptr, address, view.nbytes))
+                    views[place] = replace(view, ptr=address)
+        return _Output(output, weights, tuple(views), tuple(copies))
 
-    def _new_rows(self, like: Any, rows: int, *, float8: bool, buffer: int = 0) -> Any:
+    def _new_rows(self, like: Any, rows: int, *, float8: bool, taken: TakenBuffer = NO_BUFFER) -> Any:
         """New rows, or those of an output buffer; in float8 a pair of them and their scales."""
         config, leading, outputs = self.ep_config, self._leading(rows), self.ctx.workspace.outputs
-        new: Callable[..., Any] = self.ctx.arrays.new
+        new: Callable[..., Any] = functools.partial(self.ctx.arrays.new, like)
         new_scales = functools.partial(new, dtype="float32")
-        if buffer and outputs is not None:
-            new, new_scales = functools.partial(outputs.rows, buffer), functools.partial(outputs.scales, buffer)
+        if taken.whole is not None and outputs is not None:
+            new, new_scales = functools.partial(outputs.rows, taken), functools.partial(outputs.scales, taken)
         if not float8:
-            return new(like, (*leading, config.hidden), config.token)
-        scales = new_scales(like, (*leading, config.hidden // self._scale_elements))
-        return new(like, (*leading, config.hidden), _FLOAT8), scales
+            return new((*leading, config.hidden), config.token)
+        scales = new_scales((*leading, config.hidden // self._scale_elements))
+        return new((*leading, config.hidden), _FLOAT8), scales
 
     def _leading(self, rows: int) -> tuple[int, ...]:
         """The shape of that many rows without their elements."""
@@ -634,15 +679,18 @@ class EPAll2AllLayer:
 
     def combine_input(self, ep_a2a_layout_desc: EPAllToAllLayoutDesc) -> Any:
         """With output_buffers: an array for the experts' results, [R, hidden] of `dtype`, whose rows `combine` need not
-        send. It is the same memory for every dispatch, and free again behind `combine`.
+        send. It is the same memory for every dispatch, and free again behind `combine`. With keeps_outputs it stays,
+        and is a new array where no buffer is free.
 
         Args:
             ep_a2a_layout_desc: of the dispatch.
         """
         desc = self._own_desc(ep_a2a_layout_desc)
-        outputs = self.ctx.workspace.outputs
-        buffer = 0 if outputs is None else outputs.for_combine
-        return self._new_rows(desc.counts, desc.rows, float8=False, buffer=buffer)
+        taken, outputs = NO_BUFFER, self.ctx.workspace.outputs
+        if outputs is not None:
+            on_current = self._outlives_no_graph(self.ctx.stream_for(None, desc.counts))
+            taken = outputs.take_for_combine(desc.counts, on_current_stream=on_current)
+        return self._new_rows(desc.counts, desc.rows, float8=False, taken=taken)
 
     def combine_send(
         self,
@@ -874,9 +922,16 @@ class EPAll2AllLayer:
         if self._sent is not None:
             raise ArgumentError("dispatch", "another dispatch is under way; call dispatch_recv first")
 
-    def _refuse_capture(self, stream: StreamLike) -> None:
+    def _is_capturing(self, stream: StreamLike) -> bool:
         runtime = self.ctx.group.runtime
-        if runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream)):
+        return runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream))
+
+    def _outlives_no_graph(self, stream: StreamLike) -> bool:
+        """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""
+        return not self._keeps_outputs or not self._is_capturing(stream)
+
+    def _refuse_capture(self, stream: StreamLike) -> None:
+        if self._is_capturing(stream):
             raise ArgumentError(
                 "max_recv_tokens",
                 "is needed to capture a dispatch in a graph, which can't wait for its size",

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from proxyccl.channels.expert_parallel.arrays import ExpertArrays
+from proxyccl.channels.expert_parallel.arrays import ExpertArrays, part_of
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
 
-Tables = dict[str, Any]
+_TABLE_ALIGNMENT = 128  # bytes
 
 
 class EPAllToAllLayoutDesc:
@@ -63,7 +64,8 @@ class EPAllToAllLayoutDesc:
         self._nodes = nodes
         self._like = like
         self._scatter = scatter
-        self._tables: Tables = {}
+        self._blocks: list[Any] = []  # arrays of bytes that the tables lie in: each array that is made takes time
+        self._tables: dict[str, tuple[Any, int, tuple[int, ...]]] = {}  # each by block, offset and shape
         self._pointers: dict[str, int] = {}
         ranks = config.world_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -76,8 +78,7 @@ class EPAllToAllLayoutDesc:
             shapes |= {"places": (ranks, config.max_tokens), "sent_places": (nodes.count, config.max_tokens)}
         if output_buffer:
             shapes["sent_rows"] = (config.max_tokens, config.topk)
-        for name, shape in shapes.items():
-            self._allocate(name, shape)
+        self._allocate(shapes)
         self.number = number
         self.num_dispatch_token_cur_rank = tokens
         self.num_recv_tokens: Any = None
@@ -85,9 +86,20 @@ class EPAllToAllLayoutDesc:
         self.chosen_rows: list[int] | None = None
         self.rows = 0
 
-    def _allocate(self, name: str, shape: tuple[int, ...]) -> None:
-        table = self._arrays.new(self._like, shape, "int32")
-        self._tables[name], self._pointers[name] = table, self._arrays.address(table)
+    def _allocate(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        offsets, end = [], 0
+        for shape in shapes.values():
+            offsets.append(end)
+            end += -(-4 * math.prod(shape) // _TABLE_ALIGNMENT) * _TABLE_ALIGNMENT
+        block = self._arrays.new(self._like, (end,), "uint8")
+        address = self._arrays.address(block)
+        for (name, shape), offset in zip(shapes.items(), offsets, strict=True):
+            self._tables[name], self._pointers[name] = (block, offset, shape), address + offset
+        self._blocks.append(block)
+
+    def _table(self, name: str) -> Any:
+        """A table as an int32 array; None if this descriptor has none of that name."""
+        return part_of(*self._tables[name], "int32") if name in self._tables else None
 
     def size_rows(self, rows: int) -> None:
         """Allocates the tables that have an entry for each row of the output."""
@@ -98,13 +110,12 @@ class EPAllToAllLayoutDesc:
             shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
         if self._padded:
             shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
-        for name, shape in shapes.items():
-            self._allocate(name, shape)
+        self._allocate(shapes)
 
     @property
     def table_owners(self) -> tuple[Any, ...]:
-        """The arrays, which must be kept alive while kernels use them."""
-        return tuple(self._tables.values())
+        """The arrays in which the tables lie, which must be kept alive while kernels use them."""
+        return tuple(self._blocks)
 
     def pointer(self, name: str) -> int:
         """Address of a table."""
@@ -120,50 +131,50 @@ class EPAllToAllLayoutDesc:
     @property
     def num_input_tokens_per_rank(self) -> Any:
         """int32 [world_size]: tokens that each rank dispatched."""
-        return self._tables["tokens"]
+        return self._table("tokens")
 
     @property
     def counts(self) -> Any:
         """int32 [world_size, num_experts]: slots of each rank for each expert."""
-        return self._tables["counts"]
+        return self._table("counts")
 
     @property
     def skipped_token_mapping_indices(self) -> Any:
         """int32 [R]: for each row, the first row of the same token on this rank, which may be the row itself."""
-        return self._tables["first_rows"]
+        return self._table("first_rows")
 
     @property
     def skipped_token_topk_mapping_indices(self) -> Any:
         """int32 [R, topk]: if r is the first row of a token on this rank, entry [r, k] is the row of the token's slot
         k, or -1 if that slot is dropped or on another rank. For other r all entries are -1.
         """
-        return self._tables["token_rows"]
+        return self._table("token_rows")
 
     @property
     def local_expert_ids(self) -> Any:
         """With layout="rank": int32 [R, topk]: for each slot of a row's token its expert's number on this rank, or -1
         if the expert is another rank's, the slot is dropped or no row came. Else None.
         """
-        return self._tables.get("row_experts")
+        return self._table("row_experts")
 
     @property
     def source_tokens(self) -> Any:
         """With layout="rank" or "padded": int32 [R]: the number of a row's token on its own rank. Else None."""
-        return self._tables.get("row_tokens")
+        return self._table("row_tokens")
 
     @property
     def row_slots(self) -> Any:
         """int32 [R]: which of its token's slots each row is for. With expert_alignment -1 for rows that are for none,
         which have no entries in the other tables.
         """
-        return self._tables["row_slots"]
+        return self._table("row_slots")
 
     @property
     def slot_rows(self) -> Any:
         """int32 [world_size, max_tokens, topk]: this rank's row of each slot of each rank's tokens; negative if the
         slot is dropped or another rank's, or its row did not fit. Entries past a rank's tokens are undefined.
         """
-        return self._tables["rows"]
+        return self._table("rows")
 
     @property
     def has_gaps(self) -> bool:
@@ -173,7 +184,7 @@ class EPAllToAllLayoutDesc:
     @property
     def expert_rows(self) -> Any:
         """With layout="padded": int32 [experts of this rank]: rows of each. Else None."""
-        return self._tables.get("expert_rows")
+        return self._table("expert_rows")
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
         """In the exact mode with layout="rank", or with expert_alignment: the rows that chose each expert of this rank,
@@ -189,6 +200,8 @@ class EPAllToAllLayoutDesc:
             )
         if not isinstance(alignment, int) or alignment < 1:
             raise ArgumentError("alignment", f"must be a positive number of rows, not {alignment!r}")
+        if alignment == 1:
+            return list(self.chosen_rows)
         return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
 
     @cached_property
@@ -267,7 +280,7 @@ class EPAllToAllLayoutDesc:
         return per_node
 
     def _download(self, name: str) -> NDArray[np.int32]:
-        return self._arrays.download(self._tables[name])
+        return self._arrays.download(self._table(name))
 
     def _upload(self, values: NDArray[Any]) -> Any:
         return self._arrays.upload(self._like, np.ascontiguousarray(values, np.int32))

@@ -1,34 +1,39 @@
 """The output buffers of a layer as arrays: memory of the workspace in which peers store rows, and from which they load.
 
-Knows neither dispatch nor combine: it hands out buffers in turn, and finds the one in which an array lies.
+Knows neither dispatch nor combine: it says which buffer is next, makes arrays in it, and finds the one in which an
+array lies. `KeptOutputs` has those whose arrays stay as long as somebody has them.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from proxyccl.channels.expert_parallel.arrays import MemoryPart, part_of
 from proxyccl.device.arrays import Array, ArrayView
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 from proxyccl.device.dtypes import DType, as_dtype
 
 
-class _Part:
-    """A part of memory that its owner frees."""
+@dataclass(frozen=True)
+class TakenBuffer:
+    """A buffer for one output.
 
-    def __init__(self, owner: Memory, offset: int, nbytes: int) -> None:
-        self._owner = owner
-        self.ptr = owner.ptr + offset
-        self.nbytes = nbytes
+    Attributes:
+        number: its number, from 1; 0 for none.
+        whole: an array of bytes, in whose memory the output's arrays are made; None to make new ones.
+        passed: whether rows only pass the buffer, and are then copied to the output's arrays.
+    """
 
-    @property
-    def closed(self) -> bool:
-        return self._owner.closed
+    number: int = 0
+    whole: Any = None
+    passed: bool = False
 
-    def close(self) -> None:
-        """Does nothing."""
+
+NO_BUFFER = TakenBuffer()
 
 
 class OutputBuffers:
@@ -44,42 +49,60 @@ class OutputBuffers:
         self._runtime = runtime
         self._count, self._nbytes = int(experts.output_buffers), int(experts.output_bytes)
         self._scales_at = int(experts.output_scales)
-        self._parts = [_Part(memory, experts.outputs + n * self._nbytes, self._nbytes) for n in range(self._count)]
+        self._parts = [MemoryPart(memory, experts.outputs + n * self._nbytes, self._nbytes) for n in range(self._count)]
         self._next = 0
         self._whole: dict[tuple[int, str], Any] = {}
 
-    def take(self) -> int:
-        """The number, from 1, of the buffer for the next output: each in turn, but for the last."""
+    def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+        """The buffer for the next output: each in turn, but for the last.
+
+        Args:
+            like: an array of the library in which arrays are made.
+            on_current_stream: whether the output is made on that library's current stream, which captures no graph.
+        """
         number = self._next
         self._next = (number + 1) % (self._count - 1)
-        return number + 1
+        return self._in_turn(number + 1, like)
 
-    @property
-    def for_combine(self) -> int:
-        """The number of the last."""
-        return self._count
+    def take_for_combine(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
+        """The buffer for what experts give to a combine: always the last."""
+        return self._in_turn(self._count, like)
 
-    def rows(self, number: int, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
-        """The rows at the beginning of a buffer, as an array of `like`'s library."""
-        return self._array(number, 0, like, shape, as_dtype(dtype))
+    def rows(self, taken: TakenBuffer, shape: tuple[int, ...], dtype: DType | str) -> Any:
+        """An array at the beginning of a buffer with a `whole`."""
+        return part_of(taken.whole, 0, shape, dtype)
 
-    def scales(self, number: int, like: Any, shape: tuple[int, ...]) -> Any:
-        """The scales of a buffer's rows, float32."""
-        return self._array(number, self._scales_at, like, shape, as_dtype("float32"))
+    def scales(self, taken: TakenBuffer, shape: tuple[int, ...]) -> Any:
+        """The scales of the same buffer's rows, float32."""
+        return part_of(taken.whole, self._scales_at, shape, "float32")
+
+    def addresses(self, taken: TakenBuffer) -> tuple[int, int]:
+        """Where a buffer's rows begin, and where its scales do."""
+        ptr = self._parts[taken.number - 1].ptr
+        return ptr, ptr + self._scales_at
 
     def holding(self, view: ArrayView) -> int:
         """The number of the buffer at whose beginning an array lies; 0 if there is none."""
         return next((n for n, part in enumerate(self._parts, 1) if view.ptr == part.ptr and view.nbytes), 0)
 
-    def _array(self, number: int, offset: int, like: Any, shape: tuple[int, ...], dtype: DType) -> Any:
-        part, nbytes = self._parts[number - 1], int(np.prod(shape)) * dtype.itemsize
-        if not hasattr(like, "new_empty") and (isinstance(like, Array) or self._runtime.name != "host"):
-            return Array(self._runtime, _Part(part, offset, nbytes), shape, dtype)
-        library = "torch" if hasattr(like, "new_empty") else "numpy"
-        if (number, library) not in self._whole:
-            whole = Array(self._runtime, part, (self._nbytes,), as_dtype("uint8"))
-            made = sys.modules["torch"].from_dlpack(whole) if library == "torch" else np.asarray(whole)
-            self._whole[number, library] = made
-        some = self._whole[number, library][offset : offset + nbytes]
-        element = getattr(sys.modules["torch"], dtype.name) if library == "torch" else dtype.numpy()
-        return some.view(element).reshape(shape)
+    def close(self) -> None:
+        """Ends the use of the memory. Arrays that are still there keep it."""
+
+    def _in_turn(self, number: int, like: Any) -> TakenBuffer:
+        key = number, _library(like, self._runtime)
+        if key not in self._whole:
+            self._whole[key] = self._make_whole(self._parts[number - 1], like)
+        return TakenBuffer(number, self._whole[key])
+
+    def _make_whole(self, part: MemoryPart, like: Any) -> Any:
+        """A buffer's bytes as an array of the library of `like`, which keeps `part`."""
+        whole, library = Array(self._runtime, part, (part.nbytes,), as_dtype("uint8")), _library(like, self._runtime)
+        if library == "torch":
+            return sys.modules["torch"].from_dlpack(whole)
+        return np.asarray(whole) if library == "numpy" else whole
+
+
+def _library(like: Any, runtime: BaseRuntime) -> str:
+    if hasattr(like, "new_empty"):
+        return "torch"
+    return "numpy" if runtime.name == "host" and not isinstance(like, Array) else "proxyccl"

@@ -7,11 +7,13 @@ from typing import Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, aligned
+from proxyccl.channels.expert_parallel.kept_outputs import KeptOutputs
 from proxyccl.channels.expert_parallel.output_buffers import OutputBuffers
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
 from proxyccl.channels.topology import Topology
+from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
 from proxyccl.proxy.codec import Codec
@@ -60,7 +62,8 @@ class ExpertWorkspace:
 
     With chosen_per_rank, dispatches give a row for each rank: the configuration's experts are the ranks, and each rank
     has that many experts that tokens choose. On one node output_buffers of output_rows rows are then part of the
-    workspace, for rows with scale_bytes of scales or as long as tokens, whichever is more.
+    workspace, for rows with scale_bytes of scales or as long as tokens, whichever is more. With keeps_outputs they are
+    `KeptOutputs`.
 
     With expert_alignment, the rows of each expert begin at a multiple of it, and the CPU learns how many there are.
 
@@ -89,6 +92,7 @@ class ExpertWorkspace:
         output_rows: int = 0,
         scale_bytes: int = 0,
         exact_rows: bool = False,
+        keeps_outputs: bool = False,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -118,6 +122,7 @@ class ExpertWorkspace:
             output_rows=output_rows,
             scale_bytes=scale_bytes,
             exact_rows=exact_rows,
+            output_room=own_segment_bytes if keeps_outputs and runtime.name != "host" else aligned,
         )
         e, self.announces = geometry.experts, geometry.announces
         self.experts = e
@@ -130,7 +135,8 @@ class ExpertWorkspace:
         if self.nodes > 1:
             channels, self._kept = connect_handles(group, memory, memory, rails, 2 * blocks)
         self._group, self._channels = group, channels
-        self.outputs = OutputBuffers(runtime, self._workspace.memory, e) if e.output_buffers else None
+        outputs = KeptOutputs if keeps_outputs else OutputBuffers
+        self.outputs = outputs(runtime, self._workspace.memory, e) if e.output_buffers else None
 
         tables = Areas()
         handle = ffi.sizeof("ProxycclProxyChannel")
@@ -181,8 +187,8 @@ class ExpertWorkspace:
         """With a row for each rank, or with expert_alignment: choices of each of this rank's experts in the dispatch
         that was counted last.
         """
-        numbers = ffi.cast("uint32_t *", self._received_rows.host_ptr + self._chosen_at)
-        return [int(numbers[expert]) for expert in range(self._told_experts)]
+        numbers = ffi.cast("char *", self._received_rows.host_ptr + self._chosen_at)
+        return memoryview(ffi.buffer(numbers, 4 * self._told_experts)).cast("I").tolist()
 
     def close(self) -> None:
         """Frees memory and channels. No kernel of any rank may still use them, and all proxies must have drained."""
@@ -192,6 +198,7 @@ class ExpertWorkspace:
         if self.outputs is None:
             self._workspace.free()
         else:  # the caller may have outputs still: the last of them frees it
+            self.outputs.close()
             del self._workspace, self.outputs
         self._tables.close()
         self._received_rows.close()

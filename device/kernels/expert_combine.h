@@ -246,7 +246,7 @@ class Combine {
   }
 
   // -- rows in output buffers ---
-  PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0; }
+  PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0 && !team_->local_combine; }
   // Called by the block before it sends anything: tells the node's ranks in which buffer its rows lie, or that it sends
   // them.
   PROXYCCL_DEVICE void raiseLoadable() const {
@@ -330,7 +330,7 @@ class Combine {
     return {team_.localOf(rank), row};
   }
   PROXYCCL_DEVICE bool cachesRows() const {
-    return hasBuffers() && !team_->local_combine && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS;
+    return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS;
   }
   static PROXYCCL_DEVICE SlotRow* cachedRows() {
     __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];

@@ -253,6 +253,8 @@ def test_a_row_for_each_rank(world: Ranks, case: Case) -> None:
         {"enable_local_combine": True},
         {"output_buffers": 1},
         {"output_buffers": 2, "max_recv_tokens": 40},
+        {"output_buffers": 1, "keeps_outputs": True, "enable_local_combine": True},
+        {"output_buffers": 1, "keeps_outputs": True, "max_recv_tokens": 40},
     ],
     ids=repr,
 )

@@ -1,0 +1,72 @@
+"""Places: equal parts of one memory that another library's caching allocator hands out (places.h)."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import ClassVar
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.base_runtime import BaseRuntime, Memory
+from proxyccl.device.errors import ResourceError
+
+ALLOCATE, FREE = "proxyccl_place_allocate", "proxyccl_place_free"
+"""The names of the library's functions, which are exported where those of `memory_pool` are."""
+
+
+class Places:
+    """Places in one memory, which they keep until the library has freed all of them.
+
+    Args:
+        runtime: of the memory.
+        memory: what they are parts of.
+        offset: where the first begins.
+        nbytes: size of each.
+        count: how many there are.
+
+    Raises:
+        ResourceError: there is no room to note them down.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _outlived: ClassVar[list[Places]] = []  # closed, while the library has some of their places
+
+    def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
+        self._runtime, self._memory = runtime, memory
+        self._start, self._nbytes, self._count = memory.ptr + offset, nbytes, count
+        self._native = lib.proxyccl_places_open(self._start, nbytes, count)
+        if not self._native:
+            raise ResourceError("no memory is left for a table of places")
+        self._let_go()
+
+    @contextlib.contextmanager
+    def chosen(self) -> Iterator[None]:
+        """What this thread allocates meanwhile gets a place, or where none is left an address that is no place's. That
+        allocation must be freed at once, unused.
+        """
+        if lib.proxyccl_places_idle(self._native):
+            self._runtime.synchronize()
+            lib.proxyccl_places_renew(self._native)
+        lib.proxyccl_places_choose(self._native)
+        try:
+            yield
+        finally:
+            lib.proxyccl_places_choose(ffi.NULL)
+
+    def number_at(self, ptr: int) -> int | None:
+        """The number, from 0, of the place that begins at an address; None if there is none."""
+        number, behind = divmod(ptr - self._start, self._nbytes)
+        return number if behind == 0 and 0 <= number < self._count else None
+
+    def close(self) -> None:
+        """Ends the places, or leaves them until the library has freed them."""
+        self._let_go(self)
+
+    @classmethod
+    def _let_go(cls, *closed: Places) -> None:
+        """Forgets the closed places of which the library has none any more."""
+        with cls._lock:
+            cls._outlived[:] = [
+                places for places in (*cls._outlived, *closed) if not lib.proxyccl_places_close(places._native)
+            ]

@@ -1,0 +1,100 @@
+"""Places in one memory that another library's allocator hands out."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from proxyccl.device import memory_pool, open_runtime
+from proxyccl.device.places import ALLOCATE, FREE, Places
+from proxyccl.device.runtime import Runtime
+from support.devices import RUNTIME
+
+pytestmark = pytest.mark.hip
+
+NBYTES, FIRST = 2 << 20, 512
+
+_functions = ctypes.CDLL(memory_pool.library())
+_allocate, _free = getattr(_functions, ALLOCATE), getattr(_functions, FREE)
+_allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+_allocate.restype = ctypes.c_void_p
+_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
+_free.restype = None
+
+
+def allocate(nbytes: int = NBYTES) -> int | None:
+    ptr: int | None = _allocate(nbytes, 0, None)
+    return ptr
+
+
+def free(ptr: int | None) -> None:
+    _free(ptr, NBYTES, 0, None)
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    opened = open_runtime(RUNTIME, 0)
+    with opened.current():
+        yield opened
+        opened.synchronize()
+
+
+@pytest.fixture
+def places(runtime: Runtime) -> Iterator[Places]:
+    opened = Places(runtime, runtime.allocate(FIRST + 2 * NBYTES), FIRST, NBYTES, 2)
+    yield opened
+    opened.close()
+    assert opened not in Places._outlived, "the test has left places"
+
+
+def test_allocations_come_from_the_chosen_places(places: Places) -> None:
+    with places.chosen():
+        taken = [allocate(), allocate(NBYTES // 2)]
+        mark = allocate()
+        assert not allocate(NBYTES + 1)
+    assert [places.number_at(ptr) for ptr in taken] == [0, 1]
+    assert mark == taken[1] + NBYTES
+    assert places.number_at(mark) is None
+    assert places.number_at(taken[0] + 16) is None, "no place begins there"
+    assert not allocate(), "nothing is chosen any more"
+    for ptr in (*taken, mark):
+        free(ptr)
+
+
+def test_a_freed_place_is_allocated_again_when_the_device_was_waited_for(places: Places) -> None:
+    with places.chosen():
+        first, second = allocate(), allocate()
+        free(second)
+        assert places.number_at(allocate()) is None, "kernels may still use the second place"
+    with places.chosen():
+        assert allocate() == second
+    for ptr in (first, second):
+        free(ptr)
+
+
+def test_a_thread_chooses_for_itself(places: Places) -> None:
+    found: list[int | None] = []
+    with places.chosen():
+        thread = threading.Thread(target=lambda: found.append(allocate()))
+        thread.start()
+        thread.join()
+    assert found == [None]
+
+
+def test_places_keep_their_memory_until_they_are_freed(runtime: Runtime) -> None:
+    memory = runtime.allocate(2 * NBYTES)
+    ptr = memory.ptr
+    closed = Places(runtime, memory, 0, NBYTES, 2)
+    with closed.chosen():
+        taken = allocate()
+    closed.close()
+    del memory
+    assert closed in Places._outlived
+    assert taken == ptr
+    runtime.fill(ptr, 7, NBYTES)
+    free(taken)
+    Places(runtime, runtime.allocate(NBYTES), 0, NBYTES, 1).close()
+    assert closed not in Places._outlived
