@@ -43,6 +43,13 @@ def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str)
     return array[offset : offset + nbytes].view(native).reshape(shape)
 
 
+def first_rows(array: Any, rows: int) -> Any:
+    """The first rows of an array, in its memory."""
+    if isinstance(array, Array):
+        return part_of(array, 0, (rows, *array.shape[1:]), array.dtype)
+    return array[:rows]
+
+
 class ExpertArrays:
     """Makes arrays, and copies them to and from host memory."""
 

@@ -13,6 +13,7 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.collectives.barrier import barrier
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import index_array, input_array, output_array
+from proxyccl.channels.expert_parallel.arrays import first_rows
 from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, MAX_SLOTS, EPConfig
 from proxyccl.channels.expert_parallel.context import (
     GATHER,
@@ -58,6 +59,14 @@ class _Output:
     weights: Any
     views: tuple[ArrayView | None, ...]
     copies: tuple[tuple[int, int, int], ...] = ()
+
+    def first(self, rows: int) -> _Output:
+        """The first rows alone, of arrays that are not copied."""
+        pair = isinstance(self.rows, tuple)
+        values = tuple(first_rows(part, rows) for part in self.rows) if pair else first_rows(self.rows, rows)
+        weights = None if self.weights is None else first_rows(self.weights, rows)
+        views = tuple(view and replace(view, shape=(rows, *view.shape[1:])) for view in self.views)
+        return _Output(values, weights, views)
 
 
 @dataclass(frozen=True)
@@ -301,6 +310,7 @@ class EPAll2AllLayer:
             "keeps_outputs": bool(keeps_outputs),
         }
         self.ep_config = config
+        self._most_rows = world_size * max_tokens  # with layout="rank"
         self._num_tot_experts = config.num_experts_per_rank * all_ranks
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
@@ -322,7 +332,7 @@ class EPAll2AllLayer:
                 expert_alignment=expert_alignment or 0,
                 # One more: for combine_input, or to pass rows through.
                 output_buffers=output_buffers + 1 if output_buffers else 0,
-                output_rows=max_recv_tokens or world_size * max_tokens,
+                output_rows=max_recv_tokens or self._most_rows,
                 exact_rows=max_recv_tokens is None,
                 keeps_outputs=bool(keeps_outputs),
             )
@@ -557,7 +567,10 @@ class EPAll2AllLayer:
     def _receive_exact(
         self, phases: int, pending: PendingDispatch, stream: StreamLike
     ) -> tuple[Any, Any, EPAllToAllLayoutDesc]:
-        desc = pending.desc
+        desc, made, taken = pending.desc, None, pending.taken
+        if self.layout == "rank" and taken.whole is not None:  # what can be done while the counts are on their way
+            desc.reserve_rows(self._most_rows)
+            made = self._new_output(pending.inputs, self._most_rows, taken)
         rows = self.ctx.await_rows(desc)
         if self.layout == "rank" or self.ctx.expert_alignment:
             desc.chosen_rows = self.ctx.workspace.chosen_rows
@@ -570,7 +583,7 @@ class EPAll2AllLayer:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
             self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
             raise bad
-        output = self._new_output(pending.inputs, rows, pending.taken)
+        output = self._new_output(pending.inputs, rows, taken) if made is None else made.first(rows)
         self.ctx.receive(phases, desc, pending.inputs, rows, output.views, None, stream)
         return self._received(output, desc, stream)
 

@@ -17,6 +17,7 @@ from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
 
 _TABLE_ALIGNMENT = 128  # bytes
+_OF_ROWS = {"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"}
 
 
 class EPAllToAllLayoutDesc:
@@ -65,7 +66,8 @@ class EPAllToAllLayoutDesc:
         self._like = like
         self._scatter = scatter
         self._blocks: list[Any] = []  # arrays of bytes that the tables lie in: each array that is made takes time
-        self._tables: dict[str, tuple[Any, int, tuple[int, ...]]] = {}  # each by block, offset and shape
+        # Each by block, offset and shape; of rows as many as are reserved.
+        self._tables: dict[str, tuple[Any, int, tuple[int, ...]]] = {}
         self._pointers: dict[str, int] = {}
         ranks = config.world_size
         shapes: dict[str, tuple[int, ...]] = {
@@ -99,18 +101,28 @@ class EPAllToAllLayoutDesc:
 
     def _table(self, name: str) -> Any:
         """A table as an int32 array; None if this descriptor has none of that name."""
-        return part_of(*self._tables[name], "int32") if name in self._tables else None
+        if name not in self._tables:
+            return None
+        block, offset, shape = self._tables[name]
+        if name in _OF_ROWS:
+            shape = (self.rows, *shape[1:])
+        return part_of(block, offset, shape, "int32")
+
+    def reserve_rows(self, most: int) -> None:
+        """Allocates the tables that have an entry for each row of the output, of which there are at most so many."""
+        topk = self._config.topk
+        shapes: dict[str, tuple[int, ...]] = {"first_rows": (most,), "token_rows": (most, topk), "row_slots": (most,)}
+        if self._by_rank:
+            shapes |= {"row_experts": (most, topk), "row_tokens": (most,)}
+        if self._padded:
+            shapes |= {"row_tokens": (most,), "expert_rows": (self._config.num_experts_per_rank,)}
+        self._allocate(shapes)
 
     def size_rows(self, rows: int) -> None:
-        """Allocates the tables that have an entry for each row of the output."""
+        """Sets the number of rows, and allocates their tables if none are reserved."""
+        if "first_rows" not in self._tables:
+            self.reserve_rows(rows)
         self.rows = rows
-        topk = self._config.topk
-        shapes: dict[str, tuple[int, ...]] = {"first_rows": (rows,), "token_rows": (rows, topk), "row_slots": (rows,)}
-        if self._by_rank:
-            shapes |= {"row_experts": (rows, topk), "row_tokens": (rows,)}
-        if self._padded:
-            shapes |= {"row_tokens": (rows,), "expert_rows": (self._config.num_experts_per_rank,)}
-        self._allocate(shapes)
 
     @property
     def table_owners(self) -> tuple[Any, ...]:
