@@ -69,7 +69,7 @@ def workspace(world: World, layout: str) -> int:
         local_size=world.local_size,
         blocks=blocks_for(world.tokens, NUM_SMS),
         threads=lib.PROXYCCL_EXPERT_THREADS,
-        local_combine=layout != "padded" and world.nodes == 1,
+        local_combine=layout == "expert" and world.nodes == 1,
         chosen_per_rank=per_rank if layout == "rank" else 0,
         padded_rows=rows if layout == "padded" else 0,
         expert_alignment=1 if layout == "expert" else 0,

@@ -120,8 +120,7 @@ class Layers:
             ranks,
             dtype=shape.dtype,
             num_sm=shape.num_sms,
-            # A rank's sum of a token's only row is that row.
-            enable_local_combine=(by_rank or shape.sums_rows) and local_ranks == ranks,
+            enable_local_combine=shape.sums_rows and local_ranks == ranks,
             layout=shape.layout,
             max_recv_tokens=shape.most_rows,
             dispatch_dtype="float8_e4m3fn" if shape.scale_elements else None,

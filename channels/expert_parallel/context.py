@@ -468,16 +468,21 @@ class DispatchCombineContext:
         filled = self._combine_call
         filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
         filled.hidden = rows.shape[-1]
-        filled.rows, filled.rows_buffer = ffi.cast("char *", rows.ptr), 0
+        buffer, at, outputs = 0, rows.ptr, self.workspace.outputs
         loaded = desc.output_buffer and weights is None and phases == SEND | RECEIVE
-        if loaded and self.workspace.outputs is not None and not self.workspace.experts.local_combine:
-            filled.rows_buffer = self.workspace.outputs.holding(rows)
+        if loaded and outputs is not None and not self.workspace.experts.local_combine:
+            buffer = outputs.holding(rows)
+            if not buffer and outputs.passing and call == "combine":  # a copy here takes less time than sending
+                buffer, at = outputs.passing, outputs.address(outputs.passing)
+        filled.rows, filled.rows_buffer = ffi.cast("char *", at), buffer
         filled.weights = ffi.cast("float *", weights.ptr if weights is not None else 0)
         filled.slot_weights = ffi.cast("float *", slot_weights.ptr if slot_weights is not None else 0)
         filled.output = ffi.cast("char *", output.ptr if output is not None else 0)
         desc.fill(filled.layout)
         if phases & SEND:
             self._agree(call_name(call, weights=weights is not None), rows.dtype.name, desc.number)
+        if at != rows.ptr:
+            self.copy([(at, rows.ptr, rows.nbytes)], stream, (rows.owner,))
         arrays = [rows.owner, *(view.owner for view in (weights, slot_weights, output) if view is not None)]
         owners = (desc, desc.table_owners, arrays)
         self._launch(self._combine[rows.dtype.name], filled, stream, owners)

@@ -121,9 +121,9 @@ class Geometry:
         e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
         e.inbox = areas.take((2 if self.announces in ("ids", "masks") else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        own_returns = local_size if local_combine else config.topk
-        e.returns = areas.take(own_returns * e.partial_bytes)
-        e.return_rails = areas.take(nodes * config.topk * e.partial_bytes if crossing else 0)
+        places = min(local_size, config.topk) if chosen_per_rank else config.topk  # of a token's rows
+        e.returns = areas.take((local_size if local_combine else places) * e.partial_bytes)
+        e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8

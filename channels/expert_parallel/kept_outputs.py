@@ -36,6 +36,11 @@ class KeptOutputs(OutputBuffers):
         self._places: places.Places | None = None
         self._was_opened = False
 
+    @property
+    def passing(self) -> int:
+        """The number of the last."""
+        return self._count
+
     def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
         """A free buffer, or the last one, which rows only pass."""
         if self._runtime.name != "host":

@@ -157,7 +157,8 @@ class EPAll2AllLayer:
             through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and what torch records.
         keeps_outputs: with output_buffers: what `dispatch` returned stays as long as somebody has it, as new arrays do,
             also what torch records. A buffer is then free again when the last array in it is gone. Where none is, the
-            rows of a dispatch pass one more, and are copied to new arrays. So are, on GPUs, arrays of other libraries
+            rows of a dispatch pass one more, and are copied to new arrays; those of a combine that lie elsewhere are
+            copied there, and loaded too. So are, on GPUs, arrays of other libraries
             than torch 2.8 or later, and dispatches that are captured in a graph or given a stream.
         capacity: see `DispatchCombineContext.create`.
 
@@ -624,7 +625,8 @@ class EPAll2AllLayer:
         views = [None if array is None else self._view(array) for array in (made[0], weights, made[1])]
         copies = []
         if taken.passed and self.ctx.workspace.outputs is not None:
-            for place, address in zip((0, 2), self.ctx.workspace.outputs.addresses(taken), strict=True):
+            outputs = self.ctx.workspace.outputs
+            for place, address in ((0, outputs.address(taken.number)), (2, outputs.scales_address(taken.number))):
                 view = views[place]
                 if view is not None:
                     copies.append((view.ptr, address, view.nbytes))

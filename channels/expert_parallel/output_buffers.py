@@ -76,10 +76,18 @@ class OutputBuffers:
         """The scales of the same buffer's rows, float32."""
         return part_of(taken.whole, self._scales_at, shape, "float32")
 
-    def addresses(self, taken: TakenBuffer) -> tuple[int, int]:
-        """Where a buffer's rows begin, and where its scales do."""
-        ptr = self._parts[taken.number - 1].ptr
-        return ptr, ptr + self._scales_at
+    def address(self, number: int) -> int:
+        """Where a buffer's rows begin."""
+        return self._parts[number - 1].ptr
+
+    def scales_address(self, number: int) -> int:
+        """Where its scales begin."""
+        return self.address(number) + self._scales_at
+
+    @property
+    def passing(self) -> int:
+        """The number of the buffer that rows of a combine may pass; 0 if there is none."""
+        return 0
 
     def holding(self, view: ArrayView) -> int:
         """The number of the buffer at whose beginning an array lies; 0 if there is none."""

@@ -171,6 +171,7 @@ class Combine {
         number_(experts.counters->combines + 1),
         block_(blockIdx.x),
         topk_(experts.topk),
+        by_rank_(experts.chosen_per_rank != 0 && experts.local_size < experts.topk),
         row_bytes_(call.hidden * sizeof(T)),
         stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
         own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
@@ -329,9 +330,7 @@ class Combine {
     }
     return {team_.localOf(rank), row};
   }
-  PROXYCCL_DEVICE bool cachesRows() const {
-    return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS;
-  }
+  PROXYCCL_DEVICE bool cachesRows() const { return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS; }
   static PROXYCCL_DEVICE SlotRow* cachedRows() {
     __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
     return rows;
@@ -345,12 +344,14 @@ class Combine {
   PROXYCCL_DEVICE uint64_t partialRow(uint32_t place) const {
     return block_ * team_->return_segment_bytes + place * stride_;
   }
-  // Offset of the row of slot k of token i of a source, in the workspace of the rank that sums it.
-  PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k) const {
-    const uint64_t segment = topk_ * team_->return_segment_bytes;
+  // Offset of the row of slot k of token i of a source, which comes from a rank of the node, in the workspace of the
+  // rank that sums it. There is a place for each slot; or for each rank of the node, where a token has one row of each.
+  PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
+    const uint32_t places = by_rank_ ? team_->local_size : topk_;
+    const uint64_t segment = places * team_->return_segment_bytes;
     const uint64_t area =
         team_.isNear(source) ? team_->returns : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
-    return area + block_ * segment + (i * topk_ + k) * stride_;
+    return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
   }
   // A row's weight, stored behind the row once for each piece: different groups write the pieces.
   PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
@@ -396,7 +397,7 @@ class Combine {
     });
   }
   PROXYCCL_DEVICE char* slotOf(uint32_t source, uint32_t i, uint32_t k) const {
-    return team_.peer(team_.localOf(source)) + slotRow(source, i, k);
+    return team_.peer(team_.localOf(source)) + slotRow(source, i, k, team_->local_rank);
   }
 
   PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
@@ -435,7 +436,7 @@ class Combine {
           entry->at = team_.outputOf(slot.local, buffers()[slot.local]) + slot.row * row_bytes_;
           entry->weight = 1;
         } else {
-          entry->at = team_->workspace + slotRow(source, i, k);
+          entry->at = team_->workspace + slotRow(source, i, k, slot.local);
           entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
         }
         if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
@@ -476,6 +477,7 @@ class Combine {
   const ProxycclCombine& call_;
   const uint64_t number_;
   const uint32_t block_, topk_;
+  const bool by_rank_;                 // whether `returns` has a place for each rank
   const uint64_t row_bytes_, stride_;  // the stride has room for the pieces' weights
   const Segment own_;
 };

@@ -194,6 +194,21 @@ def test_the_kernels_compile_for_nvidia(path: Path) -> None:
     assert Nvrtc().compile(source[1], CUBIN)
 
 
+def test_the_page_shows_deep_eps_normal_mode_beside_nccl(tmp_path: Path) -> None:
+    rows = [
+        {"tokens": 128, "name": name, "dispatch_us": us, "combine_us": 2.0, "issuing_us": 3.0, "wrong": 0}
+        for name, us in (("Buffer, num_worst_tokens", 20.25), ("NCCL", 25.0))
+    ]
+    fields = {"world_size": 2, "device": "a GPU", "peers": {}, "hidden": 8, "topk": 2, "experts": 4, "method": "bursts"}
+    made = result("deep_ep_buffer", **fields, results=rows)
+    (tmp_path / "deep_ep_buffer_2.json").write_text(json.dumps(made))
+    done = make_page(tmp_path)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "README.md").read_text()
+    assert "a dispatch of 128 tokens in 20 µs (NCCL moves the bytes in 25)" in page
+    assert "| 128 | Buffer, num_worst_tokens | 20.2 | 2.0 | 3.0 |" in page
+
+
 def test_the_page_shows_tables_with_origin_peers_and_aims(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(all_reduce_result(4, 4.75)))
     (tmp_path / "b.json").write_text(json.dumps(all_reduce_result(2, 3.25)))
