@@ -180,10 +180,11 @@ bench-rdma: $(VENV)/.installed
 	sed '/^{$$/,/^}$$/d' build/rdma_writes.txt
 	sed -n '/^{$$/,/^}$$/p' build/rdma_writes.txt > $(RESULTS)/rdma_writes.json
 
-# Writes through libfabric, beside iperf3 and fi_pingpong where they are installed; and all_reduce between two hosts of two
-# ranks, which are network namespaces of this machine, beside MPI and gloo.
+# Writes through libfabric, beside iperf3 and fi_pingpong, which are fetched where they can be; and all_reduce between two
+# hosts of two ranks, which are network namespaces of this machine, beside MPI and gloo.
 bench-fabric: $(VENV)/.installed .venv-torch/.installed
-	$(BIN)/python benchmarks/fabric_writes.py --provider tcp --interface lo --json $(RESULTS)/fabric_writes.json
+	$(BIN)/python tests/support/fetch_network_peers.py build/network-peers || test $$? = 2
+	$(BIN)/python benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
 	$(BIN)/python tests/support/mpiexec_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
 	  .venv-torch/bin/python -m mpi4py \
 	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 40 \

@@ -17,11 +17,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import aims
 import numpy as np
-from network_peers import iperf3_bytes_per_second, missing_peers, pingpong_seconds
+from network_peers import NetworkPeers
 from program import common_arguments, end_if_it_hangs
 from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
@@ -102,20 +103,19 @@ def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: C
     return fields
 
 
-def beside(offer: FabricOffer) -> Fields:
-    """What other programs get on an offer's interface; without an entry for those that are not installed."""
+def beside(offer: FabricOffer, peers: NetworkPeers) -> Fields:
+    """What other programs get on an offer's interface; without an entry for those that are not here."""
     found: Fields = {}
-    missing = missing_peers()
-    for program in missing:
+    for program in peers.missing:
         print(f"# not measured: {program}, which is not installed")
     if offer.address is None:
         return found
-    if "iperf3" not in missing:
-        found["iperf3_bytes_per_second"] = rate = iperf3_bytes_per_second(str(offer.address))
+    if "iperf3" not in peers.missing:
+        found["iperf3_bytes_per_second"] = rate = peers.iperf3_bytes_per_second(str(offer.address))
         print(f"# iperf3, one stream: {rate / 1e6:,.0f} MB/s")
-    if "fi_pingpong" not in missing:
+    if "fi_pingpong" not in peers.missing:
         for nbytes in (_SHORT, _LONG):
-            found[f"fi_pingpong_{nbytes}_us"] = taken = pingpong_seconds(str(offer.address), "tcp", nbytes) * 1e6
+            found[f"fi_pingpong_{nbytes}_us"] = taken = peers.pingpong_seconds(str(offer.address), "tcp", nbytes) * 1e6
             print(f"# fi_pingpong over tcp, {nbytes} bytes one way: {taken:,.1f} µs, {nbytes / taken:,.0f} MB/s")
     return found
 
@@ -124,6 +124,7 @@ def main() -> int:
     parser = common_arguments(__doc__ or "")
     parser.add_argument("--provider", help="libfabric's provider (default PROXYCCL_FABRIC_PROVIDER, or the preferred)")
     parser.add_argument("--interface", help="libfabric's interface (default PROXYCCL_FABRIC_INTERFACE, or any)")
+    parser.add_argument("--peers", type=Path, help="where iperf3 and fi_pingpong are unpacked, if not installed")
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
     options = FabricOptions.from_environment(provider=parsed.provider, interface=parsed.interface)
@@ -139,7 +140,7 @@ def main() -> int:
     facts = machine()
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
-    peers = beside(endpoint.offer)
+    peers = beside(endpoint.offer, NetworkPeers(parsed.peers))
     pipe.send(endpoint.address)  # from now on it polls
     to = endpoint.connect(address, key)
     rows = []

@@ -1,61 +1,80 @@
 """What a network carries by others' measure: iperf3's one stream of TCP, and libfabric's own fi_pingpong.
 
-Both are Debian's packages (iperf3, libfabric-bin). A server runs beside its client, on the interface of an address.
+Both are Debian's packages (iperf3, libfabric-bin), installed or unpacked into a directory. A server runs beside its
+client, on the interface of an address.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 _PORT = 47592  # both programs', one after the other
 _SECONDS = 2
-_MESSAGES = 2000
+_MESSAGES, _MOST_BYTES = 2000, 256 << 20  # each way
 _LIMIT = 60.0
 _TRIES = 50  # of a client, until the server listens
 
 
-def missing_peers() -> list[str]:
-    """The programs that are not installed."""
-    return [program for program in ("iperf3", "fi_pingpong") if shutil.which(program) is None]
+class NetworkPeers:
+    """The two programs.
 
+    Args:
+        unpacked: a directory into which their packages were unpacked, if they were.
 
-@contextmanager
-def _server(*command: str) -> Iterator[None]:
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    finally:
-        server.kill()
-        server.wait()
+    Attributes:
+        missing: the programs that are not here.
+    """
 
+    def __init__(self, unpacked: Path | None = None) -> None:
+        self._environment = dict(os.environ)
+        if unpacked is not None:
+            libraries = [str(path) for path in unpacked.glob("usr/lib/*-linux-gnu")]
+            for name, added in (("PATH", [str(unpacked / "usr/bin")]), ("LD_LIBRARY_PATH", libraries)):
+                self._environment[name] = os.pathsep.join(filter(None, (*added, os.environ.get(name))))
+        path = self._environment.get("PATH")
+        self.missing = [program for program in ("iperf3", "fi_pingpong") if shutil.which(program, path=path) is None]
 
-def _client(result: str, *command: str) -> str:
-    """The output of a client once it has a certain text: before, the server does not listen."""
-    for _ in range(_TRIES):
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_LIMIT)
-        if done.returncode == 0 and result in done.stdout:
-            return done.stdout
-        time.sleep(0.1)
-    raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
+    def iperf3_bytes_per_second(self, address: str) -> float:
+        """Bytes a second of one TCP stream, as received."""
+        common = ("-p", str(_PORT))
+        with self._server("iperf3", "-s", "-B", address, *common):
+            told = json.loads(self._client("sum_received", "iperf3", "-c", address, *common, "-t", str(_SECONDS), "-J"))
+        return float(told["end"]["sum_received"]["bits_per_second"]) / 8
 
+    def pingpong_seconds(self, address: str, provider: str, nbytes: int) -> float:
+        """Seconds of a message one way: half a round trip of messages of that size."""
+        messages = min(_MESSAGES, _MOST_BYTES // nbytes)
+        common = ("-p", provider, "-e", "rdm", "-S", str(nbytes), "-I", str(messages))
+        with self._server("fi_pingpong", *common, "-B", str(_PORT)):
+            told = self._client("usec/xfer", "fi_pingpong", *common, "-P", str(_PORT), address)
+        header, row = (line.split() for line in told.splitlines() if re.match(r"bytes|\d", line))
+        return float(row[header.index("usec/xfer")]) / 1e6
 
-def iperf3_bytes_per_second(address: str) -> float:
-    """Bytes a second of one TCP stream, as received."""
-    with _server("iperf3", "-s", "-B", address, "-p", str(_PORT)):
-        told = json.loads(_client("sum_received", "iperf3", "-c", address, "-p", str(_PORT), "-t", str(_SECONDS), "-J"))
-    return float(told["end"]["sum_received"]["bits_per_second"]) / 8
+    @contextmanager
+    def _server(self, *command: str) -> Iterator[None]:
+        nowhere = subprocess.DEVNULL
+        server = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=self._environment)
+        try:
+            yield
+        finally:
+            server.kill()
+            server.wait()
 
-
-def pingpong_seconds(address: str, provider: str, nbytes: int) -> float:
-    """Seconds of a message one way: half a round trip of messages of that size."""
-    common = ("-p", provider, "-e", "rdm", "-S", str(nbytes), "-I", str(_MESSAGES))
-    with _server("fi_pingpong", *common, "-B", str(_PORT)):
-        told = _client("usec/xfer", "fi_pingpong", *common, "-P", str(_PORT), address)
-    header, row = (line.split() for line in told.splitlines() if re.match(r"bytes|\d", line))
-    return float(row[header.index("usec/xfer")]) / 1e6
+    def _client(self, result: str, *command: str) -> str:
+        """The output of a client once it has a certain text: before, the server does not listen."""
+        for _ in range(_TRIES):
+            done = subprocess.run(
+                command, capture_output=True, text=True, check=False, timeout=_LIMIT, env=self._environment
+            )
+            if done.returncode == 0 and result in done.stdout:
+                return done.stdout
+            time.sleep(0.1)
+        raise RuntimeError(f"{' '.join(command)}: {done.stdout}{done.stderr}")

@@ -157,9 +157,9 @@ class EPAll2AllLayer:
             through other memory of the layer; so are those of `dispatch_recv`, of `redispatch`, and what torch records.
         keeps_outputs: with output_buffers: what `dispatch` returned stays as long as somebody has it, as new arrays do,
             also what torch records. A buffer is then free again when the last array in it is gone. Where none is, the
-            rows of a dispatch pass one more, and are copied to new arrays; those of a combine that lie elsewhere are
-            copied there, and loaded too. So are, on GPUs, arrays of other libraries
-            than torch 2.8 or later, and dispatches that are captured in a graph or given a stream.
+            rows of a dispatch pass one more, and are copied to new arrays. On GPUs so do those in arrays of other
+            libraries than torch 2.8 or later, and of dispatches that are captured in a graph or given a stream. Rows of
+            a combine that lie elsewhere are copied to that buffer, and loaded too.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:

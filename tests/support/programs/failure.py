@@ -131,6 +131,7 @@ def killed_in_a_dispatch() -> None:
     tokens, ids = on_device(comm, np.ones((64, 32), np.float32)), on_device(comm, np.full((64, 2), VICTIM, np.int32))
     node = comm.local_world_size, comm.world_size
     layer = EPAll2AllLayer(comm, 64, 32, 2, rank, comm.world_size, *node, dtype="float32")
+    meet()  # the ranks may have compiled kernels, for longer than TIMEOUT
     rows, _, desc = layer.dispatch(tokens, ids)
     meet()
     if rank == VICTIM:
