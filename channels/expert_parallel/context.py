@@ -64,8 +64,8 @@ class DispatchInputs:
 
 
 class _CurrentStream(int):
-    """The handle of the stream on which the library of a call's arrays works now. It uses memory again in the order of
-    this stream, so what the call reads need not be kept for it.
+    """The handle of the stream on which the library of a call's arrays works now. It uses memory that it gave out there
+    again in the order of this stream, so that need not be kept for the call.
     """
 
 
@@ -277,7 +277,8 @@ class DispatchCombineContext:
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
         """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
         call = self._fill_inputs(phases, desc, inputs)
-        self._launch(self._dispatch, call, stream, (desc, desc.table_owners, inputs))
+        desc.stream = stream
+        self._launch(self._dispatch, call, stream, desc, (inputs,))
 
     def await_rows(self, desc: EPAllToAllLayoutDesc) -> int:
         """Waits on the CPU until this dispatch's number of rows is known, but not for the stream. Returns the number.
@@ -357,11 +358,13 @@ class DispatchCombineContext:
         cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.expert_alignment else ""
         at = desc.pointer(cleared) if cleared and desc.rows else 0
         fill = (lambda handle: self._fill(at, 4 * rows, handle)) if at else None
-        kept = (desc, desc.table_owners, inputs, output, received)
+        if desc.stream is None:
+            desc.stream = stream
+        kept = (inputs, output, received)
         launch, config = self._dispatch, self.ep_config
         if output is not None and self._dispatch_scaled is not None and inputs.tokens.dtype == config.token:
             launch, call.row_bytes = self._dispatch_scaled, config.hidden + self._scale_bytes
-        self._launch(launch, call, stream, kept, before=fill)
+        self._launch(launch, call, stream, desc, kept, before=fill)
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Queues copies in this device's memory, each to an address, from an address, of so many bytes."""
@@ -372,7 +375,7 @@ class DispatchCombineContext:
                 if nbytes:
                     runtime.copy(target, source, nbytes, handle)
 
-        self._queue(plan, stream, owners)
+        self._queue(plan, stream, None, owners)
 
     def repeat(
         self,
@@ -391,8 +394,8 @@ class DispatchCombineContext:
         own = desc.pointer("expert_ids") + 4 * self.workspace.node * self.ep_config.max_tokens * self.ep_config.topk
         call.expert_ids, call.id_bytes = ffi.cast("char *", own), 4
         self._agree("redispatch", tokens.dtype.name, desc.number)
-        kept = (desc, desc.table_owners, tokens.owner, output.owner, scales and scales.owner)
-        self._launch(self._dispatch, call, stream, kept)
+        kept = (tokens.owner, output.owner, scales and scales.owner)
+        self._launch(self._dispatch, call, stream, desc, kept)
 
     @property
     def scales_while_storing(self) -> bool:
@@ -408,7 +411,7 @@ class DispatchCombineContext:
         call = self._combine_call
         call.tokens, call.hidden = tokens.shape
         call.rows, call.output = ffi.cast("char *", tokens.ptr), ffi.cast("char *", packed.ptr)
-        self._launch(self._quantize, call, stream, (tokens.owner, packed.owner))
+        self._launch(self._quantize, call, stream, None, (tokens.owner, packed.owner))
         return packed
 
     def pack(self, rows: ArrayView, scales: ArrayView, stream: StreamLike) -> ArrayView:
@@ -417,7 +420,7 @@ class DispatchCombineContext:
         packed = self._packed(rows)
         pointers = (rows.ptr, scales.ptr, packed.ptr)
         launch = self._pack.prepare(*self.grid, *pointers, rows.shape[0], rows.shape[1], self._scale_bytes)
-        self._queue(launch, stream, (rows.owner, scales.owner, packed.owner))
+        self._queue(launch, stream, None, (rows.owner, scales.owner, packed.owner))
         return packed
 
     def _packed(self, rows: ArrayView) -> ArrayView:
@@ -484,8 +487,7 @@ class DispatchCombineContext:
         if at != rows.ptr:
             self.copy([(at, rows.ptr, rows.nbytes)], stream, (rows.owner,))
         arrays = [rows.owner, *(view.owner for view in (weights, slot_weights, output) if view is not None)]
-        owners = (desc, desc.table_owners, arrays)
-        self._launch(self._combine[rows.dtype.name], filled, stream, owners)
+        self._launch(self._combine[rows.dtype.name], filled, stream, desc, (arrays,))
 
     def scale(self, rows: ArrayView, weights: ArrayView, stream: StreamLike) -> None:
         """Queues the multiplication of rows by their weights, float32 [R], in place. Each product is rounded."""
@@ -493,7 +495,7 @@ class DispatchCombineContext:
         call.tokens, call.hidden = weights.shape[0], rows.shape[1]
         call.rows = call.output = ffi.cast("char *", rows.ptr)
         call.weights = ffi.cast("float *", weights.ptr)
-        self._launch(self._scale, call, stream, (rows.owner, weights.owner))
+        self._launch(self._scale, call, stream, None, (rows.owner, weights.owner))
 
     def collected_type(self, values: ArrayView) -> str:
         """The type in which `collect` takes values: their own if it is the tokens' or weights', else the weights'."""
@@ -513,7 +515,7 @@ class DispatchCombineContext:
             *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )
         if desc.rows:
-            self._queue(launch, stream, (values.owner, desc, desc.table_owners, matrix))
+            self._queue(launch, stream, desc, (values.owner, matrix))
         self.combine("collect", SEND | RECEIVE, desc, spread, None, slotted, stream)
         return slots
 
@@ -537,7 +539,13 @@ class DispatchCombineContext:
         self.group.launches.agree(call_of)
 
     def _launch(
-        self, launch: Launch, call: Any, stream: StreamLike, owners: tuple[object, ...], before: Any = None
+        self,
+        launch: Launch,
+        call: Any,
+        stream: StreamLike,
+        desc: EPAllToAllLayoutDesc | None,
+        owners: tuple[object, ...],
+        before: Any = None,
     ) -> None:
         raw = bytes(ffi.buffer(call))
 
@@ -547,10 +555,20 @@ class DispatchCombineContext:
                 before(handle)
             launch(handle)
 
-        self._queue(plan, stream, owners)
+        self._queue(plan, stream, desc, owners)
 
-    def _queue(self, plan: Callable[[StreamLike], None], stream: StreamLike, owners: tuple[object, ...]) -> None:
-        self.group.launches.launch(plan, stream, () if isinstance(stream, _CurrentStream) else owners)
+    def _queue(
+        self,
+        plan: Callable[[StreamLike], None],
+        stream: StreamLike,
+        desc: EPAllToAllLayoutDesc | None,
+        owners: tuple[object, ...],
+    ) -> None:
+        """Queues a plan that uses arrays of `owners` and the tables of `desc`. Keeps those that need it until then."""
+        kept = () if isinstance(stream, _CurrentStream) else owners
+        if desc is not None and (desc.stream != stream or not isinstance(stream, _CurrentStream)):
+            kept = (*kept, desc, desc.table_owners)  # tables that were made on another stream
+        self.group.launches.launch(plan, stream, kept)
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
         self.group.runtime.fill(ptr, 0xFF, nbytes, handle)

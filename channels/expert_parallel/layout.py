@@ -37,6 +37,7 @@ class EPAllToAllLayoutDesc:
         chosen_rows: in the exact mode with layout="rank", or with expert_alignment: for each expert of this rank the
             number of rows that chose it. Else None.
         output_buffer: the number, from 1, of the layer's output buffer in which the rows are; 0 if in none.
+        stream: that of the dispatch.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class EPAllToAllLayoutDesc:
         self.lost_slots: Any = None if lost_slots is None else lost_slots.owner
         self.chosen_rows: list[int] | None = None
         self.rows = 0
+        self.stream: Any = None
 
     def _allocate(self, shapes: dict[str, tuple[int, ...]]) -> None:
         offsets, end = [], 0
