@@ -47,7 +47,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Tokens:
-    """One rank's tokens, and how many of the ranks each goes to."""
+    """One rank's tokens, and which of the ranks each goes to."""
 
     x: torch.Tensor
     ids: torch.Tensor

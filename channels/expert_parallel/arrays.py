@@ -33,6 +33,13 @@ class MemoryPart:
         """Does nothing."""
 
 
+def library_of(like: Any, runtime: str) -> str:
+    """The library that makes arrays like another on a runtime: "torch", "numpy" on the host, else "proxyccl"."""
+    if hasattr(like, "new_empty"):
+        return "torch"
+    return "numpy" if runtime == "host" and not isinstance(like, Array) else "proxyccl"
+
+
 def part_of(array: Any, offset: int, shape: tuple[int, ...], dtype: DType | str) -> Any:
     """An array of the same library in the memory of an array of bytes, from `offset` on."""
     element = as_dtype(dtype)
@@ -58,10 +65,10 @@ class ExpertArrays:
 
     def new(self, like: Any, shape: tuple[int, ...], dtype: DType | str) -> Any:
         """A new array of `like`'s library: of torch, of numpy on the host, else as from `Communicator.empty`."""
-        element = as_dtype(dtype)
-        if hasattr(like, "new_empty"):
+        element, library = as_dtype(dtype), library_of(like, self._group.runtime.name)
+        if library == "torch":
             return like.new_empty(shape, dtype=getattr(sys.modules["torch"], element.name))
-        if self._group.runtime.name == "host" and not isinstance(like, Array):
+        if library == "numpy":
             return np.empty(shape, element.numpy())
         return allocate(self._group, shape, element)
 

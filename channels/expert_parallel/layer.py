@@ -484,7 +484,8 @@ class EPAll2AllLayer:
             self._refuse_capture(stream)
         taken, outputs = NO_BUFFER, self.ctx.workspace.outputs
         if buffered and outputs is not None:
-            on_current = given is None and self._outlives_no_graph(stream)
+            # In the exact mode a capture was refused above.
+            on_current = given is None and (self.max_recv_tokens is None or self._outlives_no_graph(stream))
             taken = outputs.take(inputs.tokens.owner, on_current_stream=on_current)
         desc = self.ctx.describe("dispatch", inputs, taken)
         output = self._fixed_output(desc, inputs, taken)

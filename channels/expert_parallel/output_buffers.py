@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from proxyccl.channels.expert_parallel.arrays import MemoryPart, part_of
+from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of, part_of
 from proxyccl.device.arrays import Array, ArrayView
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 from proxyccl.device.dtypes import DType, as_dtype
@@ -97,20 +97,15 @@ class OutputBuffers:
         """Ends the use of the memory. Arrays that are still there keep it."""
 
     def _in_turn(self, number: int, like: Any) -> TakenBuffer:
-        key = number, _library(like, self._runtime)
+        key = number, library_of(like, self._runtime.name)
         if key not in self._whole:
             self._whole[key] = self._make_whole(self._parts[number - 1], like)
         return TakenBuffer(number, self._whole[key])
 
     def _make_whole(self, part: MemoryPart, like: Any) -> Any:
         """A buffer's bytes as an array of the library of `like`, which keeps `part`."""
-        whole, library = Array(self._runtime, part, (part.nbytes,), as_dtype("uint8")), _library(like, self._runtime)
+        whole = Array(self._runtime, part, (part.nbytes,), as_dtype("uint8"))
+        library = library_of(like, self._runtime.name)
         if library == "torch":
             return sys.modules["torch"].from_dlpack(whole)
         return np.asarray(whole) if library == "numpy" else whole
-
-
-def _library(like: Any, runtime: BaseRuntime) -> str:
-    if hasattr(like, "new_empty"):
-        return "torch"
-    return "numpy" if runtime.name == "host" and not isinstance(like, Array) else "proxyccl"

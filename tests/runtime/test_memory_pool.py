@@ -13,25 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl.device import open_runtime
 from proxyccl.device.allocation_guard import AllocationGuard
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.memory_pool import MemoryPool, Segment
 from proxyccl.device.runtime import AllocationCalls, Runtime
-from support.devices import RUNTIME
 from support.foreign_memory import ForeignMemory, allocate, free
 
 pytestmark = pytest.mark.hip
 
 NBYTES = 2 << 20
-
-
-@pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    opened = open_runtime(RUNTIME, 0)
-    with opened.current():
-        yield opened
-        opened.synchronize()
 
 
 @pytest.fixture

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from proxyccl.device import memory_pool, open_runtime
+from proxyccl.device import memory_pool
 from proxyccl.device.places import ALLOCATE, FREE, Places
 from proxyccl.device.runtime import Runtime
-from support.devices import RUNTIME
+from support.torch_stand_in import PluggableAllocator
 
 pytestmark = pytest.mark.hip
 
 NBYTES, FIRST = 2 << 20, 512
 
-_functions = ctypes.CDLL(memory_pool.library())
-_allocate, _free = getattr(_functions, ALLOCATE), getattr(_functions, FREE)
-_allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-_allocate.restype = ctypes.c_void_p
-_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-_free.restype = None
+_allocator = PluggableAllocator(memory_pool.library(), ALLOCATE, FREE)
 
 
 def allocate(nbytes: int = NBYTES) -> int | None:
-    ptr: int | None = _allocate(nbytes, 0, None)
+    ptr: int | None = _allocator.allocate(nbytes, 0, None)
     return ptr
 
 
 def free(ptr: int | None) -> None:
-    _free(ptr, NBYTES, 0, None)
-
-
-@pytest.fixture
-def runtime() -> Iterator[Runtime]:
-    opened = open_runtime(RUNTIME, 0)
-    with opened.current():
-        yield opened
-        opened.synchronize()
+    _allocator.free(ptr, NBYTES, 0, None)
 
 
 @pytest.fixture

@@ -16,15 +16,19 @@ from support.debian_packages import INSTALLED, Apt, fetch_program, fill_once, ma
 PACKAGES = ("libfabric1", "iproute2")
 
 
-def fill(directory: Path) -> None:
-    """Downloads and unpacks into `directory`."""
+def fetch(directory: Path, packages: tuple[str, ...]) -> None:
+    """Fills `directory` with packages, libfabric1 among them, and what they need, unless that was done before."""
+    fill_once(directory, " ".join(packages), lambda directory: _fill(directory, packages))
+
+
+def _fill(directory: Path, packages: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as downloads:
         apt = Apt(Path(downloads, "apt"), machine_suite(), INSTALLED)
-        unpack(apt.download_with_dependencies(*PACKAGES), directory)
-    link_psm(directory)
+        unpack(apt.download_with_dependencies(*packages), directory)
+    _link_psm(directory)
 
 
-def link_psm(directory: Path) -> None:
+def _link_psm(directory: Path) -> None:
     """Puts libpsm_infinipath, which libfabric is linked with, where the linker looks: its package leaves that to
     update-alternatives, which runs when a package is installed and not when it is unpacked.
     """
@@ -35,4 +39,4 @@ def link_psm(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    fetch_program(lambda directory: fill_once(directory, " ".join(PACKAGES), fill))
+    fetch_program(lambda directory: fetch(directory, PACKAGES))

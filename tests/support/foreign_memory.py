@@ -11,23 +11,19 @@ from proxyccl import Array, Runtime
 from proxyccl.device import memory_pool
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.memory_pool import MemoryPool
+from support.torch_stand_in import PluggableAllocator
 
-_functions = ctypes.CDLL(memory_pool.library())
-_allocate, _free = getattr(_functions, memory_pool.ALLOCATE), getattr(_functions, memory_pool.FREE)
-_allocate.argtypes = [ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-_allocate.restype = ctypes.c_void_p
-_free.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p]
-_free.restype = None
+_allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)
 
 
 def allocate(nbytes: int, device: int) -> int:
     """The address, or 0."""
-    return _allocate(nbytes, device, None) or 0
+    return _allocator.allocate(nbytes, device, None) or 0
 
 
 def free(ptr: int, nbytes: int, device: int) -> None:
     """Frees what `allocate` gave."""
-    _free(ptr, nbytes, device, None)
+    _allocator.free(ptr, nbytes, device, None)
 
 
 class ForeignMemory:

@@ -1,0 +1,20 @@
+"""Fixtures of the runtimes' tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from proxyccl.device import open_runtime
+from proxyccl.device.runtime import Runtime
+from support.devices import RUNTIME
+
+
+@pytest.fixture
+def runtime() -> Iterator[Runtime]:
+    """That of the tests on its first device, in whose context the test runs; its work has ended with the test."""
+    opened = open_runtime(RUNTIME, 0)
+    with opened.current():
+        yield opened
+        opened.synchronize()
