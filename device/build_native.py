@@ -185,6 +185,7 @@ int proxyccl_host_event_query(void *event);
 int proxyccl_host_event_synchronize(void *event);
 int proxyccl_host_event_elapsed(float *milliseconds, void *start, void *end);
 int proxyccl_host_copy(void *dst, const void *src, size_t bytes, void *stream);
+void proxyccl_memmove(void *dst, const void *src, size_t bytes);
 int proxyccl_host_set(void *dst, int value, size_t bytes, void *stream);
 int proxyccl_host_write64(void *stream, uint64_t *address, uint64_t value, unsigned flags);
 int proxyccl_host_module_load(void **module, const char *path);
@@ -267,6 +268,7 @@ ffi.set_source(
     "proxyccl.device._native",
     """
 #include "proxyccl/handles.h"
+#include "proxyccl/host_memmove.h"
 #include "arrived.h"
 #include "execution.h"
 #include "team.h"
@@ -384,6 +386,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/host/fibers.h",
         "device/host/link_old_symbols.h",
         "device/include/proxyccl/handles.h",
+        "device/include/proxyccl/host_memmove.h",
         "device/kernels/arrived.h",
         "device/kernels/execution.h",
         "device/kernels/team.h",

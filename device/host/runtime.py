@@ -251,7 +251,7 @@ class HostRuntime:
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between two addresses; at once if no stream is given."""
         if stream is None:
-            ctypes.memmove(dst, src, nbytes)
+            lib.proxyccl_memmove(ffi.cast("void *", dst), ffi.cast("void *", src), nbytes)
         else:
             self._queue_copy(dst, src, nbytes, stream)
 

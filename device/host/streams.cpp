@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "fibers.h"
+#include "proxyccl/host_memmove.h"
 #include "runtime.h"
 
 namespace proxyccl {
@@ -303,7 +304,7 @@ int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end) {
 
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream) {
   return asStream(stream)->enqueue([=] {
-    memmove(dst, src, bytes);
+    proxyccl_memmove(dst, src, bytes);
     return 0;
   });
 }

@@ -153,7 +153,7 @@ class TwoShot {
   PROXYCCL_DEVICE void copy(T* to, T* from, uint64_t count) const {
 #if PROXYCCL_ON_HOST
     const uint64_t begin = firstElement(thread()), end = minimum(firstElement(thread() + 1), count);
-    if (begin < end) __builtin_memcpy(to + begin, from + begin, (end - begin) * sizeof(T));
+    if (begin < end) proxyccl_memmove(to + begin, from + begin, (end - begin) * sizeof(T));
 #else
     const Units<T> target(to, count), source(from, count);
     const uint64_t stride = threads();

@@ -37,7 +37,7 @@ struct Run {
   const T* values;
   uint64_t count;
 
-  PROXYCCL_DEVICE void store(T* to) const { __builtin_memcpy(to, values, count * sizeof(T)); }
+  PROXYCCL_DEVICE void store(T* to) const { proxyccl_memmove(to, values, count * sizeof(T)); }
 };
 
 // Calls store(i, run) with the combination of source(rank)[i, …) of all ranks, in rank order, for all of [begin, end).

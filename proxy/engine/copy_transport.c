@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "order.h"
+#include "proxyccl/host_memmove.h"
 #include "transports.h"
 
 typedef struct {
@@ -35,7 +36,7 @@ static int copy_transfer(ProxycclConnection *base, const ProxycclMemory *dst, ui
                          const ProxycclMemory *src, uint64_t src_offset, uint64_t bytes) {
   CopyConnection *self = self_of(base);
   if (dst->host != NULL && src->host != NULL && bytes <= PROXYCCL_CPU_COPY_BYTES && copy_idle(base)) {
-    memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* a trigger's ranges may overlap */
+    proxyccl_memmove(dst->host + dst_offset, src->host + src_offset, bytes); /* a trigger's ranges may overlap */
     return 0;
   }
   self->issued = 1;

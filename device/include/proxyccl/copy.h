@@ -3,6 +3,9 @@
 #define PROXYCCL_COPY_H
 
 #include "proxyccl/platform.h"
+#if PROXYCCL_ON_HOST
+#include "proxyccl/host_memmove.h"
+#endif
 
 namespace proxyccl {
 
@@ -42,7 +45,7 @@ PROXYCCL_OUT_OF_LINE void copyBytes(void* dst, const void* src, size_t bytes, ui
   const char* from = static_cast<const char*>(src);
 #if PROXYCCL_ON_HOST
   const size_t begin = bytes * thread / threads, end = bytes * (thread + 1) / threads;
-  if (end > begin) __builtin_memcpy(to + begin, from + begin, end - begin);
+  if (end > begin) proxyccl_memmove(to + begin, from + begin, end - begin);
 #else
   const uintptr_t misaligned = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from);
   if (misaligned % 16 == 0) return copyWords<Bytes16>(to, from, bytes, thread, threads);
