@@ -12,7 +12,7 @@ WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numpr
 marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
-C_SOURCES = $(shell find device proxy tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+C_SOURCES = $(shell find device proxy channels tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
 
 # Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.

@@ -75,9 +75,17 @@ shipped_kernels = [
     for source in [written(name, text) for name, text in kernel_libraries().items()]
 ]
 
+# By hand and not by cffi: it looks into Python's objects.
+prepared_calls = Extension(
+    "proxyccl.channels._prepared_calls",
+    sources=["channels/prepared_calls.c"],
+    extra_compile_args=["-std=gnu11", "-O2", "-fvisibility=hidden"],
+    py_limited_api=True,
+)
+
 setup(
     cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "proxy/build_bare_loops.py:ffi"],
-    ext_modules=shipped_kernels,
+    ext_modules=[prepared_calls, *shipped_kernels],
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},
         "build": {"parallel": JOBS},

@@ -42,6 +42,11 @@ class CallLog:
         )
         """ring(call, operations, stream): the same with prepared operations of the stream."""
 
+    def addresses(self, *, operations: bool) -> tuple[int, int]:
+        """Of the function behind `ring` if `operations`, else behind `issue`, and of its first argument, for C."""
+        function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
+        return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
+
     def wait_on(self, stream: int, synchronize: int) -> None:
         """From now on, `issue` and `ring` return when the call has ended, where they are given this stream.
 

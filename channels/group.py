@@ -415,6 +415,7 @@ class Group:
 
     def _close_for_use(self) -> None:
         self.failure.close()
+        self.launches.end_repeats()
         with _open_lock:
             if self in _open_groups:
                 _open_groups.remove(self)

@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.call_log import CALL_DIFFERS, CallLog, encode_fields
 from proxyccl.channels.calls import CALL_FIELDS, CollectiveCall, describe_call
 from proxyccl.channels.failure import FailureState
-from proxyccl.device._native import lib
-from proxyccl.device.arrays import current_stream
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.arrays import Array, current_stream
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
@@ -33,6 +34,7 @@ class Launches:
 
     Attributes:
         default_stream: what a call without a stream uses on the host runtime.
+        prepared_calls: calls without a stream on the host runtime that were repeated before.
     """
 
     def __init__(self, runtime: Runtime, failure: FailureState, call_log: CallLog) -> None:
@@ -45,6 +47,7 @@ class Launches:
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
+        self.prepared_calls = PreparedCalls(Array, "identity", self._lock, self._refuse)
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
 
@@ -102,11 +105,15 @@ class Launches:
                 with self._runtime.current():
                     status = issue(call, launch.prepared, handle)
             if status:
-                if status > 0:
-                    launch.check(status)
-                self._check(status, call)
+                self._refuse(status, (call, launch))
         if owners and stream is not None:
             self._runtime.in_flight.add(owners, stream, handle)
+
+    def keep(self, call: Any, launch: Launch | StreamOperations, x: Any, out: Any, options: tuple[Any, ...]) -> None:
+        """Keeps a call without a stream that `issue` has made, for ``prepared_calls.repeat(x, out, options)``."""
+        issue, callers = self._call_log.addresses(operations=not isinstance(launch, Launch))
+        prepared, fields = (int(ffi.cast("uintptr_t", each)) for each in (launch.prepared, call))
+        self.prepared_calls.keep(x, out, options, issue, callers, fields, prepared, (call, launch))
 
     @property
     def last_stream(self) -> int | None:
@@ -121,9 +128,20 @@ class Launches:
         """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
         return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]
 
+    def end_repeats(self) -> None:
+        """From now on no prepared call is repeated."""
+        self.prepared_calls.set_stream(0)
+
     def close(self) -> None:
         """Frees the default stream."""
         self.default_stream.close()
+
+    def _refuse(self, status: int, kept: tuple[Any, Launch | StreamOperations]) -> None:
+        """Raises what a call's status means that is not 0."""
+        call, launch = kept
+        if status > 0:
+            launch.check(status)
+        self._check(status, call)
 
     def _check(self, status: int, call: Any) -> None:
         if status == CALL_DIFFERS:
@@ -151,6 +169,7 @@ class Launches:
             if self._last_stream is not None:
                 self._runtime.order_streams(self._last_stream, handle)
             self._last_stream, self._last_stream_owner = handle, stream
+            self.prepared_calls.set_stream(handle if on_default else 0)
         elif type(stream) is not int:
             self._last_stream_owner = stream
         return handle

@@ -58,7 +58,9 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     for n in dims:
         nbytes *= n
     take = group.symmetric.allocate if symmetric else group.runtime.allocate
-    return Array(group.runtime, take(max(nbytes, 1)), dims, element)
+    array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
+    array.identity = object()
+    return array
 
 
 def register(group: Group, array: Any, *, symmetric: bool = False) -> RegisteredMemory:

@@ -30,6 +30,10 @@ class Array:
 
     On the host runtime it is a numpy array in all but name (``numpy.asarray(a)`` shares its memory); on a GPU it offers
     ``__cuda_array_interface__`` and ``__dlpack__``.
+
+    Attributes:
+        identity: an object that is no other array's, as long as the memory is there and nobody else may end it.
+            Otherwise None.
     """
 
     def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
@@ -37,6 +41,7 @@ class Array:
         self.memory = memory
         self.shape = shape
         self.dtype = dtype
+        self.identity: object = None
 
     @property
     def runtime(self) -> BaseRuntime:
@@ -93,6 +98,7 @@ class Array:
 
     def free(self) -> None:
         """Frees the memory now rather than with the last reference to the array. No queued work may use it."""
+        self.identity = None
         self.memory.close()
 
     def fill(self, value: Any) -> Array:

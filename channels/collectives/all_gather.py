@@ -20,7 +20,10 @@ from proxyccl.device.runtime import StreamLike
 
 def all_gather(collectives: Collectives, x: Any, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.all_gather`."""
-    key = call_key("all_gather", x, out, request.name)
+    options = ("all_gather", request.name)
+    if stream is None and collectives.repeat_prepared(x, out, options):
+        return out
+    key = call_key(options, x, out)
     if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group

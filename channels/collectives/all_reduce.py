@@ -35,11 +35,15 @@ def all_reduce(
     root: int | None = None,
 ) -> Any:
     """See `Communicator.all_reduce`. With a root it is what `reduce` is made of."""
-    require_op(op)
     name = "all_reduce" if root is None else "reduce"
-    key = call_key(name, x, x if out is None else out, op, request.name, root)
-    if collectives.repeat(key, x, out, stream):
-        return x if out is None else out
+    given = x if out is None else out
+    options = (name, op, request.name, root)
+    if stream is None and collectives.repeat_prepared(x, given, options):
+        return given
+    require_op(op)
+    key = call_key(options, x, given)
+    if collectives.repeat(key, x, given, stream):
+        return given
     group = collectives.group
     source = input_view(group, x, "x")
     require_reducible(source, op)

@@ -21,7 +21,10 @@ from proxyccl.device.runtime import StreamLike
 
 def all_to_all(collectives: Collectives, x: Any, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.all_to_all`."""
-    key = call_key("all_to_all", x, out, request.name)
+    options = ("all_to_all", request.name)
+    if stream is None and collectives.repeat_prepared(x, out, options):
+        return out
+    key = call_key(options, x, out)
     if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group

@@ -23,9 +23,13 @@ def broadcast(collectives: Collectives, x: Any, root: int, out: Any, request: Re
     """See `Communicator.broadcast`."""
     group = collectives.group
     require_root(group, root)
-    key = call_key("broadcast", x, x if out is None else out, request.name, root)
-    if collectives.plans.repeat(key, x, out, stream):
-        return x if out is None else out
+    given = x if out is None else out
+    options = ("broadcast", request.name, root)
+    if stream is None and collectives.repeat_prepared(x, given, options):
+        return given
+    key = call_key(options, x, given)
+    if collectives.plans.repeat(key, x, given, stream):
+        return given
     source = input_view(group, x, "x")
     result, target = output_view(group, x if out is None else out, x, source, source.shape)
     refuse_partial_overlap(source, target)

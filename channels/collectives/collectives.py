@@ -48,12 +48,15 @@ class Collectives:
         group: the ranks.
         plans: calls that were made before.
         execution_plans: what executes MSCCL++'s plans.
+        repeat_prepared: issues a call without a stream as `repeat` does, without Python: repeat_prepared(x, out,
+            options). False if it can't; then `repeat` may.
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
         self.group = group
         self.plans = Plans(group)
         self.execution_plans = ExecutionPlans(group)
+        self.repeat_prepared = group.launches.prepared_calls.repeat
         self._cta_policy = cta_policy
         self._unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
         self._team: Team | None = None

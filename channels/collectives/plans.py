@@ -25,14 +25,19 @@ Key = tuple[Any, ...]
 _KEPT = 512
 
 
-def call_key(collective: str, x: Any, out: Any, *options: object) -> Key | None:
-    """What makes two calls the same; None if the arrays' fingerprints can't tell."""
+def call_key(options: tuple[Any, ...], x: Any, out: Any) -> Key | None:
+    """What makes two calls the same; None if the arrays' fingerprints can't tell.
+
+    Args:
+        options: the collective's name, and what else its callers gave beside arrays and a stream.
+        x, out: input and output.
+    """
     if out is None:
         return None
     # As `fingerprint` does: a repeated call runs from cold caches, and each function on its way counts.
     source = libraries[type(x)].fingerprint(x)
     target = source if out is x else libraries[type(out)].fingerprint(out)
-    return None if source is None or target is None else (collective, source, target, *options)
+    return None if source is None or target is None else (options, source, target)
 
 
 def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> Plan:
@@ -59,9 +64,12 @@ class Plans:
         group.symmetric.listen(self._forget)
 
     def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
-        """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
-        prepared = self._prepared.get(key) if key is not None else None
-        if prepared is None:
+        """Issues a call that was made before with arrays of the same fingerprints. False if there was none.
+
+        What it repeats without a stream on the host runtime, `Launches.prepared_calls` repeats from then on.
+        """
+        changes = self._changes
+        if key is None or (prepared := self._prepared.get(key)) is None:
             return False
         fields, launch, guard = prepared
         if guard is not None and not guard.holds:
@@ -71,6 +79,10 @@ class Plans:
         owners = (x, out) if self._on_host and x is not None else ()
         stream = stream if self._on_host else self._launches.stream_for(stream, x)
         self._launches.issue(fields, launch, stream, owners)
+        if owners and stream is None and guard is None:
+            with self._lock:
+                if changes == self._changes:
+                    self._launches.keep(fields, launch, x, out, key[0])
         return True
 
     def run(
@@ -115,6 +127,7 @@ class Plans:
         """Forgets the plans with arrays of which peers may now know more or less."""
         with self._lock:
             self._changes += 1
+            self._launches.prepared_calls.clear()
             for launched in list(self._plans):
                 if any(start <= ptr < end for ptr in launched[1:]):
                     self._plans.pop(launched, None)
@@ -128,3 +141,4 @@ class Plans:
         with self._lock:
             self._plans.clear()
             self._prepared.clear()
+            self._launches.prepared_calls.clear()

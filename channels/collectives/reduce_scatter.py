@@ -23,8 +23,11 @@ from proxyccl.device.runtime import StreamLike
 
 def reduce_scatter(collectives: Collectives, x: Any, op: str, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.reduce_scatter`."""
+    options = ("reduce_scatter", op, request.name)
+    if stream is None and collectives.repeat_prepared(x, out, options):
+        return out
     require_op(op)
-    key = call_key("reduce_scatter", x, out, op, request.name)
+    key = call_key(options, x, out)
     if collectives.repeat(key, x, out, stream):
         return out
     group = collectives.group

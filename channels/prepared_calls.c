@@ -1,0 +1,305 @@
+/* Calls that were made before, kept so that a repeated one takes next to no Python: it is found by its arrays and
+ * options, and issued by one call of the engine.
+ *
+ * Ranks take turns on the cores, so a rank's next call runs from caches and branch predictors that others have used.
+ * There the interpreter needs several times as long as in a loop of its own.
+ *
+ * An extension of CPython's limited API, not of cffi: it looks into Python's objects.
+ */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+enum { PLACES = 512, MOST_DIMENSIONS = 6, MOST_OPTIONS = 6, LONGEST_FORMAT = 8 };
+
+/* What an array is to a call: equal for two arrays only if every call treats them alike. No padding: compared by
+ * memcmp. */
+typedef struct {
+  PyTypeObject* type;
+  PyObject* identity; /* of an array that has one, see PreparedCalls; of the others it is NULL, and the rest counts */
+  void* first;
+  Py_ssize_t bytes, dimensions, shape[MOST_DIMENSIONS];
+  uint64_t readonly;
+  char format[LONGEST_FORMAT]; /* padded with zeros */
+} Described;
+
+typedef int (*Issue)(void* callers, void* call, void* launch, uintptr_t stream);
+
+typedef struct {
+  Described x, out;
+  Py_ssize_t count;
+  PyObject* options[MOST_OPTIONS];
+  Issue issue;
+  void *callers, *call, *launch;
+  PyObject* kept; /* NULL: nothing is kept here */
+} Entry;
+
+typedef struct {
+  PyObject ob_base;
+  PyTypeObject* identified;
+  PyObject *identity_name, *acquire, *release, *refuse;
+  uintptr_t stream; /* 0: no call is repeated now */
+  Entry* entries;
+} PreparedCalls;
+
+/* Describes an array. Returns 1, with a reference to `identity` or with `view` to be released; 0 if it can't be
+ * described. Never an error. */
+static int describe(const PreparedCalls* self, PyObject* x, Described* described, Py_buffer* view) {
+  memset(described, 0, sizeof *described);
+  view->obj = NULL;
+  described->type = Py_TYPE(x);
+  if (described->type == self->identified) {
+    described->identity = PyObject_GetAttr(x, self->identity_name);
+    if (described->identity == NULL) PyErr_Clear();
+    if (described->identity == Py_None) Py_CLEAR(described->identity);
+    return described->identity != NULL;
+  }
+  if (!PyObject_CheckBuffer(x)) return 0;
+  if (PyObject_GetBuffer(x, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
+    PyErr_Clear(); /* it is not contiguous, or has a type that buffers don't know */
+    view->obj = NULL;
+    return 0;
+  }
+  const size_t format = view->format == NULL ? LONGEST_FORMAT : strlen(view->format);
+  if (view->ndim > MOST_DIMENSIONS || format >= LONGEST_FORMAT) {
+    PyBuffer_Release(view);
+    return 0;
+  }
+  described->first = view->buf, described->bytes = view->len, described->dimensions = view->ndim;
+  if (view->ndim > 0) memcpy(described->shape, view->shape, view->ndim * sizeof *view->shape);
+  memcpy(described->format, view->format, format);
+  described->readonly = view->readonly != 0;
+  return 1;
+}
+
+static void release(Described* described, Py_buffer* view) {
+  Py_CLEAR(described->identity);
+  PyBuffer_Release(view); /* does nothing without an object */
+}
+
+static Entry* place_of(const PreparedCalls* self, const Described* x, const Described* out, PyObject* options) {
+  uint64_t hash = (uintptr_t)x->first ^ (uintptr_t)x->identity ^ (uint64_t)x->bytes;
+  hash = hash * 31 + ((uintptr_t)out->first ^ (uintptr_t)out->identity);
+  hash = hash * 31 + (uintptr_t)PyTuple_GetItem(options, 0);
+  return &self->entries[(hash * 0x9E3779B97F4A7C15u) >> 55]; /* 9 bits: PLACES */
+}
+
+static int has_options(const Entry* entry, PyObject* options) {
+  if (PyTuple_Size(options) != entry->count) return 0;
+  for (Py_ssize_t i = 0; i < entry->count; ++i)
+    if (PyTuple_GetItem(options, i) != entry->options[i]) return 0;
+  return 1;
+}
+
+static void empty(Entry* entry) {
+  Entry old = *entry;
+  memset(entry, 0, sizeof *entry); /* first: what is released may run Python */
+  for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
+  Py_XDECREF((PyObject*)old.x.type);
+  Py_XDECREF(old.x.identity);
+  Py_XDECREF((PyObject*)old.out.type);
+  Py_XDECREF(old.out.identity);
+  Py_XDECREF(old.kept);
+}
+
+/* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
+static int issue_kept(PreparedCalls* self, const Described* x, const Described* out, PyObject* options) {
+  const Entry* entry = place_of(self, x, out, options);
+  if (self->stream == 0 || entry->kept == NULL || memcmp(&entry->x, x, sizeof *x) != 0 ||
+      memcmp(&entry->out, out, sizeof *out) != 0 || !has_options(entry, options))
+    return 0;
+  const Issue issue = entry->issue;
+  void *const callers = entry->callers, *const call = entry->call, *const launch = entry->launch;
+  const uintptr_t stream = self->stream;
+  PyObject* const kept = entry->kept;
+  int status;
+  Py_INCREF(kept); /* the entry may be dropped during the call */
+  Py_BEGIN_ALLOW_THREADS;
+  status = issue(callers, call, launch, stream);
+  Py_END_ALLOW_THREADS;
+  PyObject* refused = status == 0 ? NULL : PyObject_CallFunction(self->refuse, "iO", status, kept);
+  Py_DECREF(kept);
+  Py_XDECREF(refused);
+  return PyErr_Occurred() == NULL ? 1 : -1;
+}
+
+static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_Check(arguments[2]) || PyTuple_Size(arguments[2]) == 0) {
+    PyErr_SetString(PyExc_TypeError, "repeat(x, out, options) takes a tuple of options");
+    return NULL;
+  }
+  if (self->stream == 0) Py_RETURN_FALSE;
+  Described x, out;
+  Py_buffer x_view, out_view;
+  if (!describe(self, arguments[0], &x, &x_view)) Py_RETURN_FALSE;
+  if (!describe(self, arguments[1], &out, &out_view)) {
+    release(&x, &x_view);
+    Py_RETURN_FALSE;
+  }
+  int issued = -1;
+  PyObject* locked = PyObject_CallNoArgs(self->acquire);
+  if (locked != NULL) {
+    issued = issue_kept(self, &x, &out, arguments[2]);
+    PyObject *error_type, *error, *traceback; /* of a call that was refused */
+    PyErr_Fetch(&error_type, &error, &traceback);
+    PyObject* released = PyObject_CallNoArgs(self->release);
+    if (released != NULL) PyErr_Restore(error_type, error, traceback);
+    if (released == NULL) issued = -1;
+    Py_XDECREF(released);
+    Py_DECREF(locked);
+  }
+  release(&x, &x_view);
+  release(&out, &out_view);
+  return issued < 0 ? NULL : PyBool_FromLong(issued);
+}
+
+static PyObject* keep(PreparedCalls* self, PyObject* arguments) {
+  PyObject *x, *out, *options, *kept;
+  unsigned long long issue, callers, call, launch;
+  if (!PyArg_ParseTuple(arguments, "OOO!KKKKO", &x, &out, &PyTuple_Type, &options, &issue, &callers, &call, &launch,
+                        &kept))
+    return NULL;
+  const Py_ssize_t count = PyTuple_Size(options);
+  if (count == 0 || count > MOST_OPTIONS) {
+    PyErr_Format(PyExc_ValueError, "expected 1 to %d options, not %zd", MOST_OPTIONS, count);
+    return NULL;
+  }
+  Entry made = {.count = count,
+                .issue = (Issue)(uintptr_t)issue,
+                .callers = (void*)(uintptr_t)callers,
+                .call = (void*)(uintptr_t)call,
+                .launch = (void*)(uintptr_t)launch,
+                .kept = kept};
+  Py_buffer source, target;
+  if (!describe(self, x, &made.x, &source)) Py_RETURN_NONE;
+  if (!describe(self, out, &made.out, &target)) {
+    release(&made.x, &source);
+    Py_RETURN_NONE;
+  }
+  PyBuffer_Release(&source); /* a description is no reference to the array */
+  PyBuffer_Release(&target);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    made.options[i] = PyTuple_GetItem(options, i);
+    Py_INCREF(made.options[i]);
+  }
+  Py_INCREF(kept);
+  Py_INCREF((PyObject*)made.x.type);
+  Py_INCREF((PyObject*)made.out.type);
+  Entry* entry = place_of(self, &made.x, &made.out, options);
+  empty(entry);
+  *entry = made;
+  Py_RETURN_NONE;
+}
+
+static PyObject* clear(PreparedCalls* self, PyObject* Py_UNUSED(nothing)) {
+  for (int i = 0; i < PLACES; ++i) empty(&self->entries[i]);
+  Py_RETURN_NONE;
+}
+
+static PyObject* set_stream(PreparedCalls* self, PyObject* stream) {
+  const uintptr_t handle = (uintptr_t)PyLong_AsUnsignedLongLong(stream);
+  if (PyErr_Occurred()) return NULL;
+  self->stream = handle;
+  Py_RETURN_NONE;
+}
+
+static int traverse(PyObject* object, visitproc visit, void* arg) {
+  PreparedCalls* self = (PreparedCalls*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT((PyObject*)self->identified);
+  Py_VISIT(self->acquire);
+  Py_VISIT(self->release);
+  Py_VISIT(self->refuse);
+  for (int i = 0; self->entries != NULL && i < PLACES; ++i) {
+    const Entry* entry = &self->entries[i];
+    for (Py_ssize_t k = 0; k < entry->count; ++k) Py_VISIT(entry->options[k]);
+    Py_VISIT((PyObject*)entry->x.type);
+    Py_VISIT(entry->x.identity);
+    Py_VISIT((PyObject*)entry->out.type);
+    Py_VISIT(entry->out.identity);
+    Py_VISIT(entry->kept);
+  }
+  return 0;
+}
+
+static int let_go(PyObject* object) {
+  PreparedCalls* self = (PreparedCalls*)object;
+  self->stream = 0;
+  for (int i = 0; self->entries != NULL && i < PLACES; ++i) empty(&self->entries[i]);
+  Py_CLEAR(self->acquire);
+  Py_CLEAR(self->release);
+  Py_CLEAR(self->refuse);
+  return 0;
+}
+
+static void end(PyObject* object) {
+  PreparedCalls* self = (PreparedCalls*)object;
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  let_go(object);
+  PyMem_Free(self->entries);
+  Py_XDECREF((PyObject*)self->identified);
+  Py_XDECREF(self->identity_name);
+  PyObject_GC_Del(object);
+  Py_DECREF(type);
+}
+
+static PyObject* make(PyTypeObject* type, PyObject* arguments, PyObject* Py_UNUSED(keywords)) {
+  PyObject *identified, *name, *lock, *refuse;
+  if (!PyArg_ParseTuple(arguments, "O!UOO", &PyType_Type, &identified, &name, &lock, &refuse)) return NULL;
+  PyObject* object = PyType_GenericNew(type, NULL, NULL);
+  if (object == NULL) return NULL;
+  PreparedCalls* self = (PreparedCalls*)object;
+  Py_INCREF(identified);
+  self->identified = (PyTypeObject*)identified;
+  Py_INCREF(name);
+  PyUnicode_InternInPlace(&name);
+  self->identity_name = name;
+  Py_INCREF(refuse);
+  self->refuse = refuse;
+  self->acquire = PyObject_GetAttrString(lock, "acquire");
+  self->release = self->acquire == NULL ? NULL : PyObject_GetAttrString(lock, "release");
+  self->entries = self->release == NULL ? NULL : PyMem_Calloc(PLACES, sizeof(Entry));
+  if (self->entries != NULL) return object;
+  if (self->release != NULL) PyErr_NoMemory();
+  Py_DECREF(object);
+  return NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"repeat", (PyCFunction)(void (*)(void))repeat, METH_FASTCALL, NULL},
+    {"keep", (PyCFunction)keep, METH_VARARGS, NULL},
+    {"clear", (PyCFunction)clear, METH_NOARGS, NULL},
+    {"set_stream", (PyCFunction)set_stream, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+static PyType_Slot slots[] = {
+    {Py_tp_new, make},     {Py_tp_dealloc, end},     {Py_tp_traverse, traverse},
+    {Py_tp_clear, let_go}, {Py_tp_methods, methods}, {0, NULL},
+};
+static PyType_Spec spec = {
+    .name = "proxyccl.channels._prepared_calls.PreparedCalls",
+    .basicsize = sizeof(PreparedCalls),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+static int add_type(PyObject* module) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type == NULL) return -1;
+  const int status = PyModule_AddObjectRef(module, "PreparedCalls", type);
+  Py_DECREF(type);
+  return status;
+}
+
+static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_type}, {0, NULL}};
+static PyModuleDef module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "_prepared_calls",
+    .m_size = 0,
+    .m_slots = module_slots,
+};
+
+PyMODINIT_FUNC PyInit__prepared_calls(void) { return PyModuleDef_Init(&module); }

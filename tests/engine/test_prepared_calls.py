@@ -1,0 +1,233 @@
+"""Prepared calls are found by their arrays and options alone, and issued with the lock held."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl.channels._prepared_calls import PreparedCalls
+from proxyccl.proxy._engine import ffi
+
+pytestmark = pytest.mark.host_only(reason="arrays of numpy, and a driver of its own")
+
+STREAM, CALLERS, CALL, LAUNCH = 0x10, 0x20, 0x30, 0x40
+OPTIONS = ("all_reduce", "sum", None)
+
+
+class Identified:
+    """An array without a buffer."""
+
+    def __init__(self, identity: object) -> None:
+        self.identity = identity
+
+
+class RefusedError(Exception):
+    pass
+
+
+class Engine:
+    """What issues calls: it notes them and answers with a status.
+
+    Attributes:
+        calls: the prepared calls.
+        issued: the arguments of each call, as addresses.
+        status: what the next calls return.
+        meanwhile: called during a call.
+        refused: what `refuse` was given.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.issued: list[tuple[int, ...]] = []
+        self.status = 0
+        self.meanwhile: Callable[[], object] = lambda: None
+        self.refused: list[tuple[int, Any]] = []
+        self._function = ffi.callback("int(void *, void *, void *, uintptr_t)", self._issue)
+        self.calls = PreparedCalls(Identified, "identity", self.lock, self._refuse)
+        self.calls.set_stream(STREAM)
+
+    def _issue(self, *arguments: Any) -> int:
+        self.issued.append(tuple(int(ffi.cast("uintptr_t", each)) for each in arguments))
+        self.meanwhile()
+        return self.status
+
+    def _refuse(self, status: int, kept: Any) -> None:
+        self.refused.append((status, kept))
+        raise RefusedError(status)
+
+    def keep(self, x: Any, out: Any, options: tuple[Any, ...] = OPTIONS, kept: object = None) -> None:
+        function = int(ffi.cast("uintptr_t", self._function))
+        self.calls.keep(x, out, options, function, CALLERS, CALL, LAUNCH, kept)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_kept_call_is_issued_with_what_it_was_kept_with(engine: Engine) -> None:
+    x, out = np.ones(4), np.ones(4)
+    engine.keep(x, out)
+    assert engine.calls.repeat(x, out, OPTIONS)
+    assert engine.issued == [(CALLERS, CALL, LAUNCH, STREAM)]
+
+
+def read_only(x: Any) -> Any:
+    view = x[:]
+    view.flags.writeable = False
+    return view
+
+
+class Derived(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda x: x.copy(), id="address"),
+        pytest.param(lambda x: x[:2], id="size"),
+        pytest.param(lambda x: x.reshape(2, 4), id="shape"),
+        pytest.param(lambda x: x.reshape(4, 2, 1), id="dimensions"),
+        pytest.param(lambda x: x.view(np.int64), id="type"),
+        pytest.param(lambda x: x.view(">f8"), id="order of bytes"),
+        pytest.param(read_only, id="read-only"),
+        pytest.param(lambda x: x.T, id="not contiguous"),
+        pytest.param(lambda x: x.reshape(1, 1, 1, 1, 1, 1, 8), id="too many dimensions"),
+        pytest.param(lambda x: x.view([("first", "f8")]), id="fields"),
+        pytest.param(lambda x: x.view("M8[s]"), id="no buffer of its type"),
+        pytest.param(lambda x: x.view(Derived), id="type of array"),
+        pytest.param(lambda _: None, id="none"),
+    ],
+)
+@pytest.mark.parametrize("place", ["x", "out"])
+def test_a_call_with_another_array_is_not_found(engine: Engine, other: Callable[[Any], Any], place: str) -> None:
+    given = {"x": np.ones((4, 2)), "out": np.ones((4, 2))}
+    engine.keep(**given)
+    changed = {**given, place: other(given[place])}
+    assert not engine.calls.repeat(changed["x"], changed["out"], OPTIONS)
+    assert engine.calls.repeat(given["x"], given["out"], OPTIONS)
+
+
+def test_arrays_that_changed_in_place_are_not_found(engine: Engine) -> None:
+    x = np.ones((4, 2))
+    engine.keep(x, x)
+    x.shape = (2, 4)
+    assert not engine.calls.repeat(x, x, OPTIONS)
+
+
+@pytest.mark.parametrize("options", [("all_reduce", "sum"), (*OPTIONS, None), ("all_reduce", "max", None), ([], 1, 2)])
+def test_a_call_with_other_options_is_not_found(engine: Engine, options: tuple[Any, ...]) -> None:
+    x = np.ones(4)
+    engine.keep(x, x)
+    assert not engine.calls.repeat(x, x, options)
+
+
+def test_options_are_known_by_identity(engine: Engine) -> None:
+    x = np.ones(4)
+    engine.keep(x, x, ("broadcast", False))
+    assert not engine.calls.repeat(x, x, ("broadcast", 0))
+
+
+def test_arrays_without_buffers_are_known_by_their_identity(engine: Engine) -> None:
+    token = object()
+    engine.keep(Identified(token), Identified(token))
+    assert engine.calls.repeat(Identified(token), Identified(token), OPTIONS)
+    assert not engine.calls.repeat(Identified(object()), Identified(token), OPTIONS)
+
+
+def test_an_array_that_has_lost_its_identity_is_not_found(engine: Engine) -> None:
+    engine.keep(Identified(None), Identified(None))
+    assert not engine.calls.repeat(Identified(None), Identified(None), OPTIONS)
+
+
+def test_a_status_that_is_not_success_is_refused(engine: Engine) -> None:
+    x, kept = np.ones(4), object()
+    engine.keep(x, x, kept=kept)
+    engine.status = 5
+    with pytest.raises(RefusedError):
+        engine.calls.repeat(x, x, OPTIONS)
+    assert engine.refused == [(5, kept)]
+    free = threading.Thread(target=lambda: engine.issued.append((engine.lock.acquire(blocking=False),)))
+    free.start()
+    free.join()
+    assert engine.issued[-1] == (True,)
+
+
+def test_without_a_stream_nothing_is_issued(engine: Engine) -> None:
+    x = np.ones(4)
+    engine.keep(x, x)
+    engine.calls.set_stream(0)
+    assert not engine.calls.repeat(x, x, OPTIONS)
+    engine.calls.set_stream(STREAM + 1)
+    assert engine.calls.repeat(x, x, OPTIONS)
+    assert engine.issued == [(CALLERS, CALL, LAUNCH, STREAM + 1)]
+
+
+def test_calls_may_be_forgotten_while_one_of_them_is_issued(engine: Engine) -> None:
+    x, kept = np.ones(4), Identified(None)
+    alive = weakref.ref(kept)
+    engine.keep(x, x, kept=kept)
+    del kept
+    engine.meanwhile = engine.calls.clear
+    assert engine.calls.repeat(x, x, OPTIONS)
+    assert not engine.calls.repeat(x, x, OPTIONS)
+    assert alive() is None
+
+
+def test_threads_issue_one_call_after_the_other(engine: Engine) -> None:
+    x, running, together = np.ones(4), [], []
+
+    def meanwhile() -> None:
+        running.append(None)
+        together.append(len(running))
+        threading.Event().wait(0.001)
+        running.pop()
+
+    engine.keep(x, x)
+    engine.meanwhile = meanwhile
+    threads = [threading.Thread(target=engine.calls.repeat, args=(x, x, OPTIONS)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == [1] * 8
+
+
+def test_arrays_are_not_kept_and_calls_go_with_their_object() -> None:
+    x, kept, engine = np.ones(4), Identified(None), Engine()
+    array, call, owner = weakref.ref(x), weakref.ref(kept), weakref.ref(engine)
+    engine.keep(x, x, kept=kept)
+    del x, kept
+    assert array() is None
+    assert call() is not None
+    del engine
+    gc.collect()  # the engine has the calls, and they its method
+    assert (call(), owner()) == (None, None)
+
+
+def test_more_calls_than_are_kept(engine: Engine) -> None:
+    arrays = [np.full(4, i) for i in range(2000)]
+    for i, x in enumerate(arrays):
+        engine.keep(x, x, ("all_reduce", i))
+        assert engine.calls.repeat(x, x, ("all_reduce", i))
+    found = sum(engine.calls.repeat(x, x, ("all_reduce", i)) for i, x in enumerate(arrays))
+    assert 0 < found < len(arrays)
+
+
+@pytest.mark.parametrize("options", [(), tuple(range(7))])
+def test_a_wrong_number_of_options_is_refused(engine: Engine, options: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=f"expected 1 to 6 options, not {len(options)}"):
+        engine.keep(np.ones(4), np.ones(4), options)
+
+
+@pytest.mark.parametrize("arguments", [(), (1, 2), (1, 2, []), (1, 2, ())])
+def test_wrong_arguments_are_refused(engine: Engine, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="takes a tuple of options"):
+        engine.calls.repeat(*arguments)
