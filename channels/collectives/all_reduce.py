@@ -74,7 +74,8 @@ def _plan(collectives: Collectives, source: ArrayView, target: ArrayView, op: st
     team = collectives.team()
     if chosen in PACKET_ALGORITHMS and team.packets is None:
         chosen = "two_shot"
-    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
+    share = source.nbytes // group.world_size
+    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen, share):
         return prepare_all_reduce(collectives.by_proxy(), source, target, op)
     if chosen == "two_shot":
         reached_at = group.symmetric.reached(target)

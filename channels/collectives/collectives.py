@@ -194,9 +194,17 @@ class Collectives:
             return None
         return chosen
 
-    def goes_by_plan(self, algorithm: str) -> bool:
-        """Whether the proxies run a call: they do where they are asked to, and where a peer is not mapped."""
-        return algorithm == "proxy" or not self.team().all_mapped
+    def goes_by_plan(self, algorithm: str, share: int) -> bool:
+        """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
+        mapped and a rank's share is too long for a kernel (`LaunchDefaults.proxied_kernel_bytes`).
+
+        Args:
+            algorithm: what `choose` gave.
+            share: bytes; the same on all ranks.
+        """
+        if algorithm == "proxy":
+            return True
+        return not self.team().all_mapped and share > self.group.runtime.launch_defaults.proxied_kernel_bytes
 
     @property
     def selector(self) -> Selector:

@@ -25,6 +25,7 @@ from proxyccl import (
 )
 from proxyccl.channels import plan_rings
 from proxyccl.channels.collectives import plans, reduce_plans
+from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
 from proxyccl.device.array_view import ArrayView
 from proxyccl.device.dtypes import as_dtype
@@ -33,11 +34,12 @@ from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, PlanWait, Proxy
 from proxyccl.proxy.trigger import MAX_MEMORIES
 from support import hanging
 from support.device_arrays import barrier, on_device, on_host
-from support.devices import processes, world_sizes
+from support.devices import RUNTIME, processes, world_sizes
 from support.observing import wait_for
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
+from support.reference import Call
 from support.running import TIMEOUT, run_mpi, run_ranks
 from support.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
 
@@ -160,6 +162,29 @@ def test_moves_megabytes(ranks: Ranks, collective: str) -> None:
             calls.run(collective, share, 1, in_place=in_place)
 
     ranks.run(body)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_to_all", "broadcast", "reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("more", [0, 1])
+def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collective: str, more: int) -> None:
+    longest = open_runtime(RUNTIME).launch_defaults.proxied_kernel_bytes
+    nodes = max(world_sizes(1, 2, 3))
+    count = longest + more if collective != "all_reduce" else (longest + more) * nodes
+    call = Call(
+        collective,
+        count=count,
+        dtype="uint8",
+        in_place=False,
+        algorithm="two_shot" * (collective == "all_reduce") or None,
+    )
+
+    def body(comm: Communicator) -> None:
+        assert comm.collectives.goes_by_plan("kernels", longest + more) == (more > 0 and nodes > 1)
+        assert comm.collectives.goes_by_plan("proxy", longest)
+        if count > 0:
+            call.run(comm)
+
+    run_ranks(nodes, body, local_world_size=1)
 
 
 def test_a_thousand_calls_of_all_kinds(ranks: Ranks) -> None:
