@@ -128,7 +128,7 @@ def main() -> int:
     parsed = parser.parse_args()
     end_if_it_hangs(parsed.seconds)
     options = FabricOptions.from_environment(provider=parsed.provider, interface=parsed.interface)
-    rounds = 3 if parsed.quick else 11
+    rounds = 3 if parsed.quick else 31
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     target = context.Process(target=serve, args=(theirs, options), daemon=True)
