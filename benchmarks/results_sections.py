@@ -716,19 +716,20 @@ def host_collectives_section(result: Result) -> Section:
     aim, least = (
         (aims.BETWEEN_HOSTS_RATIO, 0) if between_hosts else (aims.HOST_ALL_REDUCE_RATIO, aims.HOST_ALL_REDUCE_BYTES)
     )
-    sizes = f"from {show_size(least)} on" if least else "of any size"
+    ours = ("registered", "private")
+    judged = ours if between_hosts else ours[:1]
+    sizes = f"of {' and '.join(judged)} arrays {f'from {show_size(least)} on' if least else 'of any size'}"
     hosts = f" on {result['hosts']} hosts, network namespaces of one machine," if between_hosts else ""
     lines = [
         *origin(result),
         "*registered*: our calls with arrays of `Communicator.empty`. *private*: our calls with arrays of numpy, as "
-        f"the peers have them. The aim is {aim:g} for all_reduce of registered arrays {sizes}. "
+        f"the peers have them. The aim is {aim:g} for all_reduce {sizes}. "
         f"{result['world_size']} ranks{hosts} shared {result['machine']['cores']} cores, whose load average was "
         f"{result['machine']['load']} at the end.{' ' + result['note'] if 'note' in result else ''}",
         "",
         wrong_line(sum(row["wrong"] for row in rows)),
         "",
     ]
-    ours = ("registered", "private")
     ratios = [(peer, own) for peer in peers for own in ours]
     titles = ["size", *(f"{name}, µs" for name in (*ours, *peers)), *(f"{peer} / {own}" for peer, own in ratios)]
     for collective in dict.fromkeys(row["collective"] for row in rows):
@@ -746,11 +747,12 @@ def host_collectives_section(result: Result) -> Section:
             ],
         )
     reductions = [row for row in rows if row["collective"] == "all_reduce" and row["size"] >= least]
-    reached = [
-        f"{peer}'s {number(min((row[f'{peer.lower()}_over_registered'] for row in reductions), default=None))}"
-        for peer in peers
-    ]
-    summary = f"peers' times over ours, all_reduce of registered arrays {sizes}: {', '.join(reached)} at least"
+
+    def lowest(peer: str) -> float | None:
+        return min((row[f"{peer.lower()}_over_{own}"] for row in reductions for own in judged), default=None)
+
+    reached = [f"{peer}'s {number(lowest(peer))}" for peer in peers]
+    summary = f"peers' times over ours, all_reduce {sizes}: {', '.join(reached)} at least"
     summary += f" (aim {aim:g})"
     title = f"Collectives {'between hosts ' if between_hosts else ''}beside {' and '.join(peers)} {place(result)}"
     return Section(title, summary, lines)
