@@ -64,6 +64,7 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
+        self._longest_proxied = group.runtime.launch_defaults.proxied_kernel_bytes
         levels = group.topology.has_levels()
         self._defaults = Selector.for_ranks(group.world_size, group.runtime.name, levels=levels)
         self._selector = self._defaults
@@ -133,7 +134,7 @@ class Collectives:
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
         """The algorithms of a collective that work between these ranks. All ranks call this together."""
         team, levels = self.team(), self.group.topology.has_levels()
-        works = {"kernels": team.all_mapped, "hierarchical": levels}
+        works = {"kernels": team.all_mapped or self._longest_proxied > 0, "hierarchical": levels}
         works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
@@ -194,17 +195,22 @@ class Collectives:
             return None
         return chosen
 
-    def goes_by_plan(self, algorithm: str, share: int) -> bool:
+    def goes_by_plan(self, request: Request, algorithm: str, share: int) -> bool:
         """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
-        mapped and a rank's share is too long for a kernel (`LaunchDefaults.proxied_kernel_bytes`).
+        mapped and kernels don't move data through the proxy.
 
         Args:
-            algorithm: what `choose` gave.
-            share: bytes; the same on all ranks.
+            request: what the callers ask.
+            algorithm: what `choose` gave for it.
+            share: bytes that one rank sends to one; the same on all ranks.
         """
         if algorithm == "proxy":
             return True
-        return not self.team().all_mapped and share > self.group.runtime.launch_defaults.proxied_kernel_bytes
+        if self.team().all_mapped:
+            return False
+        if request.algorithm is not None or self._selector is not self._defaults:  # named, or measured
+            return self._longest_proxied == 0
+        return share > self._longest_proxied
 
     @property
     def selector(self) -> Selector:

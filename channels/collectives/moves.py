@@ -42,7 +42,7 @@ def run_move(
         if group.world_size == 1:
             return copy_plan(group, source, target)
         algorithm = collectives.choose(name, request, source.dtype, max(source.nbytes, target.nbytes))
-        if collectives.goes_by_plan(algorithm, share):
+        if collectives.goes_by_plan(request, algorithm, share):
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()
         (kernel,) = COLLECTIVES[name]

@@ -170,17 +170,17 @@ def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collectiv
     longest = open_runtime(RUNTIME).launch_defaults.proxied_kernel_bytes
     nodes = max(world_sizes(1, 2, 3))
     count = longest + more if collective != "all_reduce" else (longest + more) * nodes
-    call = Call(
-        collective,
-        count=count,
-        dtype="uint8",
-        in_place=False,
-        algorithm="two_shot" * (collective == "all_reduce") or None,
-    )
+    call = Call(collective, count=count, dtype="uint8", in_place=False)
 
     def body(comm: Communicator) -> None:
-        assert comm.collectives.goes_by_plan("kernels", longest + more) == (more > 0 and nodes > 1)
-        assert comm.collectives.goes_by_plan("proxy", longest)
+        collectives = comm.collectives
+        chosen = collectives.request("all_gather", None, None, False)
+        assert collectives.goes_by_plan(chosen, "kernels", longest + more) == (more > 0 and nodes > 1)
+        assert collectives.goes_by_plan(chosen, "proxy", longest)
+        if "kernels" in collectives.algorithms("all_gather"):
+            named = collectives.request("all_gather", "kernels", None, False)
+            assert not collectives.goes_by_plan(named, "kernels", longest + more)
+            replace(call, algorithm="two_shot" if collective == "all_reduce" else "kernels").run(comm)
         if count > 0:
             call.run(comm)
 
