@@ -47,7 +47,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """Its size."""
-        view = self.source or self.target
+        view = self.target if self.source is None else self.source
         assert view is not None
         return view.nbytes
 
