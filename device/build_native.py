@@ -268,7 +268,7 @@ ffi.set_source(
     "proxyccl.device._native",
     """
 #include "proxyccl/handles.h"
-#include "proxyccl/host_memmove.h"
+#include "proxyccl/platform_host_memmove.h"
 #include "arrived.h"
 #include "execution.h"
 #include "team.h"
@@ -386,7 +386,7 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/host/fibers.h",
         "device/host/link_old_symbols.h",
         "device/include/proxyccl/handles.h",
-        "device/include/proxyccl/host_memmove.h",
+        "device/include/proxyccl/platform_host_memmove.h",
         "device/kernels/arrived.h",
         "device/kernels/execution.h",
         "device/kernels/team.h",

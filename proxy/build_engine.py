@@ -246,7 +246,7 @@ static void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_help
         "device/stream_operations.h",
         "device/include/proxyccl/trigger.h",
         "device/include/proxyccl/control.h",
-        "device/include/proxyccl/host_memmove.h",
+        "device/include/proxyccl/platform_host_memmove.h",
     ],
     # The last two exist where `make` had to fetch libibverbs' and libfabric's headers.
     include_dirs=[

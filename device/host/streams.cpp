@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "fibers.h"
-#include "proxyccl/host_memmove.h"
+#include "proxyccl/platform_host_memmove.h"
 #include "runtime.h"
 
 namespace proxyccl {

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "order.h"
-#include "proxyccl/host_memmove.h"
+#include "proxyccl/platform_host_memmove.h"
 #include "transports.h"
 
 typedef struct {

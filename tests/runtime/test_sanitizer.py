@@ -124,7 +124,7 @@ def test_no_race_is_found_in(instrumented: Path, scenarios: tuple[str, ...]) -> 
         ("planted_missing_barrier", "in reverse"),
         ("planted_missing_grid_barrier", "in exchange"),
         ("planted_relaxed_signal", "in pass"),
-        ("planted_missing_meeting", "in proxyccl::copyBytes"),
+        ("planted_missing_meeting", "in proxyccl_memmove"),
         ("planted_reused_source", "proxyccl_host_copy"),
         ("planted_reused_outbox", "copy_transfer"),
         ("planted_write_beside_a_plan", "proxyccl_host_set"),

@@ -4,7 +4,7 @@
 
 #include "proxyccl/platform.h"
 #if PROXYCCL_ON_HOST
-#include "proxyccl/host_memmove.h"
+#include "proxyccl/platform_host_memmove.h"
 #endif
 
 namespace proxyccl {

@@ -6,8 +6,8 @@
  * beside memory of ours: malloc puts large blocks 16 bytes behind the start of a page.
  * Plain C, shared with the engine.
  */
-#ifndef PROXYCCL_HOST_MEMMOVE_H
-#define PROXYCCL_HOST_MEMMOVE_H
+#ifndef PROXYCCL_PLATFORM_HOST_MEMMOVE_H
+#define PROXYCCL_PLATFORM_HOST_MEMMOVE_H
 
 #include "proxyccl/types.h"
 
