@@ -82,7 +82,7 @@ static void release(Described* described, Py_buffer* view) {
 static Entry* place_of(const PreparedCalls* self, const Described* x, const Described* out, PyObject* options) {
   uint64_t hash = (uintptr_t)x->first ^ (uintptr_t)x->identity ^ (uint64_t)x->bytes;
   hash = hash * 31 + ((uintptr_t)out->first ^ (uintptr_t)out->identity);
-  hash = hash * 31 + (uintptr_t)PyTuple_GetItem(options, 0);
+  for (Py_ssize_t i = 0; i < PyTuple_Size(options); ++i) hash = hash * 31 + (uintptr_t)PyTuple_GetItem(options, i);
   return &self->entries[(hash * 0x9E3779B97F4A7C15u) >> 55]; /* 9 bits: PLACES */
 }
 
@@ -94,6 +94,7 @@ static int has_options(const Entry* entry, PyObject* options) {
 }
 
 static void empty(Entry* entry) {
+  if (entry->kept == NULL) return;
   Entry old = *entry;
   memset(entry, 0, sizeof *entry); /* first: what is released may run Python */
   for (Py_ssize_t i = 0; i < old.count; ++i) Py_DECREF(old.options[i]);
@@ -101,7 +102,7 @@ static void empty(Entry* entry) {
   Py_XDECREF(old.x.identity);
   Py_XDECREF((PyObject*)old.out.type);
   Py_XDECREF(old.out.identity);
-  Py_XDECREF(old.kept);
+  Py_DECREF(old.kept);
 }
 
 /* With the lock held. Returns 1 if the call was issued, 0 if it is not kept, -1 with an exception. */
@@ -145,9 +146,15 @@ static PyObject* repeat(PreparedCalls* self, PyObject* const* arguments, Py_ssiz
     PyObject *error_type, *error, *traceback; /* of a call that was refused */
     PyErr_Fetch(&error_type, &error, &traceback);
     PyObject* released = PyObject_CallNoArgs(self->release);
-    if (released != NULL) PyErr_Restore(error_type, error, traceback);
-    if (released == NULL) issued = -1;
-    Py_XDECREF(released);
+    if (released != NULL) {
+      PyErr_Restore(error_type, error, traceback);
+      Py_DECREF(released);
+    } else {
+      issued = -1;
+      Py_XDECREF(error_type);
+      Py_XDECREF(error);
+      Py_XDECREF(traceback);
+    }
     Py_DECREF(locked);
   }
   release(&x, &x_view);

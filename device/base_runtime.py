@@ -218,9 +218,8 @@ class LaunchDefaults:
         exchange_bytes: what a rank takes in from all others at a time, in each buffer for rounds (team.h).
         pipeline_bytes: the same in each buffer for pipelines.
         meeting_bytes: bytes of a share from which on it pays to learn where peers' outputs lie before sending.
-        proxied_kernel_bytes: longest share that a kernel moves where a peer is reached through the proxy, unless
-            something else was measured or named. A plan moves a longer one: its ranks meet first, and nothing is
-            staged. 0: no kernel moves any.
+        proxied_kernel_bytes: longest share that a kernel moves to peers of other nodes, through the proxy, by default.
+            A plan moves a longer one: its ranks meet first, and nothing is staged. 0: no kernel moves any.
         packet_threads: a packet kernel takes another block for each so many packets; beyond packet_blocks its blocks
             grow, up to `threads`.
         packet_blocks: most blocks of a packet kernel.

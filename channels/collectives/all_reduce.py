@@ -74,8 +74,7 @@ def _plan(collectives: Collectives, source: ArrayView, target: ArrayView, op: st
     team = collectives.team()
     if chosen in PACKET_ALGORITHMS and team.packets is None:
         chosen = "two_shot"
-    share = source.nbytes // group.world_size
-    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(request, chosen, share):
+    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
         return prepare_all_reduce(collectives.by_proxy(), source, target, op)
     if chosen == "two_shot":
         reached_at = group.symmetric.reached(target)

@@ -9,7 +9,12 @@ from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
 from proxyccl.channels.collectives.plans import Key, Plans
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
-from proxyccl.channels.collectives.selection import ALGORITHMS_BY_COLLECTIVE, PACKET_ALGORITHMS, Selector
+from proxyccl.channels.collectives.selection import (
+    ALGORITHMS_BY_COLLECTIVE,
+    PACKET_ALGORITHMS,
+    Selector,
+    default_selector,
+)
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -64,9 +69,8 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
-        self._longest_proxied = group.runtime.launch_defaults.proxied_kernel_bytes
-        levels = group.topology.has_levels()
-        self._defaults = Selector.for_ranks(group.world_size, group.runtime.name, levels=levels)
+        self._kernels_reach_proxied = group.runtime.launch_defaults.proxied_kernel_bytes > 0
+        self._defaults = default_selector(group)
         self._selector = self._defaults
         group.keep(self)
 
@@ -134,7 +138,7 @@ class Collectives:
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
         """The algorithms of a collective that work between these ranks. All ranks call this together."""
         team, levels = self.team(), self.group.topology.has_levels()
-        works = {"kernels": team.all_mapped or self._longest_proxied > 0, "hierarchical": levels}
+        works = {"kernels": team.all_mapped or self._kernels_reach_proxied, "hierarchical": levels}
         works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
@@ -195,22 +199,11 @@ class Collectives:
             return None
         return chosen
 
-    def goes_by_plan(self, request: Request, algorithm: str, share: int) -> bool:
+    def goes_by_plan(self, algorithm: str) -> bool:
         """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
         mapped and kernels don't move data through the proxy.
-
-        Args:
-            request: what the callers ask.
-            algorithm: what `choose` gave for it.
-            share: bytes that one rank sends to one; the same on all ranks.
         """
-        if algorithm == "proxy":
-            return True
-        if self.team().all_mapped:
-            return False
-        if request.algorithm is not None or self._selector is not self._defaults:  # named, or measured
-            return self._longest_proxied == 0
-        return share > self._longest_proxied
+        return algorithm == "proxy" or not (self.team().all_mapped or self._kernels_reach_proxied)
 
     @property
     def selector(self) -> Selector:

@@ -29,7 +29,7 @@ def run_move(
 ) -> None:
     """Runs a collective whose kernel takes (team, source, target, share in bytes[, root]).
 
-    The proxies do it instead, by this rank's `part`, where they are asked to or a peer is not mapped.
+    The proxies do it instead, by this rank's `part`, where `Collectives.goes_by_plan`.
     With `reads_output` the rank reads what peers would overwrite, so nobody stores to its output.
     """
     group = collectives.group
@@ -42,7 +42,7 @@ def run_move(
         if group.world_size == 1:
             return copy_plan(group, source, target)
         algorithm = collectives.choose(name, request, source.dtype, max(source.nbytes, target.nbytes))
-        if collectives.goes_by_plan(request, algorithm, share):
+        if collectives.goes_by_plan(algorithm):
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()
         (kernel,) = COLLECTIVES[name]

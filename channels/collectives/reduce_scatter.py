@@ -45,7 +45,7 @@ def reduce_scatter(collectives: Collectives, x: Any, op: str, out: Any, request:
         if group.world_size == 1:
             return copy_plan(group, source, target)
         algorithm = collectives.choose("reduce_scatter", request, source.dtype, source.nbytes)
-        if collectives.goes_by_plan(request, algorithm, target.nbytes):
+        if collectives.goes_by_plan(algorithm):
             return prepare_reduce_scatter(collectives.by_proxy(), source, target, op)
         team, kernel = collectives.team(), COLLECTIVES["reduce_scatter"][0]
         arguments = (team.parameter(), source.ptr, target.ptr, target.size)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from proxyccl.channels.calls import register_names
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
+from proxyccl.channels.group import Group
 from proxyccl.device.dtypes import DType
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
@@ -157,17 +158,26 @@ class Selector:
 
     @classmethod
     @functools.cache
-    def for_ranks(cls, ranks: int, runtime: str, *, levels: bool = False) -> Selector:
+    def for_ranks(cls, ranks: int, runtime: str, *, levels: bool = False, proxied_kernel_bytes: int = 0) -> Selector:
         """Defaults, the same for symmetric and other arrays: kernels for all collectives.
 
         Args:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes with as many ranks each, and more than one.
+            proxied_kernel_bytes: the share up to which kernels are for, where longer ones go by proxy; 0: all.
         """
-        limits, beyond = ((), "hierarchical") if levels else (_by_packets(ranks, runtime), "two_shot")
+        longest = proxied_kernel_bytes * ranks
+        limits, beyond = (_by_packets(ranks, runtime), "two_shot")
+        if levels:
+            limits, beyond = (), "hierarchical"
+        elif longest:
+            limits, beyond = ((longest, "two_shot"),), "proxy"
         tables = {case: SizeTable((), "kernels") for case in CASES}
         for case in CASES:
+            if longest:
+                limit = proxied_kernel_bytes if case.collective == "broadcast" else longest
+                tables[case] = SizeTable(((limit, "kernels"),), "proxy")
             if case.collective == "all_reduce":
                 short = case.elements == "16-bit floats"
                 tables[case] = _sending_no_sums(limits, beyond, ranks) if short else SizeTable(limits, beyond)
@@ -192,6 +202,17 @@ class Selector:
             symmetric: whether the callers promise symmetric arrays.
         """
         return self.tables[Case.of(collective, dtype, symmetric=symmetric)].choose(nbytes)
+
+
+def default_selector(group: Group) -> Selector:
+    """The tables for a group's ranks before any are measured or set; the same on all of them."""
+    topology = group.topology
+    return Selector.for_ranks(
+        group.world_size,
+        group.runtime.name,
+        levels=topology.has_levels(),
+        proxied_kernel_bytes=group.runtime.launch_defaults.proxied_kernel_bytes if topology.node_count > 1 else 0,
+    )
 
 
 def _require_plan(plan: ExecutionPlan, case: Case, least: int, most: int | None) -> None:

@@ -24,6 +24,7 @@ from proxyccl.channels.collectives.selection import (
     Case,
     Selector,
     SizeTable,
+    default_selector,
     sending_no_sums,
 )
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -255,11 +256,10 @@ def selector_from(group: Group, measured: Mapping[Case, Times]) -> Selector:
     If the largest size measured is as large as `default_sizes` go, what is fastest there is used beyond it too.
     Otherwise the defaults are.
     """
-    runtime = group.runtime.name
-    defaults = Selector.for_ranks(group.world_size, runtime, levels=group.topology.has_levels())
+    defaults = default_selector(group)
     if not measured:
         return defaults
-    goes_on = max(measured[CASES[0]]) >= default_sizes(runtime)[-1]
+    goes_on = max(measured[CASES[0]]) >= default_sizes(group.runtime.name)[-1]
     return Selector(
         {case: table_from(times, None if goes_on else defaults.tables[case]) for case, times in measured.items()}
     )

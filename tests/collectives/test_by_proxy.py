@@ -174,15 +174,14 @@ def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collectiv
 
     def body(comm: Communicator) -> None:
         collectives = comm.collectives
-        chosen = collectives.request("all_gather", None, None, False)
-        assert collectives.goes_by_plan(chosen, "kernels", longest + more) == (more > 0 and nodes > 1)
-        assert collectives.goes_by_plan(chosen, "proxy", longest)
-        if "kernels" in collectives.algorithms("all_gather"):
-            named = collectives.request("all_gather", "kernels", None, False)
-            assert not collectives.goes_by_plan(named, "kernels", longest + more)
-            replace(call, algorithm="two_shot" if collective == "all_reduce" else "kernels").run(comm)
+        request = collectives.request(collective, None, None, False)
+        chosen = collectives.choose(collective, request, as_dtype("uint8"), max(call.sizes(nodes)))
+        if nodes > 1 and collective != "all_reduce":
+            assert collectives.goes_by_plan(chosen) == (more > 0)
         if count > 0:
             call.run(comm)
+        if longest > 0:
+            replace(call, algorithm="two_shot" if collective == "all_reduce" else "kernels").run(comm)
 
     run_ranks(nodes, body, local_world_size=1)
 
