@@ -165,14 +165,13 @@ class Selector:
             ranks: the world size.
             runtime: "host", "cuda" or "hip".
             levels: whether there are several nodes with as many ranks each, and more than one.
-            proxied_kernel_bytes: the share up to which kernels are for, where longer ones go by proxy; 0: all.
+            proxied_kernel_bytes: the share up to which kernels are for all but all_reduce. Longer ones go by proxy, as
+                does an all_reduce without levels. 0: kernels are for all.
         """
         longest = proxied_kernel_bytes * ranks
-        limits, beyond = (_by_packets(ranks, runtime), "two_shot")
-        if levels:
-            limits, beyond = (), "hierarchical"
-        elif longest:
-            limits, beyond = ((longest, "two_shot"),), "proxy"
+        limits, beyond = ((), "hierarchical") if levels else (_by_packets(ranks, runtime), "two_shot")
+        if longest and not levels:
+            limits, beyond = (), "proxy"
         tables = {case: SizeTable((), "kernels") for case in CASES}
         for case in CASES:
             if longest:
