@@ -31,7 +31,7 @@ def broadcast(collectives: Collectives, x: Any, root: int, out: Any, request: Re
     if collectives.plans.repeat(key, x, given, stream):
         return given
     source = input_view(group, x, "x")
-    result, target = output_view(group, x if out is None else out, x, source, source.shape)
+    result, target = output_view(group, given, x, source, source.shape)
     refuse_partial_overlap(source, target)
 
     def part(begin: int, nbytes: int) -> Exchange:

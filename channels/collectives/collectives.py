@@ -69,7 +69,6 @@ class Collectives:
         self._by_proxy: ByProxy | None = None
         self._flows: Flows | None = None
         self._scratch: Memory | None = None
-        self._kernels_reach_proxied = group.runtime.launch_defaults.proxied_kernel_bytes > 0
         self._defaults = default_selector(group)
         self._selector = self._defaults
         group.keep(self)
@@ -138,7 +137,7 @@ class Collectives:
     def algorithms(self, collective: str = "all_reduce") -> tuple[str, ...]:
         """The algorithms of a collective that work between these ranks. All ranks call this together."""
         team, levels = self.team(), self.group.topology.has_levels()
-        works = {"kernels": team.all_mapped or self._kernels_reach_proxied, "hierarchical": levels}
+        works = {"kernels": self._kernels_reach_all(), "hierarchical": levels}
         works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
@@ -203,7 +202,11 @@ class Collectives:
         """Whether the proxies run a call without a kernel: they do where they are asked to, and where a peer is not
         mapped and kernels don't move data through the proxy.
         """
-        return algorithm == "proxy" or not (self.team().all_mapped or self._kernels_reach_proxied)
+        return algorithm == "proxy" or not self._kernels_reach_all()
+
+    def _kernels_reach_all(self) -> bool:
+        """Whether kernels move data to every peer, through the proxy where it is not mapped."""
+        return self.team().all_mapped or self.group.runtime.launch_defaults.proxied_kernel_bytes > 0
 
     @property
     def selector(self) -> Selector:
