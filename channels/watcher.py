@@ -170,7 +170,7 @@ class Watcher:
         self._lost = lost
         self._ended.update(lost)
         self._parent, self._members = parent, members
-        self._looking = threading.Lock()  # held while the thread is here
+        self._looking = threading.RLock()  # held while the thread is here
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
@@ -228,6 +228,8 @@ class Watcher:
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
+        if self._remote_presence[peer] is Presence.LEFT:  # check_for_end has read it since it became readable
+            return
         while (message := link.receive()) is not None:
             if isinstance(message, Presence):
                 self._remote_presence[peer] = message
@@ -250,20 +252,29 @@ class Watcher:
         self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
 
     def check_for_end(self, peer: int) -> None:
-        """Files that a peer of this host is lost if its process ends within ENDING_MS.
+        """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
 
-        For a rank whose transfer to that peer has failed: the kernel takes the memory of a dying process from the RDMA
-        device first, and only then makes the process's descriptor readable.
+        For a rank whose transfer to that peer has failed: of a dying process the kernel first ends what RDMA devices
+        and libfabric's connections have, and only then makes the process's descriptor readable and hangs up its link.
         """
-        if self._parent is not None and not self._parent._own.aborted:
-            self._parent.check_for_end(self._members[peer])
-        self._end_with_parent()
+        if self._parent is not None:
+            if not self._parent._own.aborted:
+                self._parent.check_for_end(self._members[peer])
+            self._end_with_parent()
+            return
         ending = select.poll()
         for descriptor, rank in self._descriptors.items():
             if rank == peer:
                 ending.register(descriptor, select.POLLIN)
                 if ending.poll(self.ENDING_MS):
                     self._peer_ended(peer)
+        for descriptor, (rank, _) in self._links.items():
+            if rank == peer:
+                ending.register(descriptor, select.POLLRDHUP)
+                if ending.poll(self.ENDING_MS):
+                    with self._looking:
+                        if not self._own.aborted:
+                            self._receive(descriptor)
 
     def has_ended(self, peer: int) -> bool:
         """Whether a peer can take no part any more: its process has ended, its link is lost, or it has left."""

@@ -177,7 +177,7 @@ def test_between_nodes_kernels_move_short_shares_and_plans_longer_ones(collectiv
         request = collectives.request(collective, None, None, False)
         chosen = collectives.choose(collective, request, as_dtype("uint8"), max(call.sizes(nodes)))
         if nodes > 1 and collective != "all_reduce":
-            assert collectives.goes_by_plan(chosen) == (more > 0)
+            assert collectives.goes_by_plan(chosen) == (more > 0 or longest == 0)
         if count > 0:
             call.run(comm)
         if longest > 0:

@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +23,7 @@ from proxyccl.channels.control import Presence, create_segment
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_addresses
 from proxyccl.channels.watcher import Watcher
+from proxyccl.device._native import lib
 
 TIMEOUT = 20.0
 RECORD = ErrorRecord(code=3, rank=1, peer=2, operation=4, channel=5, status=-6, expected=1 << 63, seen=8, offset=9)
@@ -143,6 +145,23 @@ def test_a_rank_that_closes_behind_an_abort_tells_its_peers(pair: tuple[HostLink
     own.raise_abort(RECORD)
     watcher.close()
     assert heard(pair[0]) == RECORD
+    own.close()
+
+
+@pytest.mark.parametrize("killed", [True, False], ids=["killed", "left"])
+def test_a_failed_transfer_waits_for_the_end_of_its_peer(pair: tuple[HostLink, HostLink], killed: bool) -> None:
+    own = create_segment(open_runtime("host"), 1, TIMEOUT)
+    watcher = Watcher(1, own, {}, {}, {0: pair[1]})
+    ending = threading.Timer(0.1, pair[0]._socket.close if killed else pair[0].close)
+    ending.start()
+    watcher.check_for_end(0)
+    assert own.aborted == killed
+    if killed:
+        assert (own.record().code, own.record().peer) == (lib.PROXYCCL_ERROR_PEER_LOST, 0)
+    else:
+        assert watcher.presence(0) is Presence.LEFT
+    ending.join()
+    watcher.close()
     own.close()
 
 
