@@ -81,7 +81,7 @@ def test_collectives_and_experts_run_between_hosts(
 
 def test_mpiexec_starts_ranks_on_three_hosts(tmp_path: Path) -> None:
     program = [sys.executable, "-m", "mpi4py", str(PROGRAM), "collectives"]
-    with hosts_or_skip(3) as hosts:
+    with hosts_or_skip(3, secure_shell=tmp_path) as hosts:
         job = hosts.mpiexec([2, 2, 2], program, tmp_path)
         try:
             output, _ = job.communicate(timeout=SECONDS)

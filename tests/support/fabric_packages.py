@@ -5,12 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from support.debian_packages import UNAVAILABLE
+from support.debian_packages import UNAVAILABLE, installed_program
 from support.once import one_at_a_time
 from support.paths import ROOT
 
@@ -60,11 +59,7 @@ def _loads(library: Path) -> bool:
 
 @functools.cache  # asked before a fetched library is loaded, which is found by its name from then on
 def _is_installed() -> bool:
-    return _loads(Path(LIBRARY)) and shutil.which("ip", path=_search_path()) is not None
-
-
-def _search_path() -> str:
-    return os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+    return _loads(Path(LIBRARY)) and installed_program("ip") is not None
 
 
 def unavailable_reason() -> str:
@@ -83,7 +78,7 @@ def environment() -> dict[str, str]:
 
 def program(name: str) -> str:
     """The path of a program."""
-    found = shutil.which(name, path=_search_path())
+    found = installed_program(name)
     if found is not None:
         return found
     (fetched,) = (path for path in Path(_DIRECTORY).glob(f"*bin/{name}"))

@@ -34,7 +34,10 @@ def main() -> int:
         "OMP_NUM_THREADS": "1",
         "UCX_TLS": "tcp,self",
     }
-    with tempfile.TemporaryDirectory() as directory, Hosts(len(ranks)) as hosts:
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Hosts(len(ranks), secure_shell=Path(directory)) as hosts,
+    ):
         job = hosts.mpiexec(ranks, command, Path(directory), env=env)
         try:
             output, _ = job.communicate(timeout=_SECONDS)

@@ -17,23 +17,14 @@ from typing import NoReturn
 import pytest
 
 from proxyccl.proxy import _engine
+from support.debian_packages import UnavailableError
 from support.fabric_packages import environment, program, unavailable_reason
 from support.paths import ROOT
+from support.secure_shell import SecureShell
 
 INTERFACE = "eth0"
 _STEP_SECONDS = 30
 _TESTS = str(ROOT / "tests")
-_REMOTE_SHELL = """#!/bin/sh
-while case "$1" in -*) true;; *) false;; esac; do shift; done
-case "$1" in
-{places}esac
-shift
-exec nsenter --net --uts --target "$pid" -- sh -c "$*"
-"""
-
-
-class NoNetworkError(Exception):
-    """This machine can't have such hosts; the message says why."""
 
 
 class Hosts:
@@ -42,23 +33,27 @@ class Hosts:
     Args:
         count: number of hosts.
         ipv4: whether they have IPv4 addresses beside those of IPv6.
+        secure_shell: where sshd, on each host, and its client have their keys; None: there is none.
 
     Raises:
-        NoNetworkError: this process may not make them, or programs are missing.
+        UnavailableError: this process may not make them, or programs are missing.
     """
 
-    def __init__(self, count: int, *, ipv4: bool = True) -> None:
+    def __init__(self, count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> None:
         self._holders: list[subprocess.Popen[bytes]] = []
         self._environment = environment()
+        self._secure_shell: SecureShell | None = None
         for tool in ("unshare", "nsenter"):
             if shutil.which(tool) is None:
-                raise NoNetworkError(f"there is no {tool} (util-linux)")
+                raise UnavailableError(f"there is no {tool} (util-linux)")
         try:
             switch = self._hold("switch")
             self._ip(switch, "link", "add", "bridge", "type", "bridge")
             self._ip(switch, "link", "set", "bridge", "up")
             for number in range(count):
                 self._add(switch, number, ipv4=ipv4)
+            if secure_shell is not None:
+                self._secure_shell = SecureShell([self.inside(host) for host in range(count)], secure_shell)
         except BaseException:
             self.close()
             raise
@@ -76,7 +71,7 @@ class Hosts:
         assert holder.stdout is not None
         assert holder.stderr is not None
         if holder.stdout.readline() != b"made\n":
-            raise NoNetworkError(f"no network namespaces: {holder.stderr.read().decode().strip()}")
+            raise UnavailableError(f"no network namespaces: {holder.stderr.read().decode().strip()}")
         return len(self._holders) - 1
 
     def _add(self, switch: int, number: int, *, ipv4: bool) -> None:
@@ -103,7 +98,7 @@ class Hosts:
             env=self._environment,
         )
         if done.returncode:
-            raise NoNetworkError(f"{tool} {' '.join(arguments)}: {done.stderr.strip()}")
+            raise UnavailableError(f"{tool} {' '.join(arguments)}: {done.stderr.strip()}")
 
     def _inside(self, place: int) -> list[str]:
         return ["nsenter", "--net", "--uts", "--target", str(self._holders[place].pid), "--"]
@@ -138,17 +133,15 @@ class Hosts:
     def mpiexec(
         self, ranks: Sequence[int], command: Sequence[str], directory: Path, *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Starts MPICH's mpiexec on the first host, for so many ranks on each: ``mpiexec -f hosts``.
+        """Starts MPICH's mpiexec on the first host, for so many ranks on each: ``mpiexec -f hosts``, by ssh.
 
-        What it calls instead of ssh enters the other host's namespaces. MPI brings a libfabric of its own.
+        MPI brings a libfabric of its own.
         """
-        hosts, remote_shell = directory / "hosts", directory / "remote-shell"
+        assert self._secure_shell is not None, "made without secure_shell"
+        hosts = directory / "hosts"
         hosts.write_text("".join(f"{self.address(host)}:{count}\n" for host, count in enumerate(ranks)))
-        places = "".join(f"{self.address(host)}) pid={self._holders[host + 1].pid};;\n" for host in range(len(ranks)))
-        remote_shell.write_text(_REMOTE_SHELL.format(places=places))
-        remote_shell.chmod(0o755)
         mpiexec = str(Path(sys.executable).with_name("mpiexec"))
-        launcher = ("-launcher", "ssh", "-launcher-exec", str(remote_shell))
+        launcher = ("-launcher", "ssh", "-launcher-exec", str(self._secure_shell.client))
         whole = [mpiexec, "-f", str(hosts), *launcher, "-n", str(sum(ranks)), *command]
         return self._run(0, whole, {**os.environ, **(env or {})})
 
@@ -170,6 +163,8 @@ class Hosts:
 
     def close(self) -> None:
         """Ends the processes that keep the namespaces, and with them those."""
+        if self._secure_shell is not None:
+            self._secure_shell.close()
         for holder in self._holders:
             holder.communicate(timeout=_STEP_SECONDS)
 
@@ -182,7 +177,7 @@ class Hosts:
         self.close()
 
 
-def hosts_or_skip(count: int, *, ipv4: bool = True) -> Hosts:
+def hosts_or_skip(count: int, *, ipv4: bool = True, secure_shell: Path | None = None) -> Hosts:
     """So many hosts for a test of the fabric transport, which is skipped if it can't have them."""
     if not _engine.lib.proxyccl_fabric_built():
         require_fabric("this build has no fabric transport: libfabric's headers were not there")
@@ -190,8 +185,8 @@ def hosts_or_skip(count: int, *, ipv4: bool = True) -> Hosts:
     if reason:
         require_fabric(f"there is no libfabric: {reason}")
     try:
-        return Hosts(count, ipv4=ipv4)
-    except NoNetworkError as error:
+        return Hosts(count, ipv4=ipv4, secure_shell=secure_shell)
+    except UnavailableError as error:
         return require_fabric(str(error))
 
 
