@@ -184,8 +184,9 @@ bench-rdma: $(VENV)/.installed
 # hosts of two ranks, which are network namespaces of this machine, beside MPI and gloo.
 bench-fabric: $(VENV)/.installed .venv-torch/.installed
 	$(BIN)/python tests/support/fetch_network_peers.py build/network-peers || test $$? = 2
-	$(BIN)/python benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
-	$(BIN)/python tests/support/mpiexec_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
+	$(BIN)/python tests/support/run_on_hosts.py -- $(BIN)/python \
+	  benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
+	$(BIN)/python tests/support/run_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
 	  .venv-torch/bin/python -m mpi4py \
 	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 40 \
 	  --json $(RESULTS)/between_hosts_4.json

@@ -1,9 +1,10 @@
 """Proxied writes through libfabric, beside a bare C loop of fi_writemsg on the same provider.
 
 Writes of 8 bytes give a rate, writes of 1 MiB a bandwidth. They go to a process of their own, which only polls. The
-bare loop and the engine have an endpoint each, of the same provider and interface, with the same window, and ask for as
-many completions. They take turns; a ratio is the median of the ratios of the rounds. Where iperf3 and fi_pingpong are
-installed, they tell before what they get on the same interface: a stream of TCP, and messages to and fro.
+bare loop and the engine have an endpoint each, of the same provider and interface, with the same window; they send the
+same memory, and ask for as many completions. They take turns; a ratio is the median of the ratios of the rounds. Where
+iperf3 and fi_pingpong are installed, they tell before what they get on the same interface: a stream of TCP, and
+messages to and fro.
 
     python benchmarks/fabric_writes.py --interface lo      both processes on one host, over its loopback
 """
@@ -35,24 +36,24 @@ from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
 
 _LOOK = 0.002  # seconds between two reads of the flush word
-_FIFO_SIZE = 1 << 16  # so large that the thread that pushes never waits for room: it would spin for it
+_FIFO_SIZE = 1 << 18  # a turn's writes fit: the thread that pushes would spin for room, on a core of the others
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
-_RUN_SECONDS = 0.3
+_RUN_SECONDS = 0.5
 _CALIBRATION = {_SHORT: 5000, _LONG: 20}
 _RUNS_OF_A_WINDOW = 4  # completions that a window asks for, as the engine does
 
 
-def _endpoint(options: FabricOptions) -> tuple[FabricEndpoint, np.ndarray, FabricRegistration]:
+def _endpoint(options: FabricOptions, memory: np.ndarray) -> tuple[FabricEndpoint, FabricRegistration]:
     endpoint = FabricEndpoint(choose_offer(fabric_offers(), options), options)
-    memory = np.zeros(_BYTES, np.uint8)
-    return endpoint, memory, endpoint.register(memory.ctypes.data, memory.nbytes)
+    return endpoint, endpoint.register(memory.ctypes.data, memory.nbytes)
 
 
 def serve(pipe: Connection, options: FabricOptions) -> None:
     """The target: tells where it is, learns of the senders, and polls until the pipe has something to say."""
-    endpoint, memory, registration = _endpoint(options)
+    memory = np.zeros(_BYTES, np.uint8)
+    endpoint, registration = _endpoint(options, memory)
     pipe.send((endpoint.address, registration.address, registration.key))
     queue = endpoint.connect(pipe.recv(), 0).queue
     while not pipe.poll():
@@ -89,7 +90,8 @@ class Bare:
 def compare(nbytes: int, rounds: int, bare: Callable[[int, int], float], ours: Callable[[int, int], float]) -> Fields:
     """Both in turns."""
     calibration = _CALIBRATION[nbytes]
-    count = max(calibration, int(calibration * _RUN_SECONDS / bare(nbytes, calibration)))
+    count = int(calibration * _RUN_SECONDS / bare(nbytes, calibration))
+    count = min(max(calibration, count), _FIFO_SIZE)
     times = [(bare(nbytes, count), ours(nbytes, count)) for _ in range(rounds)]
     fields: Fields = {
         "bytes": nbytes,
@@ -134,9 +136,8 @@ def main() -> int:
     target = context.Process(target=serve, args=(theirs, options), daemon=True)
     target.start()
     address, remote, key = pipe.recv()
-    (endpoint, *own), (second, *seconds) = _endpoint(options), _endpoint(options)  # a proxy takes all completions
-    for memory in (own[0], seconds[0]):
-        memory[:] = np.random.default_rng(0).integers(0, 256, _BYTES)
+    memory = np.random.default_rng(0).integers(0, 256, _BYTES, np.uint8)
+    (endpoint, own), (second, proxied) = _endpoint(options, memory), _endpoint(options, memory)
     facts = machine()
     print(f"# ProxyCCL {versions().get('proxyccl', '')} writes through libfabric {load().version}: {endpoint.offer}")
     print(f"# {facts['cpu']}, {facts['cores']} cores, load {facts['load']}")
@@ -147,9 +148,9 @@ def main() -> int:
     with contextlib.ExitStack() as closing:
         closing.callback(endpoint.close)
         closing.callback(second.close)
-        bare = Bare(to, own[1].ptr, remote, key)
+        bare = Bare(to, own.ptr, remote, key)
         options_of_ours = replace(second.connect(address, key), signal_key=key)
-        places = (Place(seconds[1].ptr, _BYTES, seconds[1].local_key), Place(remote, _BYTES, key))
+        places = (Place(proxied.ptr, _BYTES, proxied.local_key), Place(remote, _BYTES, key))
         ours = closing.enter_context(
             ProxiedWrites(open_runtime("host"), "fabric", options_of_ours, *places, look=_LOOK, fifo_size=_FIFO_SIZE)
         )
@@ -163,7 +164,7 @@ def main() -> int:
                 flush=True,
             )
         pipe.send(None)
-        wrong = int((np.frombuffer(pipe.recv(), np.uint8) != own[0]).sum())
+        wrong = int((np.frombuffer(pipe.recv(), np.uint8) != memory).sum())
     target.join(TIMEOUT)
     print(f"# out of bounds values: {wrong} {'OK' if wrong == 0 else 'FAILED'}", flush=True)
     if parsed.json is not None:

@@ -145,6 +145,11 @@ class Hosts:
         whole = [mpiexec, "-f", str(hosts), *launcher, "-n", str(sum(ranks)), *command]
         return self._run(0, whole, {**os.environ, **(env or {})})
 
+    def choose_congestion_control(self, name: str) -> None:
+        """Has TCP on all hosts use a congestion control, such as ``cubic``, and not the machine's."""
+        for host in range(1, len(self._holders)):
+            self._tool("sh", host, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
+
     def cut(self, host: int) -> None:
         """Takes a host off the switch."""
         self._ip(0, "link", "set", f"port{host}", "down")

@@ -1,10 +1,14 @@
-"""mpiexec on hosts that are network namespaces, for benchmarks: so many ranks on each.
+"""Benchmarks on hosts that are network namespaces: mpiexec for so many ranks on each, or a program alone on one.
 
-python mpiexec_on_hosts.py RANKS... -- PROGRAM [ARGUMENT...]
+TCP has Linux's own congestion control there, whatever the machine's. BBR sends no faster than the rate that it has
+measured, and within a machine each connection measures another one, of half of what is possible.
+
+python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from support.fabric_packages import unavailable_reason
 from support.networks import INTERFACE, Hosts
 
+_CONGESTION_CONTROL = "cubic"
 _SECONDS = 900
 _PORT = "29533"
 
@@ -36,8 +41,11 @@ def main() -> int:
     }
     with (
         tempfile.TemporaryDirectory() as directory,
-        Hosts(len(ranks), secure_shell=Path(directory)) as hosts,
+        Hosts(max(1, len(ranks)), secure_shell=Path(directory) if ranks else None) as hosts,
     ):
+        hosts.choose_congestion_control(_CONGESTION_CONTROL)
+        if not ranks:
+            return subprocess.run([*hosts.inside(0), *command], check=False, timeout=_SECONDS).returncode
         job = hosts.mpiexec(ranks, command, Path(directory), env=env)
         try:
             output, _ = job.communicate(timeout=_SECONDS)
