@@ -141,7 +141,16 @@ def test_shipped_reductions_compile(hiprtc: Hiprtc, architecture: str, dtype: st
         assert exports(code, f"{algorithm}_{dtype}_{op.lower()}")
 
 
-@pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
+# The dispatches are instances of the same templates: for gfx942's neighbours one of them is enough.
+KERNELS = [
+    pytest.param(architecture, path, id=f"{architecture}-{path.stem}")
+    for architecture in ARCHITECTURES
+    for path in shipped_without_dtype()
+    if architecture == "gfx942" or not re.fullmatch(r"expert_dispatch(_\w*masks)?_kernel", path.stem)
+]
+
+
+@pytest.mark.parametrize(("architecture", "path"), KERNELS)
 def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: str, path: Path) -> None:
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
     code = hiprtc.compile(f'#include "{path.name}"\n', architecture)
