@@ -170,6 +170,8 @@ class Launches:
                 self._runtime.order_streams(self._last_stream, handle)
             self._last_stream, self._last_stream_owner = handle, stream
             self.prepared_calls.set_stream(handle if on_default else 0)
+            if self._failure.closed:  # since this call's check
+                self.end_repeats()
         elif type(stream) is not int:
             self._last_stream_owner = stream
         return handle

@@ -106,6 +106,23 @@ def test_a_closed_communicator_refuses_a_call_that_was_repeated(kind: str) -> No
             comm.all_reduce(x)
 
 
+def test_a_launch_that_overtakes_the_close_leaves_repeated_calls_refused() -> None:
+    def body(comm: Communicator) -> None:
+        x, group, stream = np.zeros(COUNT, np.float32), comm.collectives.group, comm.runtime.create_stream()
+        repeated(comm, x)
+        comm.all_reduce(x, stream=stream)
+        stream.synchronize()
+        group.failure.close()
+        group.launches.end_repeats()
+        group.launches.launch(lambda _: None, None, ())  # of a thread that found it open
+        with pytest.raises(ClosedError):
+            comm.all_reduce(x)
+        group.failure.state = "open"
+        stream.close()
+
+    run_ranks(2, body)
+
+
 def test_ranks_that_repeat_different_calls_are_told() -> None:
     def body(comm: Communicator) -> None:
         x, y = np.zeros(COUNT, np.float32), np.zeros(2 * COUNT, np.float32)
