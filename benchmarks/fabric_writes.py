@@ -37,6 +37,7 @@ from proxyccl.proxy.fabric.providers import choose_offer
 
 _LOOK = 0.002  # seconds between two reads of the flush word
 _FIFO_SIZE = 1 << 18  # a turn's writes fit: the thread that pushes would spin for room, on a core of the others
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _BYTES = 1 << 20
 _SHORT, _LONG = 8, _BYTES
 _AIMS = {_SHORT: aims.FABRIC_RATE_RATIO, _LONG: aims.FABRIC_BANDWIDTH_RATIO}
@@ -174,7 +175,8 @@ def main() -> int:
                 "benchmark": "fabric_writes",
                 "runtime": "host",
                 "device": f"libfabric {load().version}: {endpoint.offer}",
-                "method": "in turns, between two processes of one machine; medians over the rounds",
+                "method": "in turns, between two processes of one machine; medians over the rounds; TCP's congestion "
+                f"control: {_CONGESTION_CONTROL.read_text().strip()}",
                 "depth": to.depth,
                 "beside": peers,
                 "rows": rows,

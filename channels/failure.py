@@ -189,6 +189,8 @@ class FailureState:
         )
         with self._lock:
             if self._exception is None:
+                self._exception = self._of_parent()
+            if self._exception is None:
                 self._exception = exception_from(self._control.record(), self._rank, failure.reason)
                 self._exception.__cause__ = failure.exception
         self._pass_on()

@@ -170,7 +170,7 @@ class Watcher:
         self._lost = lost
         self._ended.update(lost)
         self._parent, self._members = parent, members
-        self._looking = threading.RLock()  # held while the thread is here
+        self._looking = threading.Lock()  # held by whoever takes what the peers tell
         self._passed_on = self._closed = False
         self._reporting: Thread | None = None
         self.releasing = False
@@ -200,11 +200,7 @@ class Watcher:
             self._peer_ended(peer)
         self._lost = []
         for descriptor in readable:
-            if descriptor in self._links:
-                self._receive(descriptor)
-            else:
-                self._peer_ended(self._descriptors[descriptor])
-                self._thread.forget(descriptor)
+            self._take(descriptor)
         self._end_with_parent()
         if self._own.aborted:
             for descriptor in self.descriptors:
@@ -225,6 +221,13 @@ class Watcher:
     def _end_with_parent(self) -> None:
         if self._parent is not None and self._parent._own.aborted:
             self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PARENT, self._rank))
+
+    def _take(self, descriptor: int) -> None:
+        if descriptor in self._links:
+            self._receive(descriptor)
+        else:
+            self._peer_ended(self._descriptors[descriptor])
+            self._thread.forget(descriptor)
 
     def _receive(self, descriptor: int) -> None:
         peer, link = self._links[descriptor]
@@ -254,27 +257,23 @@ class Watcher:
     def check_for_end(self, peer: int) -> None:
         """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
 
-        For a rank whose transfer to that peer has failed: of a dying process the kernel first ends what RDMA devices
-        and libfabric's connections have, and only then makes the process's descriptor readable and hangs up its link.
+        For a rank whose transfer to that peer has failed: the kernel ends what RDMA devices and libfabric's connections
+        have of a dying process before it makes the process's descriptor readable, and maybe before it ends the link.
         """
         if self._parent is not None:
             if not self._parent._own.aborted:
                 self._parent.check_for_end(self._members[peer])
             self._end_with_parent()
             return
-        ending = select.poll()
-        for descriptor, rank in self._descriptors.items():
-            if rank == peer:
-                ending.register(descriptor, select.POLLIN)
-                if ending.poll(self.ENDING_MS):
-                    self._peer_ended(peer)
-        for descriptor, (rank, _) in self._links.items():
-            if rank == peer:
-                ending.register(descriptor, select.POLLRDHUP)
-                if ending.poll(self.ENDING_MS):
-                    with self._looking:
-                        if not self._own.aborted:
-                            self._receive(descriptor)
+        ends = [(descriptor, select.POLLIN) for descriptor, rank in self._descriptors.items() if rank == peer]
+        ends += [(descriptor, select.POLLRDHUP) for descriptor, (rank, _) in self._links.items() if rank == peer]
+        for descriptor, event in ends:
+            ending = select.poll()
+            ending.register(descriptor, event)
+            if ending.poll(self.ENDING_MS):
+                with self._looking:
+                    if not (self._closed or self._own.aborted):
+                        self._take(descriptor)
 
     def has_ended(self, peer: int) -> bool:
         """Whether a peer can take no part any more: its process has ended, its link is lost, or it has left."""

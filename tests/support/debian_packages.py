@@ -5,7 +5,6 @@ apt runs with directories of its own; the mirror is the one that the machine's o
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import shutil
@@ -165,9 +164,3 @@ def fetch_program(fetch: Callable[[Path], None]) -> None:
     except UnavailableError as error:
         print(error)
         sys.exit(UNAVAILABLE)
-
-
-def installed_program(name: str) -> str | None:
-    """The path of a program of the machine's, of those for administrators too."""
-    search = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-    return shutil.which(name, path=search)

@@ -18,7 +18,7 @@ import pytest
 
 from proxyccl.proxy import _engine
 from support.debian_packages import UnavailableError
-from support.fabric_packages import environment, program, unavailable_reason
+from support.fabric_packages import PACKAGES, environment, unavailable_reason
 from support.paths import ROOT
 from support.secure_shell import SecureShell
 
@@ -90,7 +90,7 @@ class Hosts:
 
     def _tool(self, tool: str, place: int, *arguments: str) -> None:
         done = subprocess.run(
-            [*self._inside(place), program(tool), *arguments],
+            [*self._inside(place), PACKAGES.program(tool), *arguments],
             capture_output=True,
             text=True,
             check=False,
@@ -147,8 +147,8 @@ class Hosts:
 
     def choose_congestion_control(self, name: str) -> None:
         """Has TCP on all hosts use a congestion control, such as ``cubic``, and not the machine's."""
-        for host in range(1, len(self._holders)):
-            self._tool("sh", host, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
+        for place in range(1, len(self._holders)):
+            self._tool("sh", place, "-c", f"echo {name} > /proc/sys/net/ipv4/tcp_congestion_control")
 
     def cut(self, host: int) -> None:
         """Takes a host off the switch."""
@@ -168,10 +168,12 @@ class Hosts:
 
     def close(self) -> None:
         """Ends the processes that keep the namespaces, and with them those."""
-        if self._secure_shell is not None:
-            self._secure_shell.close()
-        for holder in self._holders:
-            holder.communicate(timeout=_STEP_SECONDS)
+        try:
+            if self._secure_shell is not None:
+                self._secure_shell.close()
+        finally:
+            for holder in self._holders:
+                holder.communicate(timeout=_STEP_SECONDS)
 
     def __enter__(self) -> Hosts:
         return self

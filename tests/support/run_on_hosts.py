@@ -1,7 +1,7 @@
 """Benchmarks on hosts that are network namespaces: mpiexec for so many ranks on each, or a program alone on one.
 
-TCP has Linux's own congestion control there, whatever the machine's. BBR sends no faster than the rate that it has
-measured, and within a machine each connection measures another one, of half of what is possible.
+TCP's congestion control is cubic there, Linux's own, whatever the machine's. BBR takes half as much through a machine's
+own network, and not the same for two connections that do the same: it sends at the rate that it has measured before.
 
 python run_on_hosts.py [RANKS...] -- PROGRAM [ARGUMENT...]
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from support.debian_packages import UnavailableError
 from support.fabric_packages import unavailable_reason
 from support.networks import INTERFACE, Hosts
 
@@ -56,4 +57,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UnavailableError as error:
+        sys.exit(f"there are no such hosts: {error}")

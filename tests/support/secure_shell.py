@@ -5,19 +5,16 @@ The programs are the machine's, else those that are fetched once into build/open
 
 from __future__ import annotations
 
-import os
 import shlex
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.debian_packages import UnavailableError, installed_program
-from support.fetch_packages import fetch
-from support.once import one_at_a_time
-from support.paths import ROOT
+from support.debian_packages import UnavailableError
+from support.fetched_packages import FetchedPackages, installed_program
 
-_NAMES = ("sshd", "ssh", "ssh-keygen")
-_DIRECTORY = ROOT / "build/openssh"
+_PACKAGES = FetchedPackages("openssh", "fetch_packages.py", "openssh-server", "openssh-client")
 _STEP_SECONDS = 30
 _SERVER = """\
 HostKey {key}
@@ -34,6 +31,10 @@ IdentityAgent none
 UserKnownHostsFile {known}
 GlobalKnownHostsFile none
 StrictHostKeyChecking yes
+"""
+_CLIENT_PROGRAM = """\
+#!/bin/sh
+LD_LIBRARY_PATH={libraries} exec {ssh} -F {config} "$@"
 """
 # sshd, where root starts it, wants a user "sshd" and a directory of its own. Both are made in a mount namespace, which
 # alone sees them, and root's entry there needs no shadow file and has a shell that every machine has.
@@ -58,22 +59,30 @@ class SecureShell:
     """
 
     def __init__(self, places: Sequence[Sequence[str]], directory: Path) -> None:
-        programs, self._environment = _programs()
+        if any(installed_program(name) is None for name in ("sshd", "ssh", "ssh-keygen")):
+            _PACKAGES.fetch()
+        self._environment = _PACKAGES.environment()
         self._servers: list[subprocess.Popen[str]] = []
         key, known, users, server, client = (
             directory / name for name in ("key", "known-hosts", "users", "sshd-config", "ssh-config")
         )
-        make_key = [programs["ssh-keygen"], "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
-        subprocess.run(make_key, check=True, timeout=_STEP_SECONDS)
+        make_key = [_PACKAGES.program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(key)]
+        subprocess.run(make_key, check=True, timeout=_STEP_SECONDS, env=self._environment)
         known.write_text(f"* {key.with_suffix('.pub').read_text()}")
         users.write_text(_USERS)
         server.write_text(_SERVER.format(key=key))
         client.write_text(_CLIENT.format(key=key, known=known))
         self.client = directory / "ssh"
-        self.client.write_text(f'#!/bin/sh\nexec {shlex.quote(programs["ssh"])} -F {shlex.quote(str(client))} "$@"\n')
+        self.client.write_text(
+            _CLIENT_PROGRAM.format(
+                libraries=shlex.quote(self._environment.get("LD_LIBRARY_PATH", "")),
+                ssh=shlex.quote(_PACKAGES.program("ssh")),
+                config=shlex.quote(str(client)),
+            )
+        )
         self.client.chmod(0o755)
         start = _START.format(
-            users=shlex.quote(str(users)), sshd=shlex.quote(programs["sshd"]), config=shlex.quote(str(server))
+            users=shlex.quote(str(users)), sshd=shlex.quote(_PACKAGES.program("sshd")), config=shlex.quote(str(server))
         )
         try:
             for place in places:
@@ -94,10 +103,15 @@ class SecureShell:
         self._servers.append(server)
         assert server.stderr is not None
         said = []
-        for line in server.stderr:
-            if line.startswith("Server listening"):
-                return
-            said.append(line)
+        too_late = threading.Timer(_STEP_SECONDS, server.kill)
+        too_late.start()
+        try:
+            for line in server.stderr:
+                if line.startswith("Server listening"):
+                    return
+                said.append(line)
+        finally:
+            too_late.cancel()
         raise UnavailableError(f"sshd did not start: {''.join(said).strip()}")
 
     def close(self) -> None:
@@ -105,16 +119,6 @@ class SecureShell:
         for server in self._servers:
             server.terminate()
         for server in self._servers:
-            server.communicate(timeout=_STEP_SECONDS)
-
-
-def _programs() -> tuple[dict[str, str], dict[str, str]]:
-    """Where each program is, and the environment in which it finds its libraries."""
-    found = {name: installed_program(name) for name in _NAMES}
-    if all(found.values()):
-        return {name: path for name, path in found.items() if path}, dict(os.environ)
-    with one_at_a_time(_DIRECTORY.with_name("openssh.lock")):
-        fetch(_DIRECTORY, ("openssh-server", "openssh-client"))
-    libraries = os.pathsep.join(map(str, _DIRECTORY.glob("usr/lib/*-linux-gnu")))
-    fetched = {name: next(str(path) for path in _DIRECTORY.glob(f"usr/*bin/{name}")) for name in _NAMES}
-    return fetched, {**os.environ, "LD_LIBRARY_PATH": libraries}
+            server.wait(_STEP_SECONDS)
+            assert server.stderr is not None
+            server.stderr.close()  # and not read to its end: sessions have it too

@@ -21,9 +21,11 @@ from proxyccl import PeerLostError, open_runtime
 from proxyccl.channels import host_links
 from proxyccl.channels.control import Presence, create_segment
 from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.failure import FailureState
 from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_addresses
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device._native import lib
+from proxyccl.proxy.interface import ProxyFailure
 
 TIMEOUT = 20.0
 RECORD = ErrorRecord(code=3, rank=1, peer=2, operation=4, channel=5, status=-6, expected=1 << 63, seen=8, offset=9)
@@ -163,6 +165,24 @@ def test_a_failed_transfer_waits_for_the_end_of_its_peer(pair: tuple[HostLink, H
     ending.join()
     watcher.close()
     own.close()
+
+
+def test_a_failed_transfer_of_a_part_tells_the_peer_that_was_lost(pair: tuple[HostLink, HostLink]) -> None:
+    segments = [create_segment(open_runtime("host"), 1, TIMEOUT) for _ in range(2)]
+    whole = FailureState(1, segments[0])
+    part = FailureState(1, segments[1], whole)
+    watcher = Watcher(1, segments[0], {}, {}, {0: pair[1]})
+    watcher_of_part = Watcher(1, segments[1], {}, {}, {}, parent=watcher, members=[0, 1])
+    whole.watch(watcher, whole.observer)
+    part.watch(watcher_of_part, part.observer)
+    pair[0]._socket.close()
+    part.file_proxy_failure(ProxyFailure(lib.PROXYCCL_ERROR_TRANSPORT, 0, None, -5, "the write failed", peer=0))
+    for state in (whole, part):
+        with pytest.raises(PeerLostError) as caught:
+            state.check()
+        assert caught.value.peer == 0
+    for each in (watcher_of_part, watcher, *segments):
+        each.close()
 
 
 def test_telling_a_peer_that_is_gone_is_no_error(pair: tuple[HostLink, HostLink]) -> None:
