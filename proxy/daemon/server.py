@@ -131,10 +131,10 @@ class Daemon:
         while True:
             left = self._attendance.milliseconds_left(self.clients) if self._attendance is not None else None
             ready = {descriptor for descriptor, _ in poll.poll(left)}
-            if self._stopping or (left == 0 and not ready):
-                return
             if self._wake_read in ready:
                 os.read(self._wake_read, select.PIPE_BUF)
+            if self._stopping or (left == 0 and not ready):  # behind the read, which may have taken what `stop` wrote
+                return
             for descriptor in ready - {self._wake_read, listener.fileno()}:
                 poll.unregister(descriptor)
                 self._process_ended(descriptor)
@@ -182,10 +182,10 @@ class Daemon:
         try:
             session.run()
         finally:
-            with self._lock:
+            with self._lock:  # for the wake too: `close`, which closes its pipe, waits for the sessions that it finds
                 del self._sessions[session]
-            if not self._stopping:
-                self._wake()
+                if not self._stopping:
+                    self._wake()
 
     def _open_runtime(self, name: str, device_id: str) -> Runtime:
         """The runtime of a device, which all its clients share."""

@@ -17,7 +17,7 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.daemon import session_memories
 from proxyccl.proxy.daemon.connection import DaemonConnection
-from proxyccl.proxy.daemon.server import Daemon
+from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
 from proxyccl.proxy.observe.publications import Publication
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
@@ -45,6 +45,28 @@ def client(inside: Daemon) -> Iterator[RawClient]:
 
 def no_descriptor_is_left(*_: object, **__: object) -> NoReturn:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def test_a_stop_while_the_end_of_a_session_is_noticed_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.read
+
+    def overtaken(descriptor: int, most: int) -> bytes:
+        if descriptor == daemon._wake_read:
+            daemon.stop()
+        return read(descriptor, most)
+
+    with Daemon(tmp_path / "socket", DaemonOptions(threads=1)) as daemon:
+        monkeypatch.setattr(os, "read", overtaken)
+        daemon._wake()  # as a session does that ends
+        serving = threading.Thread(target=daemon.serve)
+        serving.start()
+        serving.join(TIMEOUT)
+        returned = not serving.is_alive()
+        daemon.stop()
+        serving.join()
+        assert returned
 
 
 def test_what_is_closed_has_no_rdma_either(client: RawClient) -> None:
