@@ -134,10 +134,14 @@ struct MemoryChannel {
 };
 using SmChannel = MemoryChannel;
 
-#define MSCCLPP_SAME_PLACE(theirs, ours)                                                                        \
-  static_assert(                                                                                                \
-      __builtin_offsetof(BaseMemoryChannelDeviceHandle, theirs) == __builtin_offsetof(ProxycclSmChannel, ours), \
-      "the layouts of MemoryChannelDeviceHandle and ProxycclSmChannel differ");
+#ifdef __CUDACC_RTC__  // which has no __builtin_offsetof in CUDA 13.0
+#define MSCCLPP_OFFSET(type, member) __INTADDR__(&((type*)0)->member)
+#else
+#define MSCCLPP_OFFSET(type, member) __builtin_offsetof(type, member)
+#endif
+#define MSCCLPP_SAME_PLACE(theirs, ours)                                                                          \
+  static_assert(MSCCLPP_OFFSET(BaseMemoryChannelDeviceHandle, theirs) == MSCCLPP_OFFSET(ProxycclSmChannel, ours), \
+                "the layouts of MemoryChannelDeviceHandle and ProxycclSmChannel differ");
 MSCCLPP_SAME_PLACE(semaphore_, semaphore)
 MSCCLPP_SAME_PLACE(dst_, dst)
 MSCCLPP_SAME_PLACE(src_, src)
@@ -149,6 +153,7 @@ MSCCLPP_SAME_PLACE(packetBufferBytes_, packet_buffer_bytes)
 MSCCLPP_SAME_PLACE(peer_, peer)
 MSCCLPP_SAME_PLACE(channel_, channel)
 #undef MSCCLPP_SAME_PLACE
+#undef MSCCLPP_OFFSET
 static_assert(sizeof(MemoryChannelDeviceHandle) == sizeof(ProxycclSmChannel), "the handles differ in size");
 
 }  // namespace mscclpp
