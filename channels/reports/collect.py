@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import itertools
 import os
 import sys
 import sysconfig
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from proxyccl.channels.control import LAST_QUESTION, READBACK_BYTES, KernelWait
 from proxyccl.channels.error_record import PLAN_WAITS, WAITS, exception_from
@@ -311,17 +312,26 @@ def _semaphores(group: Group, device: DeviceReader) -> list[Semaphore]:
 _frames_lock = threading.Lock()
 
 
-def _frames() -> dict[int, FrameType]:
-    """The innermost frame of each thread.
+_CALLERS = ("f_back",) * (FRAMES - 1)
+
+
+def _frames() -> dict[int, list[FrameType]]:
+    """The frames of each thread, from the innermost on, FRAMES at most.
 
     The interpreter holds an internal lock meanwhile. No garbage collection may begin then: its finalisers may switch to
-    a thread that waits for that lock and does not release the GIL.
+    a thread that waits for that lock and does not release the GIL. Callers are found by iterators in C, between which
+    no other thread runs: CPython 3.11 crashes now and then where it is asked for the caller of a frame whose thread has
+    gone on.
     """
     with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
-            return sys._current_frames()
+            found = sys._current_frames()
+            chains = map(itertools.chain, zip(found.values(), strict=True), itertools.repeat(_CALLERS))
+            walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
+            walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
+            return dict(zip(found, map(list, walks), strict=True))
         finally:
             if collects:
                 gc.enable()
@@ -330,18 +340,18 @@ def _frames() -> dict[int, FrameType]:
 def _threads(own: int) -> list[Thread]:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
-    for ident, innermost in _frames().items():
+    for ident, frames in _frames().items():
+        if ident == threading.get_ident():  # the thread that makes the report
+            continue
         stack: list[str] = []
         program = installed = ""
-        frame = innermost if ident != threading.get_ident() else None  # all but the thread that makes the report
-        while frame is not None and len(stack) < FRAMES:
+        for frame in frames:
             code = frame.f_code
             stack.append(f"{code.co_filename}:{frame.f_lineno} in {code.co_qualname}")
             if frame.f_globals.get("__name__", "").partition(".")[0] not in ("proxyccl", "threading"):
                 installed = installed or stack[-1]
                 if not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
                     program = program or stack[-1]
-            frame = frame.f_back
         if installed:  # threads of this package are left out: the rest of the report covers them
             name = names.get(ident, f"thread {ident}")
             found.append(Thread(name, ident == own, stack[::-1], program or installed))
