@@ -32,7 +32,6 @@ from support.device_sources import (
     shipped_without_dtype,
 )
 from support.mscclpp_kernels import MSCCLPP_KERNELS
-from support.once import one_at_a_time
 from support.paths import ROOT, TESTS
 
 try:
@@ -91,14 +90,13 @@ class Hiprtc:
 
 @pytest.fixture(scope="session")
 def hiprtc() -> Iterator[Hiprtc]:
-    with one_at_a_time(HIPRTC.with_name("hiprtc.lock")):
-        fetched = subprocess.run(
-            [sys.executable, str(HIP / "fetch_hiprtc.py"), str(HIPRTC)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+    fetched = subprocess.run(
+        [sys.executable, str(HIP / "fetch_hiprtc.py"), str(HIPRTC)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
     if fetched.returncode == 2:
         pytest.skip(f"no HIPRTC: {fetched.stdout.strip()}")
     assert fetched.returncode == 0, fetched.stderr

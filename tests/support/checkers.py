@@ -9,7 +9,6 @@ import pytest
 
 from support.debian_packages import UnavailableError
 from support.fetch_checkers import fetch
-from support.once import one_at_a_time
 from support.paths import ROOT
 
 DIRECTORY = ROOT / "build/checkers"
@@ -21,8 +20,7 @@ def checkers() -> Path:
     Where they can't be had the test is skipped, unless PROXYCCL_REQUIRE_MODELS is 1.
     """
     try:
-        with one_at_a_time(DIRECTORY.with_name("checkers.lock")):
-            fetch(DIRECTORY)
+        fetch(DIRECTORY)
     except UnavailableError as error:
         if os.environ.get("PROXYCCL_REQUIRE_MODELS") == "1":
             pytest.fail(f"the checkers can't be had: {error}")

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from support.locks import one_at_a_time
+
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 INSTALLED = Path("/var/lib/dpkg/status")
 COMPLETE = "complete"
@@ -141,17 +143,22 @@ def unpack(packages: list[Path], root: Path) -> None:
 
 
 def fill_once(directory: Path, contents: str, fill: Callable[[Path], None]) -> None:
-    """Has `fill` fill an empty directory, unless one is complete that was filled with the same `contents`.
+    """Has `fill` fill the directory, unless that was done before with the same `contents`.
 
-    `contents` says what belongs there.
+    `contents` says what belongs there. `fill` gets an empty directory, which takes its place once it is complete: no
+    process finds a part of what belongs there. Other processes that call this for the same directory wait meanwhile.
     """
-    marker = directory / COMPLETE
-    if marker.exists() and marker.read_text() == contents:
-        return
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    fill(directory)
-    marker.write_text(contents)
+    with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
+        marker = directory / COMPLETE
+        if marker.exists() and marker.read_text() == contents:
+            return
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+        partial.mkdir()
+        fill(partial)
+        (partial / COMPLETE).write_text(contents)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
 
 
 def fetch_program(fetch: Callable[[Path], None]) -> None:

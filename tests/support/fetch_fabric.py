@@ -35,7 +35,7 @@ def _link_psm(directory: Path) -> None:
     (libfabric,) = directory.glob("usr/lib/*/libfabric.so.1")
     link = libfabric.with_name("libpsm_infinipath.so.1")
     for library in directory.glob("usr/lib/libpsm1/libpsm_infinipath.so.1.*"):
-        link.symlink_to(library)
+        link.symlink_to(Path("../libpsm1", library.name))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from support.debian_packages import UNAVAILABLE, UnavailableError
-from support.once import one_at_a_time
 from support.paths import ROOT
 
 _SECONDS = 280  # less than a test may take
@@ -29,16 +28,15 @@ class FetchedPackages:
         self._command = [sys.executable, str(Path(__file__).with_name(program)), str(self.directory), *arguments]
 
     def fetch(self) -> None:
-        """Fills the directory, unless that was done before. Other processes that ask for it wait meanwhile.
+        """Fills the directory, unless that was done before.
 
         Raises:
             UnavailableError: it can't be had here.
         """
-        with one_at_a_time(self.directory.with_name(f"{self.directory.name}.lock")):
-            try:
-                done = subprocess.run(self._command, capture_output=True, text=True, check=False, timeout=_SECONDS)
-            except subprocess.TimeoutExpired:
-                raise UnavailableError(f"it was not fetched within {_SECONDS} s") from None
+        try:
+            done = subprocess.run(self._command, capture_output=True, text=True, check=False, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise UnavailableError(f"it was not fetched within {_SECONDS} s") from None
         if done.returncode:
             raise UnavailableError((done.stdout if done.returncode == UNAVAILABLE else done.stderr).strip())
 

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from support.locks import one_at_a_time
 from support.paths import ROOT
-
-
-@contextlib.contextmanager
-def one_at_a_time(path: Path) -> Iterator[None]:
-    """Within the block no other process is in a block with this path, a file that is made if it is not there.
-
-    A process that ends, however it ends, lets the next one in.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def shared_directory(factory: pytest.TempPathFactory) -> Path:
