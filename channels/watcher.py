@@ -332,11 +332,12 @@ class Watcher:
         self.releasing = True
 
     def finish(self) -> None:
-        """Notices failures no more. Returns when `on_abort` has."""
+        """Notices failures no more. Returns when `on_abort` has, if a rank has failed."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
         if unseen:  # the abort came after the thread's last look
             self.pass_on()
+            self._report()
         if self._reporting is not None:
             self._reporting.join()
 

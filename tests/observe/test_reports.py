@@ -20,6 +20,7 @@ from proxyccl.channels.reports import collect
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
+from proxyccl.channels.watcher import WatchThread
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
@@ -162,6 +163,14 @@ def test_no_collection_begins_while_threads_are_listed(monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "_current_frames", lambda: collects.append(gc.isenabled()) or {})
     assert collect._frames() == {}
     assert (collects, gc.isenabled()) == ([False], True)
+
+
+def test_a_rank_that_closes_before_its_watcher_has_looked_reports_too(
+    reports: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WatchThread, "INTERVAL_MS", 10_000)
+    run_ranks(2, hang, timeout=TIMEOUT)
+    assert sorted(written(reports)) == [0, 1]
 
 
 def test_no_report_of_an_abort_that_the_program_asked_for(reports: Path) -> None:
