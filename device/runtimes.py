@@ -5,6 +5,7 @@ A vendor's module is imported when it is asked for: its packages need not be ins
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
@@ -15,6 +16,9 @@ from proxyccl.device.runtime import Runtime
 
 _GPUS = ("cuda", "hip")
 RUNTIMES = ("host", *_GPUS)
+_NVIDIA_DRIVER = "libcuda.so.1"  # as cuda-bindings loads it
+_AMD_NODES = ("/dev/kfd", "/dev/dxg")
+"""Of AMD's kernel driver, and of the one that Linux under Windows has in its place."""
 
 # A module that fails to import must not be imported by two threads at once: the second would see it half made.
 _opening = threading.RLock()
@@ -76,11 +80,24 @@ def find_runtime() -> str:
 def _first_with_a_device() -> str:
     for name in _GPUS:
         try:
-            if _driver(name).device_count() > 0:
+            if _has_a_driver(name) and _driver(name).device_count() > 0:
                 return name
         except RuntimeUnavailableError:
             continue
     return "host"
+
+
+def _has_a_driver(name: str) -> bool:
+    """Whether the vendor's driver is installed: without one, its packages need not be imported, which takes longer than
+    everything else that a communicator is made of.
+    """
+    if name == "hip":
+        return any(os.path.exists(node) for node in _AMD_NODES)
+    try:
+        ctypes.CDLL(_NVIDIA_DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def open_runtime(name: str | None = None, device: int | None = None, *, local_rank: int = 0) -> Runtime:
