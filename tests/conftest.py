@@ -14,8 +14,6 @@ from support.once import shared_directory
 PLACE = os.environ.get("PROXYCCL_PROXY", "")
 IN_DAEMON = PLACE == "daemon"
 collect_ignore = ["rdma/soft_roce"]  # runs in a machine of its own: make test-rdma
-# Open MPI wants to be told what MPICH does unasked: run as root, on more ranks than cores, bound to no core. Versions 4
-# and 5 have different names for it.
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -24,6 +22,11 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
+"""What Open MPI wants to be told, and MPICH does unasked: run as root, on more ranks than cores, bound to no core.
+Versions 4 and 5 have different names for it.
+"""
+NUMPY = {"OPENBLAS_NUM_THREADS": "1"}
+"""Its own threads would only fight a test's ranks for the cores."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -58,7 +61,8 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def pytest_configure() -> None:
-    os.environ.update({name: value for name, value in OPEN_MPI.items() if name not in os.environ})
+    for name, value in {**OPEN_MPI, **NUMPY}.items():
+        os.environ.setdefault(name, value)
 
 
 def pytest_report_header() -> str:

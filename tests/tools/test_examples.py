@@ -21,10 +21,7 @@ from support.paths import EXAMPLES
 from support.running import run_mpi
 
 NOT_PROGRAMS = {"demo.py", "traffic.py"}
-# Ranks of a busy machine: numpy's own threads would only fight them for the cores.
-ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-if ON_HOST:
-    ENVIRONMENT["TRITON_INTERPRET"] = "1"  # for the examples in Triton; no other reads it
+ENVIRONMENT = {"TRITON_INTERPRET": "1"} if ON_HOST else {}  # for the examples in Triton; no other reads it
 
 
 def run_example(world_size: int, name: str, *options: str) -> str:

@@ -264,7 +264,7 @@ def test_a_peer_s_abort_ends_a_wait() -> None:
 
 
 def test_a_killed_peer_ends_a_wait() -> None:
-    waiting, _ = run_processes(2, PROGRAMS / "triton_peer.py", env={"OPENBLAS_NUM_THREADS": "1"})
+    waiting, _ = run_processes(2, PROGRAMS / "triton_peer.py")
     assert waiting.returncode == 0, waiting.stderr
     assert waiting.stdout.split() == [PeerLostError.__name__, "1", "0"]
 
