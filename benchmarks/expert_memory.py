@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from proxyccl import EPConfig
-from proxyccl.channels.expert_parallel.geometry import Geometry, aligned, blocks_for
+from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, aligned, blocks_for
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.channels.torch_pool import own_segment_bytes
@@ -65,17 +65,19 @@ def workspace(world: World, layout: str) -> int:
     per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
     geometry = Geometry(
         replace(config, num_experts=world.ranks) if layout == "rank" else config,
+        OutputLayout(
+            chosen_per_rank=per_rank if layout == "rank" else 0,
+            padded_rows=rows if layout == "padded" else 0,
+            expert_alignment=1 if layout == "expert" else 0,
+            buffers=KEPT_OUTPUTS + 1 if layout == "rank" else 0,
+            buffer_rows=rows,
+            exact_rows=True,
+        ),
         nodes=world.nodes,
         local_size=world.local_size,
         blocks=blocks_for(world.tokens, NUM_SMS),
         threads=lib.PROXYCCL_EXPERT_THREADS,
         local_combine=layout == "expert" and world.nodes == 1,
-        chosen_per_rank=per_rank if layout == "rank" else 0,
-        padded_rows=rows if layout == "padded" else 0,
-        expert_alignment=1 if layout == "expert" else 0,
-        output_buffers=KEPT_OUTPUTS + 1 if layout == "rank" else 0,
-        output_rows=rows,
-        exact_rows=True,
         output_room=own_segment_bytes,
     )
     return geometry.workspace_bytes

@@ -15,7 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, EPConfig
-from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, blocks_for
+from proxyccl.channels.expert_parallel.geometry import BY_EXPERT, DISPATCH_KERNELS, OutputLayout, blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
@@ -82,11 +82,7 @@ class DispatchCombineContext:
         arrays: makes the arrays of results.
         nodes: who is on which node.
         workspace: memory that peers reach.
-        chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. `ep_config.num_experts` is
-            then the number of ranks.
-        padded_rows: rows that each expert has room for, if rows are padded; else 0.
-        expert_alignment: each expert's rows begin at a multiple of it, and the CPU learns how many there are; 0 for
-            neither.
+        layout: of the outputs.
         grid: blocks of the kernels and their threads.
         owns_communicator: whether `finalize` closes the communicator.
     """
@@ -103,13 +99,7 @@ class DispatchCombineContext:
         owns_communicator: bool = False,
         use_aot: bool = False,
         scale_elements: int = 0,
-        chosen_per_rank: int = 0,
-        padded_rows: int = 0,
-        expert_alignment: int = 0,
-        output_buffers: int = 0,
-        output_rows: int = 0,
-        exact_rows: bool = False,
-        keeps_outputs: bool = False,
+        layout: OutputLayout = BY_EXPERT,
     ) -> None:
         if not isinstance(capacity, int) or capacity < 1:
             raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
@@ -143,21 +133,14 @@ class DispatchCombineContext:
         self.workspace = ExpertWorkspace(
             group,
             config,
+            layout,
             blocks=self.blocks,
             threads=threads,
             local_combine=local_combine,
             proxied=proxied,
-            chosen_per_rank=chosen_per_rank,
-            padded_rows=padded_rows,
-            expert_alignment=expert_alignment,
-            output_buffers=output_buffers,
-            output_rows=output_rows,
             scale_bytes=self._scale_bytes,
-            exact_rows=exact_rows,
-            keeps_outputs=keeps_outputs,
         )
-        self.chosen_per_rank, self.padded_rows = chosen_per_rank, padded_rows
-        self.expert_alignment = expert_alignment
+        self.layout = layout
         self.nodes = Nodes(config, group.topology, self.workspace.members)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
@@ -267,9 +250,9 @@ class DispatchCombineContext:
             tokens.shape[0],
             tokens.owner,
             scatter=inputs.scatter,
-            by_rank=bool(self.chosen_per_rank),
-            padded=bool(self.padded_rows),
-            expert_alignment=self.expert_alignment,
+            by_rank=bool(self.layout.chosen_per_rank),
+            padded=bool(self.layout.padded_rows),
+            expert_alignment=self.layout.expert_alignment,
             lost_slots=inputs.lost_slots,
             output_buffer=taken.number,
         )
@@ -355,7 +338,7 @@ class DispatchCombineContext:
         if received is not None:
             call.received = ffi.cast("int32_t *", received.ptr)
         # Rows that nobody writes must show it: one that the caller's indices leave out, or in a gap.
-        cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.expert_alignment else ""
+        cleared = "first_rows" if inputs.scatter is not None else "row_slots" if self.layout.expert_alignment else ""
         at = desc.pointer(cleared) if cleared and desc.rows else 0
         fill = (lambda handle: self._fill(at, 4 * rows, handle)) if at else None
         if desc.stream is None:

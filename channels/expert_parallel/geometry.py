@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.device._native import ffi, lib
@@ -47,15 +48,46 @@ class Areas:
         return start
 
 
+@dataclass(frozen=True)
+class OutputLayout:
+    """How a dispatch lays out the rows that a rank receives.
+
+    Attributes:
+        chosen_per_rank: experts of each rank, if each rank gets one row of a token; else 0. The configuration's experts
+            are then the ranks, each of which has that many experts that tokens choose.
+        padded_rows: rows that each expert has room for, if rows are padded; else 0.
+        expert_alignment: each expert's rows begin at a multiple of it, and the CPU learns how many there are; 0 for
+            neither.
+        buffers: with a row for each rank, on one node whose ranks reach each other: outputs that the workspace has room
+            for.
+        buffer_rows: rows of each.
+        exact_rows: an output has as many rows as came, and no more.
+        stays: outputs stay as long as somebody has them (`KeptOutputs`).
+    """
+
+    chosen_per_rank: int = 0
+    padded_rows: int = 0
+    expert_alignment: int = 0
+    buffers: int = 0
+    buffer_rows: int = 0
+    exact_rows: bool = False
+    stays: bool = False
+
+
+BY_EXPERT = OutputLayout()
+"""The rows of one expert behind those of the other."""
+
+
 class Geometry:
     """The geometry of one rank's workspace. It is the same on all ranks, and needs neither a device nor a peer.
 
     Args:
         config: of the layer.
+        layout: of the outputs.
         nodes, local_size: the kernels' nodes, and the ranks of each.
         blocks, threads: of the kernels.
-        local_combine, chosen_per_rank, padded_rows, expert_alignment, output_buffers, output_rows, scale_bytes: as for
-            `ExpertWorkspace`.
+        local_combine: whether a combine sums the rows of a rank there.
+        scale_bytes: of a row in float8.
         output_room: the size of an output buffer that is to hold so many bytes.
 
     Attributes:
@@ -67,32 +99,27 @@ class Geometry:
     def __init__(
         self,
         config: EPConfig,
+        layout: OutputLayout,
         *,
         nodes: int,
         local_size: int,
         blocks: int,
         threads: int,
         local_combine: bool = False,
-        chosen_per_rank: int = 0,
-        padded_rows: int = 0,
-        expert_alignment: int = 0,
-        output_buffers: int = 0,
-        output_rows: int = 0,
         scale_bytes: int = 0,
-        exact_rows: bool = False,
         output_room: Callable[[int], int] = aligned,
     ) -> None:
         ranks = nodes * local_size
         e = self.experts = ffi.new("ProxycclExperts *")
         e.world_size, e.local_size, e.nodes = ranks, local_size, nodes
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, chosen_per_rank, padded_rows
-        e.expert_alignment = expert_alignment
-        e.output_buffers, e.output_rows = (output_buffers, output_rows) if nodes == 1 else (0, 0)
-        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if chosen_per_rank else config.weight.itemsize
+        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, layout.chosen_per_rank, layout.padded_rows
+        e.expert_alignment = layout.expert_alignment
+        e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
+        e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
         self._cut(config, blocks)
-        self.announces = self._announce(config, exact_rows)
+        self.announces = self._announce(config, layout.exact_rows)
         # A row may also hold a token's weights: `collect` returns them.
         row_bytes = aligned(max(config.hidden * config.token.itemsize, config.topk * 8), 16)
         e.return_segment_bytes = e.segment_tokens * (row_bytes + 4 * _PIECES)
@@ -103,7 +130,7 @@ class Geometry:
 
         slots, routing = e.segment_tokens * config.topk, Areas()
         routing.take(ffi.sizeof("ProxycclExpertSegment"))
-        e.counts_offset = routing.take(4 * (config.num_experts + ranks * chosen_per_rank))
+        e.counts_offset = routing.take(4 * (config.num_experts + ranks * layout.chosen_per_rank))
         e.slots_offset = routing.take(ffi.sizeof("ProxycclExpertSlot") * slots)
         e.places_offset = routing.take(4 * e.segment_tokens)
         e.weights_offset = routing.take(e.weight_bytes * slots)
@@ -121,7 +148,7 @@ class Geometry:
         e.announced = areas.take(2 * 16 * ranks * (1 + e.choice_packets + e.weight_packets) if e.choice_packets else 0)
         e.inbox = areas.take((2 if self.announces in ("ids", "masks") else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
-        places = min(local_size, config.topk) if chosen_per_rank else config.topk  # of a token's rows
+        places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # of a token's rows
         e.returns = areas.take((local_size if local_combine else places) * e.partial_bytes)
         e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)

@@ -29,6 +29,7 @@ from proxyccl.channels.expert_parallel.context import (
     closing_on_error,
     node_size,
 )
+from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left
@@ -328,14 +329,16 @@ class EPAll2AllLayer:
                 owns_communicator=owned,
                 scale_elements=scale_elements if self.quantized else 0,
                 use_aot=bool(use_aot),
-                chosen_per_rank=chosen_per_rank,
-                padded_rows=padded_rows,
-                expert_alignment=expert_alignment or 0,
-                # One more: for combine_input, or to pass rows through.
-                output_buffers=output_buffers + 1 if output_buffers else 0,
-                output_rows=max_recv_tokens or self._most_rows,
-                exact_rows=max_recv_tokens is None,
-                keeps_outputs=bool(keeps_outputs),
+                layout=OutputLayout(
+                    chosen_per_rank=chosen_per_rank,
+                    padded_rows=padded_rows,
+                    expert_alignment=expert_alignment or 0,
+                    # One more: for combine_input, or to pass rows through.
+                    buffers=output_buffers + 1 if output_buffers else 0,
+                    buffer_rows=max_recv_tokens or self._most_rows,
+                    exact_rows=max_recv_tokens is None,
+                    stays=bool(keeps_outputs),
+                ),
             )
         self._keeps_outputs = bool(keeps_outputs)
         self._surviving: SurvivingExperts | None = None
@@ -574,7 +577,7 @@ class EPAll2AllLayer:
             desc.reserve_rows(self._most_rows)
             made = self._new_output(pending.inputs, self._most_rows, taken)
         rows = self.ctx.await_rows(desc)
-        if self.layout == "rank" or self.ctx.expert_alignment:
+        if self.layout == "rank" or self.ctx.layout.expert_alignment:
             desc.chosen_rows = self.ctx.workspace.chosen_rows
         bad: ProxyCCLError | None = self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         wanted = self.ctx.wanted_tokens
@@ -854,7 +857,7 @@ class EPAll2AllLayer:
         if full_scatter_indices is not None:
             if by_rank:
                 raise ArgumentError("full_scatter_indices", 'can\'t be given with layout="rank"')
-            if self.ctx.expert_alignment:
+            if self.ctx.layout.expert_alignment:
                 raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
         if count > config.max_tokens:  # nothing is sent but the number, so that all ranks raise the same

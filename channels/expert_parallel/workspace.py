@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.expert_parallel.config import EPConfig
-from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, aligned
+from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, OutputLayout, aligned
 from proxyccl.channels.expert_parallel.kept_outputs import KeptOutputs
 from proxyccl.channels.expert_parallel.output_buffers import OutputBuffers
 from proxyccl.channels.group import Group
@@ -60,12 +60,8 @@ class ExpertWorkspace:
     with the same number there. Every rank counts as a node of its own if ranks of a node can't access each other's
     memory, if nodes have different numbers of ranks, or with `proxied`.
 
-    With chosen_per_rank, dispatches give a row for each rank: the configuration's experts are the ranks, and each rank
-    has that many experts that tokens choose. On one node output_buffers of output_rows rows are then part of the
-    workspace, for rows with scale_bytes of scales or as long as tokens, whichever is more. With keeps_outputs they are
-    `KeptOutputs`.
-
-    With expert_alignment, the rows of each expert begin at a multiple of it, and the CPU learns how many there are.
+    The layout's output buffers are part of the workspace. Their rows have scale_bytes of scales or are as long as
+    tokens, whichever is more.
 
     Attributes:
         experts: the ProxycclExperts. It has output buffers only on one node whose ranks reach each other.
@@ -80,19 +76,13 @@ class ExpertWorkspace:
         self,
         group: Group,
         config: EPConfig,
+        layout: OutputLayout,
         *,
         blocks: int,
         threads: int,
         local_combine: bool,
         proxied: bool = False,
-        chosen_per_rank: int = 0,
-        padded_rows: int = 0,
-        expert_alignment: int = 0,
-        output_buffers: int = 0,
-        output_rows: int = 0,
         scale_bytes: int = 0,
-        exact_rows: bool = False,
-        keeps_outputs: bool = False,
     ) -> None:
         runtime, rank, ranks = group.runtime, group.rank, group.world_size
         if ranks > lib.PROXYCCL_MAX_EXPERT_RANKS:
@@ -110,19 +100,14 @@ class ExpertWorkspace:
 
         geometry = Geometry(
             config,
+            layout,
             nodes=self.nodes,
             local_size=local_size,
             blocks=blocks,
             threads=threads,
             local_combine=local_combine,
-            chosen_per_rank=chosen_per_rank,
-            padded_rows=padded_rows,
-            expert_alignment=expert_alignment,
-            output_buffers=output_buffers,
-            output_rows=output_rows,
             scale_bytes=scale_bytes,
-            exact_rows=exact_rows,
-            output_room=own_segment_bytes if keeps_outputs and runtime.name != "host" else aligned,
+            output_room=own_segment_bytes if layout.stays and runtime.name != "host" else aligned,
         )
         e, self.announces = geometry.experts, geometry.announces
         self.experts = e
@@ -135,7 +120,7 @@ class ExpertWorkspace:
         if self.nodes > 1:
             channels, self._kept = connect_handles(group, memory, memory, rails, 2 * blocks)
         self._group, self._channels = group, channels
-        outputs = KeptOutputs if keeps_outputs else OutputBuffers
+        outputs = KeptOutputs if layout.stays else OutputBuffers
         self.outputs = outputs(runtime, self._workspace.memory, e) if e.output_buffers else None
 
         tables = Areas()
@@ -148,7 +133,7 @@ class ExpertWorkspace:
         out_at, back_at = tables.take(self.nodes * blocks * handle), tables.take(self.nodes * blocks * handle)
         self._tables = runtime.allocate(tables.end)
         self._chosen_at = aligned(ffi.sizeof("ProxycclReceivedRows"))
-        self._told_experts = chosen_per_rank or (config.num_experts_per_rank if expert_alignment else 0)
+        self._told_experts = layout.chosen_per_rank or (config.num_experts_per_rank if layout.expert_alignment else 0)
         self._received_rows = runtime.allocate_pinned(max(4096, self._chosen_at + 4 * self._told_experts))
         image = bytearray(tables.end)
 

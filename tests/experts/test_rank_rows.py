@@ -308,13 +308,11 @@ def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
         config = EPConfig(tokens, 8, 4, ranks, 0, ranks, ranks)
         made = geometry.Geometry(
             config,
+            geometry.OutputLayout(chosen_per_rank=2, buffers=buffers, buffer_rows=ranks * tokens),
             nodes=1,
             local_size=ranks,
             blocks=4,
             threads=512,
-            chosen_per_rank=2,
-            output_buffers=buffers,
-            output_rows=ranks * tokens,
         )
         return int(made.experts.choice_packets)
 
