@@ -10,6 +10,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import operator
 import os
 import sys
 import sysconfig
@@ -319,19 +320,21 @@ def _frames() -> dict[int, list[FrameType]]:
     """The frames of each thread, from the innermost on, FRAMES at most.
 
     The interpreter holds an internal lock meanwhile. No garbage collection may begin then: its finalisers may switch to
-    a thread that waits for that lock and does not release the GIL. Callers are found by iterators in C, between which
-    no other thread runs: CPython 3.11 crashes now and then where it is asked for the caller of a frame whose thread has
-    gone on.
+    a thread that waits for that lock and does not release the GIL. The frames are taken and their callers are found by
+    iterators in C, between which no other thread runs: CPython 3.11 crashes now and then where it is asked for the
+    caller of a frame whose thread has gone on.
     """
+    innermost = itertools.islice(iter(sys._current_frames, None), 1)  # asked for by the first step of what follows
+    idents, frames = itertools.tee(itertools.chain.from_iterable(map(dict.items, innermost)))
+    chains = map(itertools.chain, map(operator.itemgetter(slice(1, 2)), frames), itertools.repeat(_CALLERS))
+    walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
+    walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
+    found = zip(map(operator.itemgetter(0), idents), map(list, walks), strict=True)
     with _frames_lock:
         collects = gc.isenabled()
         gc.disable()
         try:
-            found = sys._current_frames()
-            chains = map(itertools.chain, zip(found.values(), strict=True), itertools.repeat(_CALLERS))
-            walks: Iterator[Any] = map(itertools.accumulate, chains, itertools.repeat(getattr))
-            walks = map(itertools.takewhile, itertools.repeat(bool), walks)  # an outermost frame's caller is None
-            return dict(zip(found, map(list, walks), strict=True))
+            return dict(found)
         finally:
             if collects:
                 gc.enable()
