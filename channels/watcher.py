@@ -332,7 +332,7 @@ class Watcher:
         self.releasing = True
 
     def finish(self) -> None:
-        """Notices failures no more. Returns when `on_abort` has, if a rank has failed."""
+        """Notices failures no more. If a rank has failed, returns when `on_abort` has."""
         with self._looking:
             unseen, self._passed_on = self._own.aborted and not self._passed_on, True
         if unseen:  # the abort came after the thread's last look

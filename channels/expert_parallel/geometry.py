@@ -75,7 +75,7 @@ class OutputLayout:
 
 
 BY_EXPERT = OutputLayout()
-"""The rows of one expert behind those of the other."""
+"""The rows of one expert behind those of another."""
 
 
 class Geometry:
