@@ -11,6 +11,7 @@ binary form. ``bytes`` travel in base64. Integers have 64 bits: from -2^63 to 2^
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Generic, TypeVar, overload
@@ -50,9 +51,6 @@ class Codec(Generic[T]):
         kind: a `Message`, or anything made of messages and plain values: a tagged union, a list, a dict.
         limit: length in bytes of the longest encoding, in both directions.
         name: what errors call such a value; the type's name by default.
-
-    Raises:
-        TypeError: the type contains a dataclass or a Struct that would let unknown fields pass.
     """
 
     @overload
@@ -62,11 +60,14 @@ class Codec(Generic[T]):
     def __init__(self, kind: Any, limit: int, name: str = "") -> None: ...
 
     def __init__(self, kind: Any, limit: int, name: str = "") -> None:
-        _require_strict(kind)
         self._kind = kind
-        self._decoder = msgspec.json.Decoder(kind)
         self.limit = limit
         self.name = name or getattr(kind, "__name__", str(kind))
+
+    @functools.cached_property
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # made when it is used: few of a package's codecs are in a process
+        _require_strict(self._kind)
+        return msgspec.json.Decoder(self._kind)
 
     def encode(self, value: T, *, indent: int = 0) -> bytes:
         """A value as bytes. Characters that UTF-8 does not have (of file names, say) become backslash escapes.
@@ -93,6 +94,7 @@ class Codec(Generic[T]):
 
         Raises:
             ProtocolError: they are not the encoding of a value of this type, or longer than `limit`.
+            TypeError: the type contains a dataclass or a Struct that would let unknown fields pass.
         """
         if len(data) > self.limit:
             raise ProtocolError(f"{self.name} of {len(data)} bytes from {source}; expected at most {self.limit}")

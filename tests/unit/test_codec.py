@@ -207,4 +207,4 @@ def test_a_type_that_would_ignore_unknown_fields_is_refused() -> None:
 
     for kind in (Loose, LooseStruct, list[Loose], dict[str, tuple[LooseStruct, int]], Loose | None):
         with pytest.raises(TypeError, match=r"Loose\w* is no Message"):
-            Codec(kind, LIMIT)
+            Codec(kind, LIMIT).decode(b"{}", "rank 3")
