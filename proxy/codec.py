@@ -65,7 +65,7 @@ class Codec(Generic[T]):
         self.name = name or getattr(kind, "__name__", str(kind))
 
     @functools.cached_property
-    def _decoder(self) -> msgspec.json.Decoder[T]:  # made when it is used: few of a package's codecs are in a process
+    def _decoder(self) -> msgspec.json.Decoder[T]:  # made when it is used: most processes decode few types
         _require_strict(self._kind)
         return msgspec.json.Decoder(self._kind)
 
