@@ -278,6 +278,10 @@ class BaseRuntime(Protocol):
         """Zeroed device memory that can be exported. Raises ResourceError when there is none left."""
         ...
 
+    def expect_reuse(self, ptr: int, nbytes: int) -> None:
+        """Tells that a range of any memory was used, and is likely to be used again and again. Changes no contents."""
+        ...
+
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         """Zeroed pinned host memory that other processes can map."""
         ...

@@ -200,6 +200,7 @@ int proxyccl_host_launch(void *function, unsigned grid_x, unsigned grid_y, unsig
 int proxyccl_host_memory_create(int *descriptor, size_t bytes);
 int proxyccl_host_memory_map(void **address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void *address, size_t bytes);
+void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 int proxyccl_host_allocate(uint64_t *ptr, size_t bytes);
 int proxyccl_host_free(uintptr_t ptr);
 int proxyccl_host_allocation(uint64_t ptr, uint64_t *base, uint64_t *bytes, int *descriptor);

@@ -140,6 +140,9 @@ class GpuRuntime:
         self.fill(memory.ptr, 0, nbytes)
         return memory
 
+    def expect_reuse(self, ptr: int, nbytes: int) -> None:
+        """Nothing to do: the driver has given device memory its pages."""
+
     def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
         """Zeroed shared memory of the host, pinned."""
         return self._memory.pin(SharedMemory.allocate(nbytes))

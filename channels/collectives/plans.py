@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.call_log import encode_fields
@@ -48,6 +49,23 @@ def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> Plan:
     return lambda stream: runtime.copy(target.ptr, source.ptr, source.nbytes, stream)
 
 
+@dataclass(slots=True)
+class _Prepared:
+    """A call that was made, for its repetitions.
+
+    Attributes:
+        fields: what is compared with the other ranks, encoded.
+        launch: what it issues.
+        guard: what tells whether its arrays are still what they were; None if nothing need.
+        ranges: address and size of each array; none once it was repeated.
+    """
+
+    fields: Any
+    launch: Launch | StreamOperations
+    guard: AllocationGuard | None
+    ranges: tuple[tuple[int, int], ...]
+
+
 class Plans:
     """The plans of one group's collectives."""
 
@@ -57,7 +75,7 @@ class Plans:
         self._on_host = group.runtime.name == "host"
         # A guard is of arrays that their owner may free, and another take the place of, while they are registered.
         self._plans: dict[Key, tuple[Plan, AllocationGuard | None]] = {}
-        self._prepared: dict[Key, tuple[Any, Launch | StreamOperations, AllocationGuard | None]] = {}
+        self._prepared: dict[Key, _Prepared] = {}
         self._changes = 0  # of what is known of arrays
         self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
         self._symmetric = group.symmetric
@@ -71,18 +89,21 @@ class Plans:
         changes = self._changes
         if key is None or (prepared := self._prepared.get(key)) is None:
             return False
-        fields, launch, guard = prepared
+        guard = prepared.guard
         if guard is not None and not guard.holds:
             return False
+        for ptr, nbytes in prepared.ranges:
+            self._runtime.expect_reuse(ptr, nbytes)
+        prepared.ranges = ()
         # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
         # in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
         stream = stream if self._on_host else self._launches.stream_for(stream, x)
-        self._launches.issue(fields, launch, stream, owners)
+        self._launches.issue(prepared.fields, prepared.launch, stream, owners)
         if owners and stream is None and guard is None:
             with self._lock:
                 if changes == self._changes:
-                    self._launches.keep(fields, launch, x, out, key[0])
+                    self._launches.keep(prepared.fields, prepared.launch, x, out, key[0])
         return True
 
     def run(
@@ -112,7 +133,8 @@ class Plans:
                 key = None
         self._launches.launch(plan, stream, tuple(view.owner for view in arrays))
         if key is not None and isinstance(plan, Launch | StreamOperations):
-            self._keep(self._prepared, key, (encode_fields(fields), plan, guard), changes)
+            ranges = tuple((view.ptr, view.nbytes) for view in arrays)
+            self._keep(self._prepared, key, _Prepared(encode_fields(fields), plan, guard, ranges), changes)
 
     def _keep(self, cache: dict[Key, Any], key: Key, value: object, changes: int) -> None:
         """Keeps what was made after so many changes, unless there was another since."""
@@ -132,8 +154,8 @@ class Plans:
                 if any(start <= ptr < end for ptr in launched[1:]):
                     self._plans.pop(launched, None)
             kept = {id(plan) for plan, _ in list(self._plans.values())}
-            for key, (_, launch, _) in list(self._prepared.items()):
-                if id(launch) not in kept:
+            for key, prepared in list(self._prepared.items()):
+                if id(prepared.launch) not in kept:
                     self._prepared.pop(key, None)
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 //
 // A name in /dev/shm would outlive a killed process. A memfd has none: the kernel frees it with its last mapping, and
 // a peer of the same user opens it through /proc/<pid>/fd.
+#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <mutex>
@@ -28,6 +29,9 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes) {
 
 namespace {
 
+constexpr uintptr_t kHugePage = 2 << 20;  // of x86-64, and of arm64 with pages of 4 KiB; others gain nothing here
+constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
+
 struct Mapping {
   size_t bytes;
   int descriptor;  // of what proxyccl_host_allocate made, which owns it; else -1
@@ -53,8 +57,31 @@ Mappings& mappings() {
   return all;
 }
 
+uintptr_t round_up(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// mmap of a whole file. What has room for a huge page begins at a multiple of one: elsewhere the kernel maps none.
+void* map_aligned(int descriptor, size_t bytes) {
+  constexpr int kProtection = PROT_READ | PROT_WRITE;
+  if (bytes < kHugePage) return mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
+  const size_t room = round_up(bytes, sysconf(_SC_PAGESIZE));
+  void* reserved = mmap(nullptr, room + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return MAP_FAILED;
+  const auto start = reinterpret_cast<uintptr_t>(reserved);
+  const uintptr_t aligned = round_up(start, kHugePage);
+  void* mapping = mmap(reinterpret_cast<void*>(aligned), bytes, kProtection, MAP_SHARED | MAP_FIXED, descriptor, 0);
+  if (mapping == MAP_FAILED) {
+    const int error = errno;
+    munmap(reserved, room + kHugePage);
+    errno = error;
+    return MAP_FAILED;
+  }
+  if (aligned > start) munmap(reserved, aligned - start);
+  munmap(reinterpret_cast<void*>(aligned + room), start + kHugePage - aligned);
+  return mapping;
+}
+
 int map(void** address, int descriptor, size_t bytes, bool owned) {
-  void* mapping = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  void* mapping = map_aligned(descriptor, bytes);
   if (mapping == MAP_FAILED) return errno;
   Mappings& all = mappings();
   try {
@@ -72,6 +99,21 @@ int map(void** address, int descriptor, size_t bytes, bool owned) {
 
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes) {
   return map(address, descriptor, bytes, false);
+}
+
+void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
+  uintptr_t end = 0;
+  {
+    Mappings& all = mappings();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.find(ptr);
+    if (found == all.by_address.end()) return;
+    end = std::min<uintptr_t>(ptr + bytes, found->first + found->second.bytes);
+  }
+  const uintptr_t begin = round_up(ptr, kHugePage);
+  end -= end % kHugePage;
+  // Where the kernel can't, or has none left, pages stay as they are.
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
 }
 
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {

@@ -142,6 +142,10 @@ class HostRuntime:
             self._allocations[memory.ptr] = memory
         return memory
 
+    def expect_reuse(self, ptr: int, nbytes: int) -> None:
+        """Moves shared memory to huge pages, which Linux does not by itself. Other memory is left as it is."""
+        lib.proxyccl_host_memory_use_huge_pages(ptr, nbytes)
+
     def allocate_pinned(self, nbytes: int) -> SharedMemory:
         """Zeroed shared memory: device memory and pinned memory are the same here."""
         return self.allocate(nbytes)
