@@ -62,13 +62,17 @@ uintptr_t round_up(uintptr_t value, uintptr_t multiple) { return (value + multip
 // mmap of a whole file. What has room for a huge page begins at a multiple of one: elsewhere the kernel maps none.
 void* map_aligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
-  if (bytes < kHugePage) return mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
+  void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
+  if (mapping == MAP_FAILED || bytes < kHugePage || reinterpret_cast<uintptr_t>(mapping) % kHugePage == 0) {
+    return mapping;
+  }
+  munmap(mapping, bytes);
   const size_t room = round_up(bytes, sysconf(_SC_PAGESIZE));
   void* reserved = mmap(nullptr, room + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return MAP_FAILED;
   const auto start = reinterpret_cast<uintptr_t>(reserved);
   const uintptr_t aligned = round_up(start, kHugePage);
-  void* mapping = mmap(reinterpret_cast<void*>(aligned), bytes, kProtection, MAP_SHARED | MAP_FIXED, descriptor, 0);
+  mapping = mmap(reinterpret_cast<void*>(aligned), bytes, kProtection, MAP_SHARED | MAP_FIXED, descriptor, 0);
   if (mapping == MAP_FAILED) {
     const int error = errno;
     munmap(reserved, room + kHugePage);
