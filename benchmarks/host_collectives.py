@@ -3,15 +3,15 @@
 Ours has arrays of `Communicator.empty` in `registered` and arrays of numpy in `private`; MPI has arrays of numpy. With
 `--gloo`, torch's gloo reduces a copy of its input in place, which it makes first; it finds the first rank by
 ``MASTER_ADDR`` and ``MASTER_PORT``. Calls without a stream return when they are done, as MPI's do. Contenders alternate
-in bursts of calls, one burst of each at a time. The ranks meet before each burst, over sockets that no contender uses:
-ranks that wait in MPI's barrier spin on cores that others still need, and leave MPI's connections warm. A time is that
-of a burst on the slowest rank, divided by its calls; tables show the median over bursts. Outputs are checked before and
-after.
+in bursts, each of as many calls. The ranks meet before each burst, over sockets that no contender uses: ranks that wait
+in MPI's barrier spin on cores that others still need, and leave MPI's connections warm. A time is that of a burst on
+the slowest rank, divided by its calls; tables show the median over bursts. Outputs are checked before and after.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import sys
 import time
@@ -40,7 +40,7 @@ _OF_MPI = {
     "reduce_scatter": "Reduce_scatter_block",
 }
 _TIMEOUT = 20.0  # seconds, of each wait
-_BURST_US = 4000.0  # what a burst should take
+_BURST_US = 4000.0  # what a burst of the fastest contender should take
 _MOST_CALLS = 20
 
 Floats = NDArray[np.float32]
@@ -139,12 +139,14 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     made, expected = contenders(comm, collective, nbytes // 4, gloo=gloo)
     found = sum(wrong(contender, expected) for contender in made)
     warm = [min(world.allreduce(burst(comm, contender, 2), MPI.MAX) for _ in range(3)) for contender in made]
-    calls = [max(1, min(_MOST_CALLS, int(_BURST_US / call_us))) for call_us in warm]
+    calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
-    order = np.random.default_rng(nbytes)  # what a contender follows has left threads awake: none always follows one
+    # In all orders, so that each follows each of the others equally often: what one follows has left threads awake.
+    orders = np.array(list(itertools.permutations(range(len(made)))))
+    np.random.default_rng(nbytes).shuffle(orders)
     for turn in range(bursts):
-        for which in order.permutation(len(made)):
-            times[turn, which] = burst(comm, made[which], calls[which])
+        for which in orders[turn % len(orders)]:
+            times[turn, which] = burst(comm, made[which], calls)
     world.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
     found += sum(wrong(contender, expected) for contender in made)
     median = {c.name: statistics.median(times[:, i].tolist()) for i, c in enumerate(made)}
@@ -181,7 +183,7 @@ def main() -> int:
     parser.add_argument("--gloo", action="store_true", help="also torch's gloo, for all_reduce alone")
     parsed = parser.parse_args()
     sizes = parsed.sizes or (_QUICK_SIZES if parsed.quick else _SIZES)
-    bursts = parsed.repeats or (11 if parsed.quick else 41)
+    bursts = parsed.repeats or (12 if parsed.quick else 48)  # of all orders, however many contenders
     if parsed.gloo and parsed.collectives != ["all_reduce"]:
         parser.error("--gloo is for --collectives all_reduce")
     end_if_it_hangs(parsed.seconds)
