@@ -424,9 +424,10 @@ class Group:
         with self._closing:
             if not self._released:
                 self._released = True
+                healthy = healthy and not self.failure.aborted
                 self._close_for_use()
-                for child in list(self._children):
-                    child._release(healthy=healthy and not child.failure.aborted)
+                for child in list(self._children):  # also one that was just released
+                    child._release(healthy=healthy)
                 self._free(healthy=healthy)
         if self._parent is not None:
             with _open_lock, contextlib.suppress(ValueError):  # it may have been released before

@@ -199,6 +199,18 @@ def test_closing_closes_the_parts_in_any_order() -> None:
     assert settled() <= before
 
 
+def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
+    """A thread frees what it had, and takes it from the list of parts a moment later."""
+
+    def body(comm: Communicator) -> None:
+        part = comm.split([0, 1])
+        part.close()
+        comm.group._children.append(part.group)
+        comm.close()
+
+    run_ranks(2, body)
+
+
 def test_a_part_costs_few_descriptors_and_no_thread() -> None:
     def body(comm: Communicator) -> None:
         total(comm, 1)
