@@ -4,6 +4,7 @@
 // a peer of the same user opens it through /proc/<pid>/fd.
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <new>
@@ -31,6 +32,8 @@ namespace {
 
 constexpr uintptr_t kHugePage = 2 << 20;  // of x86-64, and of arm64 with pages of 4 KiB; others gain nothing here
 constexpr int kCollapse = 25;             // MADV_COLLAPSE of Linux 6.1, which older headers lack
+constexpr uintptr_t kMovedAtOnce = 32 << 20;
+constexpr std::chrono::seconds kMovingTime(2);
 
 struct Mapping {
   size_t bytes;
@@ -114,10 +117,13 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
     if (found == all.by_address.end()) return;
     end = std::min<uintptr_t>(ptr + bytes, found->first + found->second.bytes);
   }
-  const uintptr_t begin = round_up(ptr, kHugePage);
   end -= end % kHugePage;
-  // Where the kernel can't, or has none left, pages stay as they are.
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+  const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
+  for (uintptr_t piece = round_up(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
+    // Where the kernel can't, or has none left, pages stay as they are.
+    madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
+    if (std::chrono::steady_clock::now() > deadline) return;
+  }
 }
 
 int proxyccl_host_memory_unmap(void* address, size_t bytes) {

@@ -89,7 +89,8 @@ int proxyccl_host_memory_create(int* descriptor, size_t bytes);
 int proxyccl_host_memory_map(void** address, int descriptor, size_t bytes);
 int proxyccl_host_memory_unmap(void* address, size_t bytes);
 /* Moves a range that was used before to huge pages, where the kernel has them. It stays mapped, and the contents the
- * same, also for whoever uses it meanwhile. Does nothing for memory that was not mapped here. */
+ * same, also for whoever uses it meanwhile. Moves as much as it can within two seconds, as peers may wait. Does nothing
+ * for memory that was not mapped here. */
 void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes);
 
 /* The same as a driver's calls. What was allocated is freed by its address. */
