@@ -188,7 +188,7 @@ bench-fabric: $(VENV)/.installed .venv-torch/.installed
 	  benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
 	$(BIN)/python tests/support/run_on_hosts.py 2 2 -- env MPI4PY_LIBMPI=$(CURDIR)/$(VENV)/lib/libmpi.so.12 \
 	  .venv-torch/bin/python -m mpi4py \
-	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M --repeats 48 \
+	  benchmarks/host_collectives.py --collectives all_reduce --gloo --sizes 1K 8K 64K 512K 4M 16M 64M \
 	  --json $(RESULTS)/between_hosts_4.json
 
 bench-page: $(VENV)/.installed

@@ -142,8 +142,7 @@ def measure(comm: Communicator, collective: str, nbytes: int, bursts: int, *, gl
     calls = max(1, min(_MOST_CALLS, int(_BURST_US / min(warm))))
     times = np.zeros((bursts, len(made)))
     # In all orders, so that each follows each of the others equally often: what one follows has left threads awake.
-    orders = np.array(list(itertools.permutations(range(len(made)))))
-    np.random.default_rng(nbytes).shuffle(orders)
+    orders = np.random.default_rng(nbytes).permutation(list(itertools.permutations(range(len(made)))))
     for turn in range(bursts):
         for which in orders[turn % len(orders)]:
             times[turn, which] = burst(comm, made[which], calls)

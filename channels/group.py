@@ -404,7 +404,7 @@ class Group:
                     if self._released:
                         return
                     if self.failure.aborted or not self._peers_present():
-                        self._release(healthy=not self.failure.aborted)
+                        self._release(healthy=True)
                         return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
 
@@ -421,6 +421,7 @@ class Group:
                 _open_groups.remove(self)
 
     def _release(self, *, healthy: bool) -> None:
+        """Frees what the group has, once: as after a failure, where it is not healthy or a rank has failed."""
         with self._closing:
             if not self._released:
                 self._released = True

@@ -60,21 +60,21 @@ Mappings& mappings() {
   return all;
 }
 
-uintptr_t round_up(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // mmap of a whole file. What has room for a huge page begins at a multiple of one: elsewhere the kernel maps none.
-void* map_aligned(int descriptor, size_t bytes) {
+void* mapAligned(int descriptor, size_t bytes) {
   constexpr int kProtection = PROT_READ | PROT_WRITE;
   void* mapping = mmap(nullptr, bytes, kProtection, MAP_SHARED, descriptor, 0);
   if (mapping == MAP_FAILED || bytes < kHugePage || reinterpret_cast<uintptr_t>(mapping) % kHugePage == 0) {
     return mapping;
   }
   munmap(mapping, bytes);
-  const size_t room = round_up(bytes, sysconf(_SC_PAGESIZE));
+  const size_t room = roundUp(bytes, sysconf(_SC_PAGESIZE));
   void* reserved = mmap(nullptr, room + kHugePage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (reserved == MAP_FAILED) return MAP_FAILED;
   const auto start = reinterpret_cast<uintptr_t>(reserved);
-  const uintptr_t aligned = round_up(start, kHugePage);
+  const uintptr_t aligned = roundUp(start, kHugePage);
   mapping = mmap(reinterpret_cast<void*>(aligned), bytes, kProtection, MAP_SHARED | MAP_FIXED, descriptor, 0);
   if (mapping == MAP_FAILED) {
     const int error = errno;
@@ -88,7 +88,7 @@ void* map_aligned(int descriptor, size_t bytes) {
 }
 
 int map(void** address, int descriptor, size_t bytes, bool owned) {
-  void* mapping = map_aligned(descriptor, bytes);
+  void* mapping = mapAligned(descriptor, bytes);
   if (mapping == MAP_FAILED) return errno;
   Mappings& all = mappings();
   try {
@@ -119,7 +119,7 @@ void proxyccl_host_memory_use_huge_pages(uint64_t ptr, size_t bytes) {
   }
   end -= end % kHugePage;
   const auto deadline = std::chrono::steady_clock::now() + kMovingTime;
-  for (uintptr_t piece = round_up(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
+  for (uintptr_t piece = roundUp(ptr, kHugePage); piece < end; piece += kMovedAtOnce) {
     // Where the kernel can't, or has none left, pages stay as they are.
     madvise(reinterpret_cast<void*>(piece), std::min(kMovedAtOnce, end - piece), kCollapse);
     if (std::chrono::steady_clock::now() > deadline) return;

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,15 +11,12 @@ from proxyccl import Communicator
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.host import HostRuntime
 from support.huge_pages import HUGE_PAGE, bytes_in_huge_pages, needs_huge_pages
+from support.processes import address_space
 from support.running import run_ranks
 
 pytestmark = pytest.mark.host_only(reason="the host runtime's memory")
 
 MIB = 1 << 20
-
-
-def address_space() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 
 
 @pytest.mark.parametrize("nbytes", [HUGE_PAGE, HUGE_PAGE + 1, 5 * HUGE_PAGE - 4096])

@@ -63,6 +63,11 @@ def run_processes(
         return [Ended(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
 
 
+def address_space() -> int:
+    """How many bytes of addresses this process has mapped."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
+
+
 def processes_with(variable: str, value: str) -> list[int]:
     """The processes of this machine that were started with an environment variable of this value."""
     return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if f"{variable}={value}" in _started(pid)]

@@ -28,7 +28,7 @@ from proxyccl import Communicator, ProxyCCLError
 from proxyccl.proxy.codec import Codec
 from support.faults.case import Case
 from support.faults.work import Work, WrongResultError
-from support.processes import FileBootstrap
+from support.processes import FileBootstrap, address_space
 
 _AFTER_SHRINK_STEPS = 5
 _SHRINKS = 4
@@ -103,11 +103,6 @@ def limit(kind: int, value: int) -> None:
     resource.setrlimit(kind, (value, hard))
 
 
-def memory_in_use() -> int:
-    """Bytes of address space."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGESIZE")
-
-
 def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
     """What happens at a time, in a thread of its own."""
     return {
@@ -115,7 +110,7 @@ def timed_faults(rng: random.Random) -> dict[str, Callable[[], None]]:
         "fork": lambda: fork_children(rng),
         "few descriptors": lambda: limit(resource.RLIMIT_NOFILE, descriptors() + rng.randrange(6)),
         "little memory": lambda: limit(
-            resource.RLIMIT_AS, memory_in_use() + rng.randrange(rng.choice(_LEFT_MIB)) * (1 << 20)
+            resource.RLIMIT_AS, address_space() + rng.randrange(rng.choice(_LEFT_MIB)) * (1 << 20)
         ),
     }
 
