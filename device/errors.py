@@ -19,6 +19,10 @@ class ArgumentError(ProxyCCLError, ValueError):
         self.argument = argument
 
 
+class UntrustedPathError(ArgumentError):
+    """A file or directory that another user owns or can change, or a link in its place. Nothing in it was used."""
+
+
 class AlreadyMappedError(ArgumentError):
     """Memory can't be mapped as long as this process maps what lay at its owner's address before."""
 

@@ -40,6 +40,7 @@ from proxyccl.device.errors import (
     RuntimeUnavailableError,
     TransportError,
     TriggerError,
+    UntrustedPathError,
     WaitTimeoutError,
 )
 from proxyccl.device.runtime import Event, Runtime, Stream
@@ -108,6 +109,7 @@ __all__ = [
     "TransportError",
     "Trigger",
     "TriggerError",
+    "UntrustedPathError",
     "WaitTimeoutError",
     "open_runtime",
     "rdma_devices",

@@ -1,0 +1,117 @@
+"""Directories and files that only this user and root can change, as ssh asks of its keys.
+
+The checks look at what was opened, not at a name, and use the descriptor from then on: nobody can put something else in
+its place meanwhile. Directories above are not looked at. Who may rename a directory on the way can at most lead to
+another one that passes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from proxyccl.device.errors import UntrustedPathError
+
+_WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_ACCESSIBLE = stat.S_IRWXG | stat.S_IRWXO
+
+
+def require_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
+    """Checks that only this user and root can change what lies in a directory.
+
+    Args:
+        directory: it exists.
+        argument: what the error calls it.
+        secret: other users must not be able to read or enter it either.
+
+    Raises:
+        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link or a file.
+        OSError: it can't be opened.
+    """
+    os.close(open_private(directory, argument, secret=secret))
+
+
+def make_private(directory: Path, argument: str = "directory", *, secret: bool = False) -> None:
+    """Makes a directory, and those above it that are missing, unless it exists; then as `require_private`."""
+    os.close(open_private(directory, argument, secret=secret, make=True))
+
+
+def open_private(directory: Path, argument: str = "directory", *, secret: bool = False, make: bool = False) -> int:
+    """A descriptor of a directory that passes `require_private`, which the caller closes.
+
+    Args:
+        directory: see `require_private`.
+        argument: see `require_private`.
+        secret: see `require_private`.
+        make: make the directory, and those above it, if they are missing.
+    """
+    if make:
+        _make(directory, 0o700 if secret else 0o755)
+    try:
+        descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in (errno.ENOTDIR, errno.ELOOP) and directory.is_symlink():
+            reason = f"{directory} is a link, which may lead elsewhere later; name the directory that it leads to"
+            raise UntrustedPathError(argument, reason) from None
+        if error.errno == errno.ENOTDIR and directory.exists():
+            raise UntrustedPathError(argument, f"{directory} is not a directory") from None
+        raise
+    try:
+        _require(os.fstat(descriptor), directory, argument, secret=secret)
+    except UntrustedPathError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_private(
+    directory: int, path: Path, limit: int | None = None, *, argument: str = "file", secret: bool = False
+) -> bytes:
+    """The bytes of a file that only this user and root can change.
+
+    Args:
+        directory: a descriptor of the file's directory.
+        path: the file's path, whose name counts.
+        limit: the most bytes to read; None for all.
+        argument: what the error calls it.
+        secret: other users must not be able to read it either.
+
+    Raises:
+        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link or not a file.
+        OSError: it can't be read. FileNotFoundError: there is none.
+    """
+    try:  # a pipe must not block the open
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(path.name, flags, dir_fd=directory)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UntrustedPathError(argument, f"{path} is a link; expected a file") from None
+        raise
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise UntrustedPathError(argument, f"{path} is not a regular file")
+        _require(info, path, argument, secret=secret)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read() if limit is None else file.read(limit)
+    finally:
+        os.close(descriptor)
+
+
+def _make(directory: Path, mode: int) -> None:
+    """Like `Path.mkdir`, which gives directories above the last one a mode of its own."""
+    for missing in reversed([each for each in (directory, *directory.parents) if not os.path.lexists(each)]):
+        missing.mkdir(mode=mode, exist_ok=True)
+
+
+def _require(info: os.stat_result, path: Path, argument: str, *, secret: bool) -> None:
+    user, mode = os.geteuid(), stat.S_IMODE(info.st_mode)
+    if info.st_uid not in (0, user):
+        owner = f"{path} belongs to user {info.st_uid}"
+        raise UntrustedPathError(argument, f"{owner}; expected one of user {user}, who runs this process, or of root")
+    if mode & _WRITABLE:
+        raise UntrustedPathError(argument, f"other users can write to {path} (mode {mode:04o}); run: chmod go-w {path}")
+    if secret and mode & _ACCESSIBLE:
+        raise UntrustedPathError(argument, f"other users can read {path} (mode {mode:04o}); run: chmod go= {path}")
