@@ -1,8 +1,9 @@
 """A cache of compiled kernels on disk, keyed by everything that goes into them.
 
 The key covers the source with what it includes, the options, the compiler and every shipped header, so a cached file
-is never stale. A file is written under another name and moved into place: processes that compile the same source at
-once do no harm. Threads that do so wait for the first of them.
+is never stale. A file ends with its length and digest: one that is damaged is compiled again. It is written under
+another name and moved into place: processes that compile the same source at once do no harm. Threads that do so wait
+for the first of them. What is loaded runs as this user, so neither directory nor file may be another user's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -17,13 +19,21 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from proxyccl.device.driver import Compiler
 from proxyccl.device.dtypes import DTYPES
-from proxyccl.device.errors import CompileError
+from proxyccl.device.errors import CompileError, UntrustedPathError
+from proxyccl.device.private_directories import open_private, read_private, write_private
+from proxyccl.device.sealed_contents import sealed, unsealed
+from proxyccl.device.user_directories import user_directory
 
 INCLUDE_DIR = Path(__file__).parent / "include"
 KERNEL_DIR = Path(__file__).parent / "kernels"
+
+T = TypeVar("T")
+
+_log = logging.getLogger("proxyccl")
 
 
 def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) -> str:
@@ -40,11 +50,9 @@ def shipped_source(file: str, kernel: str, dtype: str | None, op: str | None) ->
 
 
 def cache_dir() -> Path:
-    """``$PROXYCCL_CACHE``, else ``proxyccl`` in the user's cache directory."""
+    """``$PROXYCCL_CACHE``, else ``proxyccl`` in the user's cache directory, else a directory of ``$TMPDIR``."""
     explicit = os.environ.get("PROXYCCL_CACHE")
-    if explicit:
-        return Path(explicit)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "proxyccl"
+    return Path(explicit) if explicit else user_directory("XDG_CACHE_HOME", ".cache", "cache")
 
 
 @functools.cache
@@ -56,43 +64,107 @@ def headers_digest() -> str:
     return digest.hexdigest()
 
 
-def _entry(key_parts: tuple[str, ...], suffix: str) -> Path:
-    digest = hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40]
-    return cache_dir() / f"{digest}{suffix}"
+def _name(key_parts: tuple[str, ...], suffix: str) -> str:
+    return hashlib.sha256("\0".join((*key_parts, headers_digest())).encode()).hexdigest()[:40] + suffix
 
 
 _building: dict[str, threading.Lock] = {}
+_unsaved: dict[str, bytes] = {}  # what the cache could not take, by its name there
 
 
-def cached(key_parts: tuple[str, ...], suffix: str, build: Callable[[Path], None]) -> Path:
-    """The file that `build(path)` makes for this key, built if it is not there yet.
+def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:
+    """What `load(path)` returns for the shared object that `build()` makes for this key, unless it is there already.
 
-    Where the cache can't be written, the file is this process's own, which a warning tells once.
+    If the cache can't be used, the file is this process's own, and the first time a warning says so.
 
     Raises:
-        CompileError: no file can be written anywhere.
+        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
+        CompileError: no file can be written anywhere, or none can be loaded.
     """
-    target = _entry(key_parts, suffix)
-    with _building.setdefault(target.stem, threading.Lock()):
+    name = _name(key_parts, ".so")
+    with _building.setdefault(name, threading.Lock()):
+        build = _once(name, build)
         try:
-            if not target.exists():
-                write_whole(target, build)
+            path, _ = _found_or_built(_open_cache(make=True), cache_dir() / name, build)
+            return load(path)
         except OSError as error:
-            reason = f"the cache of compiled kernels in {target.parent} can't be used ({error})"
-            return _own_file(target.name, build, reason)
-    return target
+            reason = _done_without(error)
+        try:
+            _unsaved[name] = build()
+            own = _own_directory()
+            path, _ = _found_or_built(_keep_open(open_private(own, make=True)), own / name, build)
+            return load(path)
+        except OSError as error:
+            raise CompileError(f"{reason}, nor can a temporary file: {error}; set PROXYCCL_CACHE") from None
 
 
-def _own_file(name: str, build: Callable[[Path], None], reason: str) -> Path:
-    if not _own_directory.cache_info().currsize:
-        warnings.warn(f"{reason}; this process compiles for itself; set PROXYCCL_CACHE", RuntimeWarning, 3)
+def _once(name: str, build: Callable[[], bytes]) -> Callable[[], bytes]:
+    """A function that builds when it is first called, and not at all what could not be saved before."""
+    return functools.cache(lambda: _unsaved[name] if name in _unsaved else build())
+
+
+def _found_or_built(directory: int, path: Path, build: Callable[[], bytes]) -> tuple[Path, bytes]:
+    """A whole file's contents, and a path that stays in the directory that was checked, whatever is renamed."""
+    content = _found(directory, path)
+    if content is None:
+        content = build()
+        write_private(directory, path, sealed(content))
+    return Path(f"/proc/self/fd/{directory}/{path.name}"), content
+
+
+def _found(directory: int, path: Path) -> bytes | None:
+    """A file's contents. None if there is none, or it is damaged or untrusted, which is logged."""
     try:
-        own = _own_directory() / name
-        if not own.exists():
-            write_whole(own, build)
-    except OSError as error:
-        raise CompileError(f"{reason}, nor can a temporary file: {error}; set PROXYCCL_CACHE") from None
-    return own
+        content = unsealed(read_private(directory, path))
+    except FileNotFoundError:
+        return None
+    except (UntrustedPathError, PermissionError) as error:
+        _log.warning("not used from the cache of compiled kernels: %s", error)
+        return None
+    if content is None:
+        _log.warning("the cached kernel %s is damaged; it is compiled again", path)
+    return content
+
+
+def _open_cache(*, make: bool) -> int:
+    """A descriptor of the cache's directory.
+
+    Raises:
+        UntrustedPathError: other users can change the directory, which ``PROXYCCL_CACHE`` names.
+        OSError: it can't be used.
+    """
+    named = bool(os.environ.get("PROXYCCL_CACHE"))
+    try:
+        return _keep_open(open_private(cache_dir(), "PROXYCCL_CACHE" if named else "cache", make=make))
+    except UntrustedPathError as error:
+        if named:  # the user's own choice
+            raise
+        raise PermissionError(str(error)) from error
+
+
+_open: dict[tuple[int, int], int] = {}  # by device and inode
+
+
+def _keep_open(descriptor: int) -> int:
+    """A descriptor of the same directory that stays open, so that paths of loaded objects through it stay unique."""
+    info = os.fstat(descriptor)
+    identity = info.st_dev, info.st_ino
+    kept = _open.setdefault(identity, descriptor)
+    if kept != descriptor:
+        os.close(descriptor)
+    return kept
+
+
+_without: set[Path] = set()  # caches that a warning has told of
+
+
+def _done_without(error: OSError) -> str:
+    directory = cache_dir()
+    reason = f"the cache of compiled kernels in {directory} can't be used ({error})"
+    if directory not in _without:
+        _without.add(directory)
+        warnings.warn(f"{reason}; this process compiles for itself; set PROXYCCL_CACHE", RuntimeWarning, 4)
+    return reason
 
 
 @functools.cache
@@ -108,43 +180,39 @@ def _own_directory() -> Path:
     return Path(directory)
 
 
-def write_whole(target: Path, write: Callable[[Path], None]) -> None:
-    """Has `write(path)` write a file under another name, which begins with a dot, and moves it into place behind that.
-
-    Raises OSError.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=".", suffix=target.suffix)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        write(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def shipped_options(compiler: Compiler, architecture: str) -> tuple[str, ...]:
     """What shipped kernels are compiled with for an architecture."""
     return (*compiler.options(architecture), f"-I{INCLUDE_DIR}", f"-I{KERNEL_DIR}")
 
 
-def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> Path:
-    """A GPU's image of a source that includes headers of this library alone, compiled unless it is there."""
+def compiled_image(compiler: Compiler, source: str, options: tuple[str, ...]) -> bytes:
+    """A GPU's image of a source that includes headers of this library alone, compiled unless it is there.
 
-    def build(target: Path) -> None:
-        target.write_bytes(compiler.compile(source, options))
+    If the cache can't be used, this process keeps it in memory, and the first time a warning says so.
 
-    return cached(_image_key(compiler, source, options), _IMAGE, build)
+    Raises:
+        UntrustedPathError: other users can change the directory that ``PROXYCCL_CACHE`` names.
+        CompileError: it does not compile.
+    """
+    name = _image_name(compiler, source, options)
+    with _building.setdefault(name, threading.Lock()):
+        build = _once(name, lambda: compiler.compile(source, options))
+        try:
+            _, image = _found_or_built(_open_cache(make=True), cache_dir() / name, build)
+        except OSError as error:
+            _done_without(error)
+            image = _unsaved[name] = build()
+        return image
 
 
 def image_is_there(compiler: Compiler, source: str, options: tuple[str, ...]) -> bool:
-    """Whether `compiled_image` would find it compiled."""
-    return _entry(_image_key(compiler, source, options), _IMAGE).exists()
+    """Whether `compiled_image` would find it compiled. Raises UntrustedPathError as that does."""
+    name = _image_name(compiler, source, options)
+    try:
+        return name in _unsaved or _found(_open_cache(make=False), cache_dir() / name) is not None
+    except OSError:  # compiled_image tells of it
+        return False
 
 
-_IMAGE = ".image"
-
-
-def _image_key(compiler: Compiler, source: str, options: tuple[str, ...]) -> tuple[str, ...]:
-    return (compiler.runtime, compiler.version(), source, *options)
+def _image_name(compiler: Compiler, source: str, options: tuple[str, ...]) -> str:
+    return _name((compiler.runtime, compiler.version(), source, *options), ".image")

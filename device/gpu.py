@@ -282,7 +282,7 @@ class GpuRuntime:
         def image(text: str) -> bytes:
             if extra:  # headers that are not ours may come in, and they may change: nothing tells which
                 return compiler.compile(text, full)
-            return compiled_image(compiler, text, full).read_bytes()
+            return compiled_image(compiler, text, full)
 
         plain = in_plain_text(source, options)
         names = kernel_names(source) if plain else kernels_of_image(image(text_with_exports(source, ())))
@@ -314,7 +314,7 @@ class GpuRuntime:
             raise CompileError(
                 f"kernel {name} was not compiled for {self.info.architecture} beforehand; run: proxyccl compile"
             )
-        module = self._load(source, options, lambda: compiled_image(compiler, source, options).read_bytes())
+        module = self._load(source, options, lambda: compiled_image(compiler, source, options))
         made = self._kernel(module, name)
         with self._lock:
             return self._kernels.setdefault(key, made)

@@ -7,8 +7,10 @@ another one that passes.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -27,8 +29,8 @@ def require_private(directory: Path, argument: str = "directory", *, secret: boo
         secret: other users must not be able to read or enter it either.
 
     Raises:
-        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link or a file.
-        OSError: it can't be opened.
+        UntrustedPathError: it belongs to another user, other users can write to it, or it is a link.
+        OSError: it can't be opened; NotADirectoryError: it is a file.
     """
     os.close(open_private(directory, argument, secret=secret))
 
@@ -55,8 +57,6 @@ def open_private(directory: Path, argument: str = "directory", *, secret: bool =
         if error.errno in (errno.ENOTDIR, errno.ELOOP) and directory.is_symlink():
             reason = f"{directory} is a link, which may lead elsewhere later; name the directory that it leads to"
             raise UntrustedPathError(argument, reason) from None
-        if error.errno == errno.ENOTDIR and directory.exists():
-            raise UntrustedPathError(argument, f"{directory} is not a directory") from None
         raise
     try:
         _require(os.fstat(descriptor), directory, argument, secret=secret)
@@ -98,6 +98,31 @@ def read_private(
             return file.read() if limit is None else file.read(limit)
     finally:
         os.close(descriptor)
+
+
+def write_private(directory: int, path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all: under another name, which begins with a dot, moved once the disk has it.
+
+    Args:
+        directory: a descriptor of the file's directory.
+        path: the file's path, whose name counts. What lies there is replaced.
+        data: what it shall hold.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    draft = f".{path.name}-{secrets.token_hex(8)}"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(draft, flags, 0o644, dir_fd=directory)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(descriptor)  # or a machine that stops may leave the name without its contents
+        os.rename(draft, path.name, src_dir_fd=directory, dst_dir_fd=directory)
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has its name
+            os.unlink(draft, dir_fd=directory)
 
 
 def _make(directory: Path, mode: int) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +16,10 @@ import msgspec
 
 from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
 from proxyccl.channels.group import Group
-from proxyccl.device.compile_cache import cache_dir, write_whole
-from proxyccl.device.errors import ArgumentError, ProtocolError
+from proxyccl.device.compile_cache import cache_dir
+from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
 from proxyccl.device.host import cpu_name
+from proxyccl.device.private_directories import open_private, read_private, write_private
 from proxyccl.proxy.codec import Codec, Message, Uint64
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
@@ -125,11 +128,8 @@ def selector_of(rows: tuple[TableOfCase, ...]) -> Selector:
 
 
 def directory() -> Path:
-    """Where the files lie: ``tuning`` in the directory of compiled kernels. Raises OSError if the user has no home."""
-    try:
-        return cache_dir() / "tuning"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"there is no cache directory: {error}") from error
+    """Where the files lie: ``tuning`` in the directory of compiled kernels."""
+    return cache_dir() / "tuning"
 
 
 def path_of(machine: Machine) -> Path:
@@ -146,16 +146,28 @@ def files() -> list[Path]:
 
 
 def save(machine: Machine, selector: Selector) -> Path:
-    """Writes the file for a kind of machine, whole or not at all. Raises OSError, and ArgumentError as `rows_of`."""
+    """Writes the file for a kind of machine, whole or not at all.
+
+    Raises:
+        OSError: it can't be written.
+        UntrustedPathError: other users can change the directory.
+        ArgumentError: as `rows_of`.
+    """
     now = datetime.now(UTC).isoformat(timespec="seconds")
     data = _CODEC.encode(Tuned(_version(), now, machine, rows_of(selector)), indent=2)
     path = path_of(machine)
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(data + b"\n")
-
-    write_whole(path, write)
+    with _opened(path.parent, make=True) as descriptor:
+        write_private(descriptor, path, data + b"\n")
     return path
+
+
+@contextlib.contextmanager
+def _opened(where: Path, *, make: bool = False) -> Iterator[int]:
+    descriptor = open_private(where, "cache", make=make)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def read(path: Path) -> Tuned:
@@ -163,10 +175,11 @@ def read(path: Path) -> Tuned:
 
     Raises:
         OSError: it can't be read.
+        UntrustedPathError: other users can change it.
         ProtocolError: it is no such file, or another version's, or lies under another machine's name.
     """
-    with path.open("rb") as file:
-        data = file.read(_CODEC.limit + 1)
+    with _opened(path.parent) as descriptor:
+        data = read_private(descriptor, path, _CODEC.limit + 1, argument="cache")
     tuned = _CODEC.decode(data, str(path))
     if tuned.version != _version():
         raise ProtocolError(f"{path} was measured with version {tuned.version}; expected {_version()}")
@@ -190,7 +203,7 @@ def load(group: Group) -> Selector | None:
         return selector_of(read(path_of(Machine.of(group))).tables)
     except FileNotFoundError:
         return None
-    except (OSError, ProtocolError) as error:
+    except (OSError, UntrustedPathError, ProtocolError) as error:
         warnings.warn(f"{error}; the default tables are used. Communicator.tune measures new ones.", stacklevel=4)
         return None
 
@@ -199,7 +212,7 @@ def keep(group: Group, selector: Selector) -> None:
     """Saves measured tables; called by rank 0. It warns where that is not possible."""
     try:
         save(Machine.of(group), selector)
-    except OSError as error:
+    except (OSError, UntrustedPathError) as error:
         warnings.warn(f"the measured tables are used, but not kept: {error}", stacklevel=3)
 
 

@@ -82,7 +82,7 @@ def device_functions(architecture: str) -> bytes:
     from proxyccl.device.cuda_compiler import CudaLinkCompiler
 
     compiler = CudaLinkCompiler()
-    return compiled_image(compiler, _SOURCE, shipped_options(compiler, architecture)).read_bytes()
+    return compiled_image(compiler, _SOURCE, shipped_options(compiler, architecture))
 
 
 class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types

@@ -20,6 +20,7 @@ from proxyccl.channels.reports.collect import DeviceReader, collect
 from proxyccl.channels.reports.render import headline
 from proxyccl.channels.reports.report import Exchange
 from proxyccl.device._native import lib
+from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.reports import files, on_signal
@@ -123,8 +124,8 @@ class Reporter:
             report = collect(self._group, self._device, cause, number, self.exchange, self.beside())
             try:
                 path = files.write(report.communicator, f"rank{report.rank}", number, report.encode())
-            except OSError as error:
-                _say(f"rank {report.rank}: no report could be written: {error}")
+            except (OSError, UntrustedPathError) as error:
+                _say(f"rank {report.rank}: no report could be written: {error}; set PROXYCCL_REPORT_DIR")
                 return None
         _say(f"rank {report.rank}: {headline(report)}; report: {path}")
         return path

@@ -23,8 +23,15 @@ from proxyccl.channels.tools.results import Fields, machine, versions
 from proxyccl.channels.tools.tune import in_words
 from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
 from proxyccl.device.compile_cache import cache_dir
-from proxyccl.device.errors import CompileError, ProtocolError, ProxyCCLError, RuntimeUnavailableError
+from proxyccl.device.errors import (
+    CompileError,
+    ProtocolError,
+    ProxyCCLError,
+    RuntimeUnavailableError,
+    UntrustedPathError,
+)
 from proxyccl.device.host import compiler_version, cpu_name, find_compiler
+from proxyccl.device.private_directories import require_private
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.daemon.client import daemon_process
 from proxyccl.proxy.daemon.protocol import socket_path
@@ -227,10 +234,15 @@ def _compiler() -> list[Finding]:
 
 def _cache() -> list[Finding]:
     directory = cache_dir()
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    advice = "set PROXYCCL_CACHE to another directory"
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        advice = "set PROXYCCL_CACHE to another directory"
         return [Finding("Kernels", "cache", False, f"{directory} is not writable", advice)]
+    if existing == directory:
+        try:
+            require_private(directory, "cache")
+        except (OSError, UntrustedPathError) as error:
+            return [Finding("Kernels", "cache", False, str(error), advice)]
     files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
     return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
 
@@ -246,7 +258,7 @@ def _tuning() -> list[Finding]:
     for path in paths:
         try:
             found = tuned.read(path)
-        except (OSError, ProtocolError) as error:
+        except (OSError, UntrustedPathError, ProtocolError) as error:
             findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
             continue
         if found.machine.cpu != cpu_name():  # hosts may share home directories

@@ -7,11 +7,15 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, cached
+from proxyccl.device.compile_cache import INCLUDE_DIR, loaded_object
 from proxyccl.device.errors import CompileError
 from proxyccl.device.kernel_names import text_with_exports
+
+T = TypeVar("T")
 
 
 def find_compiler() -> list[str]:
@@ -38,8 +42,10 @@ def compiler_version(command: tuple[str, ...]) -> str:
     return out.stdout.split("\n", 1)[0]
 
 
-def compile_source(source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...]) -> Path:
-    """Compiles a source into a shared object and returns its path in the cache.
+def load_source(
+    source: str, names: list[str], options: tuple[str, ...], include_dirs: tuple[str, ...], load: Callable[[Path], T]
+) -> T:
+    """Compiles a source into a shared object, unless it is in the cache, and returns what `load(path)` does.
 
     Raises:
         CompileError: no compiler, or the source does not compile; carries the compiler's messages.
@@ -47,18 +53,18 @@ def compile_source(source: str, names: list[str], options: tuple[str, ...], incl
     compiler, flags = _command(options, include_dirs)
     text = text_with_exports(source, names)
 
-    def build(target: Path) -> None:
+    def build() -> bytes:
         # A compiler's failure does not say that the disk is full. So it writes where its own temporary files go, and an
-        # error of the copy tells that the cache can't be written.
+        # error of what is written from here tells that the cache can't be.
         with tempfile.TemporaryDirectory(prefix="proxyccl-") as directory:
-            made = Path(directory, target.name)
+            made = Path(directory, "kernels.so")
             _run([*compiler, *flags, "-o", str(made)], text, "compile")
-            shutil.copy(made, target)
+            return made.read_bytes()
 
     key = text
     if include_dirs or options:  # headers that are not ours may come in, and they may change
         key = _run([*compiler, *flags, "-E"], text, "preprocess")
-    return cached((key, *flags, *compiler, compiler_version(tuple(compiler))), ".so", build)
+    return loaded_object((key, *flags, *compiler, compiler_version(tuple(compiler))), build, load)
 
 
 def preprocessed(source: str, options: tuple[str, ...], include_dirs: tuple[str, ...]) -> str:

@@ -26,7 +26,7 @@ from proxyccl.device.base_runtime import (
 from proxyccl.device.compile_cache import KERNEL_DIR, shipped_source
 from proxyccl.device.dtypes import reduction_dtypes
 from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailableError
-from proxyccl.device.host.compiler import compile_source, preprocessed
+from proxyccl.device.host.compiler import load_source, preprocessed
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
@@ -301,7 +301,7 @@ class HostRuntime:
         names = kernel_names(source if in_plain_text(source, options) else preprocessed(source, options, include_dirs))
         if not names:
             raise ArgumentError("source", NO_KERNEL)
-        module = self._load(compile_source(source, names, options, include_dirs), control)
+        module = load_source(source, names, options, include_dirs, lambda path: self._load(path, control))
         return Module({name: self._kernel(module, name) for name in names})
 
     def release_control(self, control: int) -> None:
@@ -326,10 +326,12 @@ class HostRuntime:
             if compiled_only:
                 raise CompileError(f"kernel {name} was not compiled beforehand with {' '.join(self._cxxflags)}")
             source = shipped_source(file, kernel, dtype, op)
-            path = compile_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), ())
-        else:
-            path = _LIBRARIES["experts" if file in _EXPERT_FILES else dtype or "moves"]
-        return self._kernel(self._load(path), name)
+            return self._kernel(load_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), (), self._load), name)
+        try:
+            module = self._load(_LIBRARIES["experts" if file in _EXPERT_FILES else dtype or "moves"])
+        except OSError as error:
+            raise CompileError(f"{error}; reinstall proxyccl") from None
+        return self._kernel(module, name)
 
     def launch_target(self) -> LaunchTarget:
         """The launch call."""
@@ -356,14 +358,14 @@ class HostRuntime:
         return self.device
 
     def _load(self, path: Path, control: int = 0) -> VoidPointer:
+        """Loads a shared object once for each control block. Raises OSError."""
         with self._lock:
             modules = self._modules.setdefault(control, {})
             if str(path) not in modules:
                 out = ffi.new("void **")
                 if lib.proxyccl_host_module_load(out, str(path).encode()):
-                    raise CompileError(
-                        f"can't load {path.name}: {ffi.string(lib.proxyccl_host_module_error()).decode()}"
-                    )
+                    reason = ffi.string(lib.proxyccl_host_module_error()).decode()
+                    raise OSError(f"can't load {path.name}: {reason}")
                 module = ffi.gc(out[0], lib.proxyccl_host_module_unload)
                 _default_control(module)[0] = control
                 modules[str(path)] = module

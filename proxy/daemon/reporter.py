@@ -21,6 +21,7 @@ from pathlib import Path
 
 from msgspec import structs
 
+from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.report import Client, DaemonReport, EngineThread, Request, Worker
 from proxyccl.proxy.daemon.session import Session
@@ -103,8 +104,8 @@ class DaemonReporter:
         try:
             report = self._report(cause, clients, snapshots.unread)
             path = files.write(self._group, "daemon", next(self._numbers), report.encode())
-        except OSError as error:
-            log.error("cannot write a report: %s", error)  # noqa: TRY400  no fault of this program
+        except (OSError, UntrustedPathError) as error:
+            log.error("cannot write a report: %s; set PROXYCCL_REPORT_DIR", error)  # noqa: TRY400  no fault of this program
             return None
         finally:
             self._turn.release()

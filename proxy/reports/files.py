@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.private_directories import make_private, require_private
+from proxyccl.device.user_directories import user_directory
 
 KEPT = 1000
 """Reports in the default directory; beyond that the oldest are removed."""
@@ -25,8 +27,7 @@ def wanted() -> bool:
 
 def default_directory() -> Path:
     """The directory unless ``PROXYCCL_REPORT_DIR`` names one. Hosts that share home directories share it."""
-    state = os.environ.get("XDG_STATE_HOME")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "proxyccl" / "reports"
+    return user_directory("XDG_STATE_HOME", ".local/state", "state") / "reports"
 
 
 def directory() -> Path:
@@ -36,21 +37,30 @@ def directory() -> Path:
 
 
 def write(group: str, who: str, number: int, text: str) -> Path:
-    """Writes a report of this process, whole or not at all. Raises OSError.
+    """Writes a report of this process, whole or not at all.
 
     Args:
         group: eight hexadecimal digits: processes on other hosts, or later ones, may have this process's number.
         who: "rank" and its number, or "daemon".
         number: of this report among those of the same `who`, from 1.
         text: the report.
+
+    Raises:
+        OSError: it can't be written.
+        UntrustedPathError: other users can change the default directory.
     """
     where = directory().absolute()
+    is_default = where == default_directory().absolute()
+    if is_default:
+        make_private(where.parent)
     where.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if is_default:
+        require_private(where)
     path = where / f"{group}-{who}-{os.getpid()}-{number}.json"
     unfinished = path.with_suffix(".unfinished")
     unfinished.write_text(text)
     unfinished.replace(path)
-    if where == default_directory().absolute():
+    if is_default:
         _forget_oldest(where)
     return path
 

@@ -25,7 +25,6 @@ from proxyccl.channels.collectives.selection import (
 from proxyccl.channels.collectives.tuning import table_from
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.device.compile_cache import write_whole
 from proxyccl.device.dtypes import DTYPES
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, world_sizes
@@ -420,6 +419,17 @@ def test_a_file_that_can_not_be_used_is_ignored_with_a_warning(
     assert found == Selector.for_ranks(2, runtime)
 
 
+def test_tables_that_others_could_have_changed_are_neither_read_nor_replaced(cache: Path) -> None:
+    path, selector = save_unlikely(2)
+    path.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match=f"other users can write to {path.parent} .*; the default tables are used"):
+        found = run_ranks(2, lambda comm: (selector_of(comm), comm.runtime.name))[0]
+    assert found == (Selector.for_ranks(2, found[1]), found[1])
+    with pytest.warns(UserWarning, match="used, but not kept: cache: other users can write to"):
+        run_ranks(1, lambda comm: tuned.keep(comm.group, selector))
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_tables_that_can_not_be_kept_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(tuned, "cache_dir", lambda: tmp_path / "file")
@@ -430,16 +440,3 @@ def test_tables_that_can_not_be_kept_are_used(tmp_path: Path, monkeypatch: pytes
 
     with pytest.warns(UserWarning, match="the measured tables are used, but not kept: .*file"):
         run_ranks(1, body)
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    target = tmp_path / "new" / "file.json"
-
-    def fail(path: Path) -> None:
-        path.write_text("half")
-        raise OSError("no room")
-
-    write_whole(target, lambda path: path.write_text("old") and None)
-    with pytest.raises(OSError, match="no room"):
-        write_whole(target, fail)
-    assert [(path.name, path.read_text()) for path in target.parent.iterdir()] == [("file.json", "old")]

@@ -16,6 +16,7 @@ from proxyccl.device import open_compiler
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.gpu import GpuRuntime
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.sealed_contents import unsealed
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.running import run_ranks
@@ -110,7 +111,7 @@ def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
     with pytest.raises(LoadedError):
         runtime.shipped(*kernel, compiled_only=True)
     (image,) = empty_cache.iterdir()
-    assert loaded == [image.read_bytes()]
+    assert loaded == [unsealed(image.read_bytes())]
 
 
 class LoadedError(Exception):

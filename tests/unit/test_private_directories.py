@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from proxyccl import UntrustedPathError
-from proxyccl.device.private_directories import make_private, open_private, read_private, require_private
+from proxyccl.device.private_directories import make_private, open_private, read_private, require_private, write_private
 
 STRANGER = 54321
 
@@ -41,7 +41,9 @@ def test_a_directory_that_only_this_user_can_change_is_taken(directory: Path, mo
 @pytest.mark.parametrize("mode", [0o775, 0o757, 0o1777])
 def test_a_directory_that_others_can_write_to_is_refused(directory: Path, mode: int) -> None:
     directory.chmod(mode)
-    with pytest.raises(UntrustedPathError, match=rf"cache: other users can write to {directory} .*chmod go-w") as caught:
+    with pytest.raises(
+        UntrustedPathError, match=rf"cache: other users can write to {directory} .*chmod go-w"
+    ) as caught:
         require_private(directory, "cache")
     assert caught.value.argument == "cache"
 
@@ -86,7 +88,7 @@ def test_a_link_or_a_file_in_the_directorys_place_is_refused(directory: Path, tm
     (tmp_path / "file").touch()
     with pytest.raises(UntrustedPathError, match="link is a link"):
         require_private(tmp_path / "link")
-    with pytest.raises(UntrustedPathError, match="file is not a directory"):
+    with pytest.raises(NotADirectoryError, match="file"):
         make_private(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         require_private(tmp_path / "nothing")
@@ -141,3 +143,18 @@ def test_a_file_that_others_could_have_made_is_refused(
             read_private(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def test_a_file_is_written_whole_or_not_at_all(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError("no room")
+
+    descriptor = open_private(directory)
+    try:
+        write_private(descriptor, directory / "file", b"old")
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match="no room"):
+            write_private(descriptor, directory / "file", b"new")
+    finally:
+        os.close(descriptor)
+    assert [(path.name, path.read_text()) for path in directory.iterdir()] == [("file", "old")]

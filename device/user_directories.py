@@ -1,0 +1,48 @@
+"""Where files of this user's go that outlive a process: by the XDG rules, also where the user has no home.
+
+Containers often run as a user without an entry in the passwd file, with no HOME, with HOME=/ or with a home that can't
+be written.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from pathlib import Path
+
+NAME = "proxyccl"
+
+
+def user_directory(variable: str, below_home: str, purpose: str) -> Path:
+    """The directory of this library's files of a kind. It need not exist, and may be refused by `require_private`.
+
+    Args:
+        variable: the XDG variable that names the directory above it.
+        below_home: where that is if the variable is not set, in the user's home.
+        purpose: what the files are, for a name in ``$TMPDIR``, else ``/tmp``, if the home can't be used.
+    """
+    named = os.environ.get(variable, "")
+    if os.path.isabs(named):  # XDG has others ignored
+        return Path(named) / NAME
+    home = _home()
+    if home is not None and _is_usable(home, home / below_home / NAME):
+        return home / below_home / NAME
+    return Path(os.environ.get("TMPDIR") or "/tmp") / f"{NAME}-{os.geteuid()}-{purpose}"
+
+
+def _home() -> Path | None:
+    """The user's home directory, if it exists."""
+    named = os.environ.get("HOME", "")
+    try:
+        home = named or pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:  # the user has no entry
+        return None
+    return Path(home) if os.path.isabs(home) and os.path.isdir(home) else None
+
+
+def _is_usable(home: Path, directory: Path) -> bool:
+    """Whether a directory in the home exists or can be made there."""
+    if os.path.isdir(directory):
+        return True
+    above = next(each for each in directory.parents if each == home or os.path.isdir(each))
+    return os.access(above, os.W_OK | os.X_OK)
