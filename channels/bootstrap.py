@@ -5,6 +5,7 @@ The protocol is small on purpose, so that any launcher can offer it. Every call 
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import time
@@ -51,6 +52,29 @@ class Bootstrap(Protocol):
     def close(self) -> None:
         """Frees what the bootstrap holds."""
         ...
+
+
+def require_place(rank: object, world_size: object) -> tuple[int, int]:
+    """A rank's number and the number of ranks, as plain integers; also from numpy's.
+
+    Raises:
+        ArgumentError: one is not an integer, `world_size` is below 1, or there is no rank of that number.
+    """
+    size, number = _integer(world_size, "world_size"), _integer(rank, "rank")
+    if size < 1:
+        raise ArgumentError("world_size", f"must be a positive integer, not {size}")
+    if not 0 <= number < size:
+        raise ArgumentError("rank", f"must be from 0 to {size - 1}, not {number}")
+    return number, size
+
+
+def _integer(value: Any, argument: str) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise ArgumentError(argument, f"must be an integer, not {value!r}")
 
 
 def require_mpi(comm: Any) -> None:
@@ -232,10 +256,9 @@ class ThreadBootstrap:
     @classmethod
     def create(cls, world_size: int) -> list[ThreadBootstrap]:
         """One bootstrap for each of `world_size` threads."""
-        if not isinstance(world_size, int) or world_size < 1:
-            raise ArgumentError("world_size", f"must be a positive integer, not {world_size!r}")
-        meeting = _Meeting(world_size)
-        return [cls(meeting, rank) for rank in range(world_size)]
+        _, size = require_place(0, world_size)
+        meeting = _Meeting(size)
+        return [cls(meeting, rank) for rank in range(size)]
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
         """See `Bootstrap.all_gather`."""

@@ -3,51 +3,78 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import secrets
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from proxyccl.channels.bootstrap import require_place
 from proxyccl.channels.survivors import Board
-from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError, WaitTimeoutError
+from proxyccl.device.private_directories import open_private, read_private
 
 _FIRST_PAUSE_SECONDS = 2e-4
 _LONGEST_PAUSE_SECONDS = 0.02
-_numbers = itertools.count()
 
 
 class FileBootstrap:
     """A `Bootstrap` over a directory, of a local file system or of one that the hosts share.
 
+    What ranks write there must stay among them, as it includes the secret of the links between hosts. So the directory
+    is this user's alone.
+
     Args:
-        directory: fresh for each job, as it holds what the ranks left; it is made if it is missing.
+        directory: fresh for each job, as it holds what the ranks left. If it is missing, it is made, and so are those
+            above it.
         rank: this rank's number.
         world_size: number of ranks.
 
     Raises:
-        ArgumentError: the rank does not fit, or another rank or job of that number has used the directory.
+        ArgumentError: the rank does not fit, the directory can't be used, or another rank or job of that number has
+            used it.
+        UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int, world_size: int) -> None:
-        if not 0 <= rank < world_size:
-            raise ArgumentError("rank", f"must be from 0 to {world_size - 1}, not {rank!r}")
-        self.rank = rank
-        self.world_size = world_size
-        self._directory = Path(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.rank, self.world_size = require_place(rank, world_size)
+        self._directory = _Directory(directory)
         self._round = 0
-        if not _write_once(self._directory / f"rank-{rank}", b""):
+        try:
+            fresh = self._directory.write_once(f"rank-{self.rank}", b"")
+        except ResourceError as error:
+            raise ArgumentError("directory", str(error)) from error
+        if not fresh:
             raise ArgumentError("directory", f"{directory} was used by a rank {rank} before; expected a fresh one")
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
+        """See `Bootstrap.all_gather`.
+
+        Raises:
+            ResourceError: this rank's message can't be written, for example because the disk is full.
+            ExchangeError: a rank's message can't be read.
+        """
         deadline = time.monotonic() + timeout
         number, self._round = self._round, self._round + 1
-        files = [self._directory / f"{number}-{rank}" for rank in range(self.world_size)]
-        _write_once(files[self.rank], data)
+        if not self._directory.write_once(f"{number}-{self.rank}", data):
+            raise ExchangeError(
+                f"{self._directory} holds a message of this rank that it has not written; expected a fresh directory",
+                rank=self.rank,
+                peer=self.rank,
+                operation="bootstrap",
+            )
+        everyone: dict[int, bytes] = {}
+        missing = list(range(self.world_size))
         pause = _FIRST_PAUSE_SECONDS
-        while missing := [rank for rank, file in enumerate(files) if not file.exists()]:
+        while True:
+            for rank in missing:
+                message = self._message(number, rank)
+                if message is not None:
+                    everyone[rank] = message
+            missing = [rank for rank in missing if rank not in everyone]
+            if not missing:
+                break
             give_up()
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
@@ -58,14 +85,25 @@ class FileBootstrap:
                 )
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
-        everyone = [file.read_bytes() for file in files]
         # All ranks have come to the round before this one, so they have read the one before that.
-        (self._directory / f"{number - 2}-{self.rank}").unlink(missing_ok=True)
-        return everyone
+        self._directory.remove(f"{number - 2}-{self.rank}")
+        return [everyone[rank] for rank in range(self.world_size)]
+
+    def _message(self, number: int, rank: int) -> bytes | None:
+        try:
+            return self._directory.read(f"{number}-{rank}")
+        except (OSError, UntrustedPathError) as error:
+            raise ExchangeError(
+                f"rank {rank}'s message in {self._directory} can't be read: {error}",
+                rank=self.rank,
+                peer=rank,
+                operation="bootstrap",
+            ) from error
 
     def subset(self, members: Sequence[int], key: int) -> FileBootstrap:
         """The bootstrap of some ranks. See `Bootstrap`."""
-        return FileBootstrap(self._directory / f"subset-{key:x}", list(members).index(self.rank), len(members))
+        place = self._directory.path / f"subset-{key:x}"
+        return FileBootstrap(place, list(members).index(self.rank), len(members))
 
     def board(self) -> Board:
         """A board in the directory. See `Bootstrap`."""
@@ -76,42 +114,86 @@ class FileBootstrap:
 
 
 class _FileBoard:
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: _Directory, rank: int) -> None:
         self._directory, self._rank = directory, rank
 
     def post(self, number: int, note: bytes) -> None:
         """See `Board`."""
-        _write_once(self._directory / f"note-{number}-{self._rank}", note)
+        self._directory.write_once(f"note-{number}-{self._rank}", note)
 
     def read(self, rank: int, number: int) -> bytes | None:
         """See `Board`."""
-        return _read(self._directory / f"note-{number}-{rank}")
+        return self._directory.read(f"note-{number}-{rank}")
 
     def settle(self, number: int, answer: bytes) -> bytes:
         """See `Board`."""
-        file = self._directory / f"answer-{number}"
-        _write_once(file, answer)
-        return file.read_bytes()
+        name = f"answer-{number}"
+        self._directory.write_once(name, answer)
+        settled = self._directory.read(name)
+        assert settled is not None  # nobody removes it
+        return settled
 
     def settled(self, number: int) -> bytes | None:
         """See `Board`."""
-        return _read(self._directory / f"answer-{number}")
+        return self._directory.read(f"answer-{number}")
 
 
-def _read(file: Path) -> bytes | None:
-    with contextlib.suppress(FileNotFoundError):
-        return file.read_bytes()
-    return None
+class _Directory:
+    """A directory of this user's alone, held open: nobody can put another in its place.
 
+    Raises:
+        ArgumentError: it can't be used.
+        UntrustedPathError: it belongs to another user, or other users can read it, or it is a link.
+    """
 
-def _write_once(file: Path, data: bytes) -> bool:
-    """Makes a file with all of its contents at once, on network file systems too. False if it is there already."""
-    draft = file.with_name(f".{file.name}-{os.getpid()}-{next(_numbers)}")
-    draft.write_bytes(data)
-    try:
-        os.link(draft, file)
-    except FileExistsError:
-        return False
-    finally:
-        draft.unlink()
-    return True
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self.path = Path(path).absolute()
+            self._descriptor = open_private(self.path, secret=True, make=True)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, UntrustedPathError):
+                raise
+            raise ArgumentError("directory", f"expected a path, not {path!r}: {error}") from None
+        except OSError as error:
+            raise ArgumentError("directory", f"{path} can't be used: {error}") from None
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def read(self, name: str) -> bytes | None:
+        """A file's contents; None if there is no such file. Raises OSError and UntrustedPathError."""
+        with contextlib.suppress(FileNotFoundError):
+            return read_private(self._descriptor, self.path / name, secret=True)
+        return None
+
+    def write_once(self, name: str, data: bytes) -> bool:
+        """Makes a file with all of its contents at once, on network file systems too. False if it is there already.
+
+        Raises ResourceError.
+        """
+        draft = f".{name}-{secrets.token_hex(8)}"
+        with self._told(name):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(data)
+                os.link(draft, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+            except FileExistsError:
+                return False
+            finally:
+                os.unlink(draft, dir_fd=self._descriptor)
+        return True
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+    @contextlib.contextmanager
+    def _told(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ResourceError(f"{self.path / name} can't be written: {error.strerror or error}") from error

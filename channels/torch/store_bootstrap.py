@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import DistError, PrefixStore
 
+from proxyccl.channels.bootstrap import require_place
 from proxyccl.channels.survivors import Board
 from proxyccl.device.errors import PeerLostError, WaitTimeoutError
 
@@ -23,11 +24,13 @@ class StoreBootstrap:
         store: the store.
         rank: this rank's number.
         world_size: number of ranks.
+
+    Raises:
+        ArgumentError: the rank does not fit.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
-        self.rank = rank
-        self.world_size = world_size
+        self.rank, self.world_size = require_place(rank, world_size)
         self._store = store
         self._round = 0
         self._lock = threading.Lock()
