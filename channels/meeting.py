@@ -30,6 +30,7 @@ from proxyccl.channels.topology import (
     encode_choice,
     local_world_size_from_environment,
 )
+from proxyccl.channels.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
 from proxyccl.device import open_runtime
 from proxyccl.device.errors import (
     MismatchError,
@@ -41,7 +42,6 @@ from proxyccl.device.errors import (
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.client import missing_in_daemon
-from proxyccl.proxy.hosts import host_name
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import missing_transports
 
@@ -103,7 +103,9 @@ def meet(
     """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
     exchange = Exchange(bootstrap, timeout)
     rank, world_size = bootstrap.rank, bootstrap.world_size
-    hosts = exchange.all_gather(host_name(), _NAME, "hosts")  # by all: some may bring a runtime
+    places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
+    require_shared_namespaces(places)
+    hosts = [place.host for place in places]
     if runtime is None or isinstance(runtime, str):
         runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
     runtime.activate()

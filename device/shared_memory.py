@@ -218,7 +218,7 @@ def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | No
     """
     info = os.fstat(descriptor)
     if identity is not None and (info.st_dev, info.st_ino) != identity:
-        raise ArgumentError("handle", "its process has closed the memory that it names")
+        raise ArgumentError("handle", "its process has closed the memory that it names, or is in another PID namespace")
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:

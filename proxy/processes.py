@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def start_of(pid: int) -> int | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def pid_namespace() -> str:
+    """The namespace that this process's ids of processes belong to; empty if /proc does not show it.
+
+    That is so without a /proc, and where it shows another namespace's processes.
+    """
+    try:
+        if os.readlink("/proc/self") == str(os.getpid()):
+            return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        pass
+    return ""
 
 
 def is_stopped(pid: int) -> bool:

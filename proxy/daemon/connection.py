@@ -95,12 +95,20 @@ class NodeDaemon:
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
         """See `DaemonAddress.connect`."""
         try:
-            connection, _ = introduce(os.fspath(self._path), timeout)
+            connection, answer = introduce(os.fspath(self._path), timeout)
         except (OSError, ProtocolError) as error:
             raise RuntimeUnavailableError(
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
             ) from None
-        return connection, peer_credentials(connection)[0]
+        process, _ = peer_credentials(connection)
+        if process != answer.pid:  # the system tells the number that it has here
+            connection.close()
+            raise _refused(
+                os.fspath(self._path),
+                f"it is in another PID namespace, where it is process {answer.pid}, and opens memory through "
+                "/proc/PID/fd; start both in one, for containers with --pid=host or hostPID",
+            )
+        return connection, process
 
     def last_words(self) -> str:
         """Empty: it has a log of its own."""

@@ -23,7 +23,7 @@ from msgspec import Meta
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy._engine import lib
 from proxyccl.proxy.codec import Codec, Message, ProtocolError, Uint64
-from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.processes import pid_namespace, start_of
 
 FORMAT: int = lib.PROXYCCL_OBSERVE_FORMAT
 _MOST_WORKERS: int = lib.PROXYCCL_MAX_RINGS
@@ -95,7 +95,7 @@ class Publication(Message, frozen=True):
     def of_this_process(cls, description: Description, runtime: str, **places: Any) -> Publication:
         """A publication of a service of this process."""
         pid = os.getpid()
-        return cls(pid, start_of(pid) or 0, _namespace(), description, runtime, format=FORMAT, **places)
+        return cls(pid, start_of(pid) or 0, pid_namespace(), description, runtime, format=FORMAT, **places)
 
     @property
     def is_alive(self) -> bool:
@@ -104,10 +104,6 @@ class Publication(Message, frozen=True):
 
 
 _PUBLICATIONS = Codec(Publication, 1 << 20)
-
-
-def _namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
 
 
 def publications_directory() -> Path:
@@ -206,7 +202,7 @@ def find(
             if publication is None:  # observers of that version may use it
                 if _is_stale(path):
                     withdraw(path)
-            elif publication.namespace == _namespace():
+            elif publication.namespace == pid_namespace():
                 if publication.is_alive:
                     found.append((path, publication))
                 else:
