@@ -45,18 +45,17 @@ from support.observing import wait_for
 from support.paths import PROGRAMS
 from support.processes import Ended, is_job_daemon, processes_with, run_processes, shared_memory_names
 from support.ranks import Gate, Ranks, live_threads, open_descriptors
-from support.running import run_mpi, run_ranks
+from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 
 PROGRAM = PROGRAMS / "failure.py"
-TIMEOUT = 2.0
 VICTIM = 1
 PROCESSES = processes(3)
 SURVIVORS = [rank for rank in range(PROCESSES) if rank != VICTIM]
 
 
-caught = functools.partial(hanging.caught, within=TIMEOUT + 5)  # with room for a busy machine
+caught = functools.partial(hanging.caught, within=TIMEOUT / 2)  # by what happened, not by the long time-out
 
 
 def ones(comm: Communicator) -> Any:
@@ -175,7 +174,7 @@ def test_exit_without_close_is_clean(launcher: str) -> None:
 @pytest.mark.parametrize("scenario", ["killed_in_a_collective:two_shot", "killed_before_the_communicator"])
 def test_a_killed_rank_ends_an_mpi_job(scenario: str) -> None:
     """The launcher's own policy: it ends the ranks that are left, whatever they caught."""
-    assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=30).returncode != 0
+    assert run_mpi(PROCESSES, PROGRAM, scenario, timeout=TIMEOUT).returncode != 0
 
 
 # -- who has failed tells the others ---
@@ -199,19 +198,19 @@ def test_what_a_kernel_sends_after_a_time_out_is_no_result(monkeypatch: pytest.M
     def body(comm: Communicator) -> BaseException | None:
         channels = comm.sm_channels(comm.empty(4))
         kernels = comm.compile(GIVE_UP)
-        meet(comm)
+        impatient(comm)
         if comm.rank == 0:
             kernels.give_up(1, 1, channels)
             comm.runtime.synchronize()
-            checked.wait(TIMEOUT + 5)
+            checked.wait(TIMEOUT)
             return caught(comm.check)
-        time.sleep(TIMEOUT / 2)  # so that the other's time is over first
+        time.sleep(SHORT / 2)  # so that the other's time is over first
         kernels.hear(1, 1, channels)
         error = caught(comm.synchronize)
         checked.set()
         return error
 
-    errors = run_ranks(2, body, timeout=TIMEOUT)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, WaitTimeoutError) and error.rank == 0 for error in errors), errors
 
 
@@ -277,7 +276,7 @@ def refused(arguments: Callable[[int, int], tuple[int, int, int, int, int]]) -> 
         assert (buffer.numpy() == comm.rank).all()
         return error
 
-    return run_ranks(2, body, timeout=TIMEOUT)
+    return run_ranks(2, body)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_memory_that_rdma_alone_knows_is_not_copied(end: str) -> None:
             kernels.wait(1, 1, channels)
         return caught(comm.synchronize)
 
-    errors = run_ranks(2, body, timeout=TIMEOUT)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, TriggerError) for error in errors), errors
     assert "only RDMA reaches a memory that the trigger names" in str(errors[0])
 
@@ -345,7 +344,7 @@ def test_a_trigger_for_a_channel_that_is_not_in_use_is_refused() -> None:
             kernels.wait(1, 1, channels)
         return caught(comm.synchronize)
 
-    errors = run_ranks(2, body, timeout=TIMEOUT)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, TriggerError) and error.channel == 1023 for error in errors), errors
 
 
@@ -400,7 +399,7 @@ def test_an_access_outside_an_sm_channels_memory_moves_nothing(
         assert all((array.numpy() == comm.rank).all() for array in (target, source, packets))
         return error
 
-    for error in run_ranks(2, body, timeout=TIMEOUT):
+    for error in run_ranks(2, body):
         assert isinstance(error, TriggerError), error
         assert (error.rank, error.peer, error.operation) == (0, 1, call)
         assert f"called {call} on its SmChannel to rank 1: " in str(error)
@@ -422,7 +421,7 @@ def test_an_sm_channel_reaches_to_the_end_of_its_memory() -> None:
         assert (target.numpy()[512:] == 1 - comm.rank).all()
         assert (source.numpy() == comm.rank).all()
 
-    run_ranks(2, body, timeout=TIMEOUT)
+    run_ranks(2, body)
 
 
 ALL_WAIT = r"""
@@ -452,7 +451,7 @@ def test_two_threads_that_wait_on_one_channel_are_refused(kind: str) -> None:
             kernel(1, 2, channels[0])
         return caught(comm.synchronize if comm.rank == 0 else lambda: barrier(comm))
 
-    for error in run_ranks(2, body, timeout=TIMEOUT):
+    for error in run_ranks(2, body):
         assert isinstance(error, TriggerError), error
         assert (error.rank, error.peer, error.operation) == (0, 1, "wait")
         name = "SmChannel" if kind == "sm" else "ProxyChannel"
@@ -484,7 +483,7 @@ def test_packet_flag_zero_is_refused() -> None:
             return caught(comm.synchronize)
         return caught(lambda: barrier(comm))
 
-    errors = run_ranks(2, body, timeout=TIMEOUT)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, TriggerError) and "flag 0" in str(error) for error in errors), errors
 
 
@@ -496,12 +495,14 @@ def test_a_ring_that_stays_full_ends_the_wait_for_room() -> None:
 
         def body(comm: Communicator) -> BaseException | None:
             channel = comm.handler_channel(lambda _: gate.wait())
-            comm.compile(PUSH, "custom")(1, 8, channel, 10)
+            kernel = comm.compile(PUSH, "custom")
+            impatient(comm)
+            kernel(1, 8, channel, 10)
             error = caught(comm.synchronize)
             gate.open()
             return error
 
-        (error,) = run_ranks(1, body, timeout=TIMEOUT, fifo_size=4)
+        (error,) = run_ranks(1, body, fifo_size=4)
     assert isinstance(error, WaitTimeoutError)
     assert "room in the trigger ring" in str(error)
 
@@ -515,13 +516,15 @@ def test_close_is_bounded_while_a_handler_blocks() -> None:
             ended.append(True)
 
         (comm,) = (Communicator(b, timeout=TIMEOUT) for b in ThreadBootstrap.create(1))
-        comm.compile(PUSH, "custom")(1, 1, comm.handler_channel(handler), 1)
+        kernel, channel = comm.compile(PUSH, "custom"), comm.handler_channel(handler)
+        impatient(comm)
+        kernel(1, 1, channel, 1)
         assert isinstance(caught(comm.synchronize), WaitTimeoutError)
         started = time.monotonic()
         comm.close()
-        assert time.monotonic() - started < TIMEOUT + 5
+        assert time.monotonic() - started < TIMEOUT / 2
         assert not ended
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + TIMEOUT
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ended
@@ -535,7 +538,7 @@ def test_a_handler_error_carries_its_cause() -> None:
         comm.compile(PUSH, "custom")(1, 1, comm.handler_channel(refuse), 1)
         return caught(comm.synchronize)
 
-    (error,) = run_ranks(1, body, timeout=TIMEOUT)
+    (error,) = run_ranks(1, body)
     assert isinstance(error, HandlerError)
     assert isinstance(error.__cause__, KeyError)
     assert error.channel == error.__cause__.args[0]
@@ -554,14 +557,14 @@ def faulty(runtime: Runtime, **functions: object) -> Runtime:
     return runtime
 
 
-def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
+def with_faulty_proxy(timeout: float = TIMEOUT, **functions: object) -> list[BaseException | None]:
     """Rank 0 puts and flushes, then both wait for a signal that never comes. The faults are in rank 0's proxy."""
 
     def rank_main(comm: Communicator) -> BaseException | None:
         memory = comm.register(comm.empty(SIZE, "uint8"))
         channels = comm.proxy_channels(memory)
         kernels = comm.compile(PUSH)
-        meet(comm)
+        impatient(comm, timeout)
         if comm.rank == 0:
             kernels.put(1, 1, channels, memory.peer_id(1), 64, memory.id, 0, 16)
         kernels.wait(1, 1, channels)
@@ -570,7 +573,7 @@ def with_faulty_proxy(**functions: object) -> list[BaseException | None]:
     def make_runtime(rank: int) -> Runtime:
         return faulty(rank_runtime(rank), **functions) if rank == 0 else rank_runtime(rank)
 
-    with Ranks(2, make_runtime=make_runtime, timeout=TIMEOUT) as ranks:
+    with Ranks(2, make_runtime=make_runtime) as ranks:
         return ranks.run(rank_main)
 
 
@@ -594,7 +597,7 @@ def test_a_copy_that_fails_later_is_a_transport_error_everywhere() -> None:
 
 
 def test_a_flush_that_cannot_complete_runs_into_the_time_out() -> None:
-    errors = with_faulty_proxy(write64=_Write(lambda *_: 0))
+    errors = with_faulty_proxy(SHORT, write64=_Write(lambda *_: 0))
     assert all(isinstance(error, WaitTimeoutError) for error in errors), errors
     assert "flush" in str(errors[0]) or "signal" in str(errors[0])
 
@@ -641,7 +644,7 @@ def test_a_failure_ends_what_streams_wait_for_where_no_thread_can_be_started(
         comm.abort("of the test")
         return caught(comm.synchronize)
 
-    errors = run_ranks(2, body, timeout=30)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, AbortedError) for error in errors), errors
 
 
@@ -680,7 +683,7 @@ def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: boo
 
         return caught(calls)
 
-    errors = run_ranks(3, body, timeout=TIMEOUT)
+    errors = run_ranks(3, body)
     for error in errors:
         assert isinstance(error, MismatchError), errors
         assert error.argument == field
@@ -756,13 +759,14 @@ def test_close_with_work_that_can_never_end_is_bounded() -> None:
     def body(comm: Communicator) -> BaseException | None:
         stream = comm.runtime.create_stream()
         barrier(comm)
+        impatient(comm)
         if comm.rank == 0:
             comm.all_reduce(ones(comm), stream=stream)
         return caught(comm.close)
 
     started = time.monotonic()
-    run_ranks(3, body, timeout=TIMEOUT)
-    assert time.monotonic() - started < 2 * TIMEOUT + 10
+    run_ranks(3, body)
+    assert time.monotonic() - started < TIMEOUT
 
 
 USES: dict[str, Callable[[Communicator], object]] = {
@@ -862,7 +866,7 @@ def test_a_process_that_saw_a_failure_can_start_again() -> None:
         def fail(comm: Communicator) -> BaseException | None:
             return caught(lambda: differing(comm, "op"))
 
-        assert all(isinstance(error, MismatchError) for error in run_ranks(3, fail, timeout=TIMEOUT))
+        assert all(isinstance(error, MismatchError) for error in run_ranks(3, fail))
 
         def work(comm: Communicator) -> float:
             return float(on_host(comm.all_reduce(ones(comm)))[0])

@@ -789,7 +789,7 @@ def check_lost_context(noticed_by: str, **env: str) -> None:
     """In a job of two processes, one loses its context."""
     if RUNTIME != "cuda":
         pytest.skip("what stands in for a GPU has no context to lose, and AMD's driver ends the process")
-    ended = run_processes(2, PROGRAMS / "failure.py", f"lost_context:{noticed_by}", env={"TEST_TIMEOUT": "20", **env})
+    ended = run_processes(2, PROGRAMS / "failure.py", f"lost_context:{noticed_by}", env=env)
     for rank, process in enumerate(ended):
         assert process.returncode == 0, process.stderr
         *failures, closed = process.stdout.splitlines()
@@ -816,7 +816,7 @@ def test_a_lost_context_leaves_the_daemon_to_others(tmp_path: Path) -> None:
         for _ in range(2):
             check_lost_context("watcher", **use_it)
             healthy = run_processes(
-                2, PROGRAMS / "failure.py", "exit_without_close", env={"TEST_TIMEOUT": "20", **use_it}
+                2, PROGRAMS / "failure.py", "exit_without_close", env=use_it
             )
             assert [process.returncode for process in healthy] == [0, 0], healthy
 

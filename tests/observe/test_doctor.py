@@ -27,12 +27,11 @@ from support.devices import processes, require_devices
 from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Gate
-from support.running import run_ranks
+from support.running import impatient, run_ranks
 
 PROGRAM = PROGRAMS / "hangs.py"
 PROCESSES = processes(3)
 VICTIM = 1
-TIMEOUT = 2.0
 KERNELS = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -91,12 +90,13 @@ def reduce(comm: Communicator, count: int = 100, algorithm: str | None = None) -
 def test_one_rank_never_calls(reports: Path, algorithm: str) -> None:
     def body(comm: Communicator) -> None:
         reduce(comm, algorithm=algorithm)
+        impatient(comm)
         if comm.rank == 2:
             await_reports(reports, 4)
         else:
             wait_out(lambda: (reduce(comm, 5000, algorithm), comm.barrier(), comm.synchronize()))
 
-    run_ranks(4, body, timeout=TIMEOUT)
+    run_ranks(4, body)
     finding = told(reports).findings[0]
     assert finding.about == ["rank 2"]
     if algorithm == "ring":  # a kernel that gives up sends what the next waits for, which goes on with that
@@ -113,9 +113,11 @@ def test_different_orders_on_two_communicators(reports: Path) -> None:
     seconds = ThreadBootstrap.create(3)
 
     def body(first: Communicator) -> None:
-        with Communicator(seconds[first.rank], timeout=TIMEOUT) as second:
+        with Communicator(seconds[first.rank], timeout=first.timeout) as second:
             reduce(first)
             reduce(second)
+            impatient(first)
+            impatient(second)
             one, other = (second, first) if first.rank == VICTIM else (first, second)
 
             def both() -> None:
@@ -124,7 +126,7 @@ def test_different_orders_on_two_communicators(reports: Path) -> None:
 
             wait_out(both)
 
-    run_ranks(3, body, timeout=TIMEOUT)
+    run_ranks(3, body)
     diagnosis = told(reports)
     finding = found(diagnosis, "circle")
     assert "rank 1" in finding.about
@@ -139,13 +141,14 @@ def test_different_orders_on_one_communicator(reports: Path) -> None:
         calls = [lambda: reduce(comm), lambda: (comm.broadcast(ones(comm)), comm.synchronize())]
 
         def in_turn() -> None:
-            reduce(comm)
             for call in reversed(calls) if comm.rank == VICTIM else calls:
                 call()
 
+        reduce(comm)
+        impatient(comm)
         wait_out(in_turn)
 
-    run_ranks(3, body, timeout=TIMEOUT)
+    run_ranks(3, body)
     finding = found(told(reports), "mismatch")
     assert finding.text == "Ranks differ in call #2."
     assert any(reason.startswith("rank 1: broadcast (") for reason in finding.reasons)
@@ -156,6 +159,7 @@ def test_a_kernel_waits_for_a_signal_that_nobody_sends(reports: Path) -> None:
     def body(comm: Communicator) -> None:
         channels = comm.proxy_channels(comm.empty(64))
         kernels = comm.compile(KERNELS)
+        impatient(comm)
         if comm.rank == 0:
             kernels.send(1, 1, channels.to(1))
             wait_out(lambda: comm.barrier() or comm.synchronize())
@@ -167,7 +171,7 @@ def test_a_kernel_waits_for_a_signal_that_nobody_sends(reports: Path) -> None:
             wait_out(lambda: comm.barrier() or comm.synchronize())
         await_reports(reports, 3)
 
-    run_ranks(3, body, timeout=TIMEOUT)
+    run_ranks(3, body)
     diagnosis = told(reports)
     finding = found(diagnosis, "circle")  # the others wait for rank 1 in a barrier
     assert any("rank 1 waits for a signal (ProxyChannel) from rank 0: expected 2, saw 1" in r for r in finding.reasons)
@@ -180,6 +184,7 @@ def test_a_signal_that_a_rank_has_not_sent(reports: Path) -> None:
     def body(comm: Communicator) -> None:
         channels = comm.proxy_channels(comm.empty(64))
         kernels = comm.compile(KERNELS)
+        impatient(comm)
         if comm.rank == 0:
             kernels.send(1, 1, channels.to(1))
             await_reports(reports, 2)
@@ -188,7 +193,7 @@ def test_a_signal_that_a_rank_has_not_sent(reports: Path) -> None:
                 kernels.wait(1, 1, channels.to(0))
             wait_out(comm.synchronize)
 
-    run_ranks(2, body, timeout=TIMEOUT)
+    run_ranks(2, body)
     finding = found(told(reports), "waits_for")
     assert finding.text == "Rank 1 waits for rank 0."
     assert any(re.search("rank 0 has sent 1 signal to channel .* waits for number 2", r) for r in finding.reasons)
@@ -203,8 +208,10 @@ def test_a_ring_behind_a_handler_that_blocks(reports: Path) -> None:
             channels = comm.proxy_channels(comm.empty(64))
             kept.append(channels)
             kernels = comm.compile(KERNELS)
+            handled = comm.handler_channel(lambda _: gate.wait())
+            impatient(comm)
             if comm.rank == 0:
-                kernels.call_handler(1, 1, comm.handler_channel(lambda _: gate.wait()))
+                kernels.call_handler(1, 1, handled)
                 for _ in range(3):
                     kernels.send(1, 1, channels.to(1))
                 await_reports(reports, 2)
@@ -213,7 +220,7 @@ def test_a_ring_behind_a_handler_that_blocks(reports: Path) -> None:
                 kernels.wait(1, 1, channels.to(0))
                 wait_out(comm.synchronize)
 
-        run_ranks(2, body, timeout=TIMEOUT)
+        run_ranks(2, body)
     diagnosis = told(reports)
     proxy = found(diagnosis, "proxy")
     assert proxy.text == "Rank 0 is held up by its own proxy."
@@ -227,11 +234,13 @@ def test_a_kernel_that_waits_for_its_own_handler(reports: Path) -> None:
     with Gate() as gate:
 
         def body(comm: Communicator) -> None:
-            comm.compile(KERNELS).flush_handler(1, 1, comm.handler_channel(lambda _: gate.wait()))
+            kernels, handled = comm.compile(KERNELS), comm.handler_channel(lambda _: gate.wait())
+            impatient(comm)
+            kernels.flush_handler(1, 1, handled)
             wait_out(comm.synchronize)
             gate.open()
 
-        run_ranks(1, body, timeout=TIMEOUT)
+        run_ranks(1, body)
     proxy = found(told(reports), "proxy")
     assert any("a flush" in reason for reason in proxy.reasons)
     assert any("has been in the handler" in reason for reason in proxy.reasons)
@@ -239,12 +248,13 @@ def test_a_kernel_that_waits_for_its_own_handler(reports: Path) -> None:
 
 def test_a_rank_that_does_not_come_to_a_registration(reports: Path) -> None:
     def body(comm: Communicator) -> None:
+        impatient(comm)
         if comm.rank == VICTIM:
             await_reports(reports, 3)
         else:
             wait_out(lambda: comm.register(comm.empty(4)))
 
-    run_ranks(3, body, timeout=TIMEOUT)
+    run_ranks(3, body)
     finding = found(told(reports), "waits_for")
     assert finding.text == "Ranks 0 and 2 wait for rank 1."
     assert any(re.search("for all ranks to reach register; rank 1 has not", reason) for reason in finding.reasons)
@@ -271,6 +281,7 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def body(comm: Communicator) -> None:
         reduce(comm)
+        impatient(comm)
         if comm.rank == VICTIM:
             await_reports(directory, 3)
         else:
@@ -278,7 +289,7 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXYCCL_REPORT_DIR", str(directory))
-        run_ranks(3, body, timeout=TIMEOUT)
+        run_ranks(3, body)
     return directory
 
 

@@ -32,12 +32,11 @@ from support.devices import processes
 from support.hanging import KERNELS, caught, hang
 from support.paths import PROGRAMS
 from support.processes import run_processes
-from support.running import run_mpi, run_ranks
+from support.running import SHORT, impatient, run_mpi, run_ranks
 
 PROGRAM = PROGRAMS / "hangs.py"
 PROCESSES = processes(3)
 VICTIM = 1
-TIMEOUT = 2.0
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def written(directory: Path) -> dict[int, Report]:
 
 
 def test_every_rank_reports_a_time_out_and_its_wait(reports: Path) -> None:
-    errors = run_ranks(2, hang, timeout=TIMEOUT)
+    errors = run_ranks(2, hang)
     found = written(reports)
     assert set(found) == {0, 1}
     assert reports.stat().st_mode & 0o077 == 0
@@ -72,7 +71,7 @@ def test_every_rank_reports_a_time_out_and_its_wait(reports: Path) -> None:
         (note,) = error.__notes__
         assert str(reports / f"{report.communicator}-rank{rank}-{os.getpid()}-1.json") in note
         assert [member.pid for member in report.members] == [os.getpid()] * 2
-        assert report.timeout == TIMEOUT
+        assert report.timeout == SHORT
         assert not report.unread
         assert any(thread.own and "hanging.py" in thread.program for thread in report.threads)
     (wait,) = found[1].waits
@@ -81,7 +80,7 @@ def test_every_rank_reports_a_time_out_and_its_wait(reports: Path) -> None:
 
 
 def test_a_report_shows_calls_rings_and_channels(reports: Path) -> None:
-    run_ranks(2, hang, timeout=TIMEOUT)
+    run_ranks(2, hang)
     found = written(reports)
     assert found[0].calls[0].fields["collective"] == "all_reduce"
     assert found[0].calls[0].fields["count"] == "7"
@@ -106,11 +105,12 @@ def test_a_report_shows_semaphores_in_device_memory(reports: Path) -> None:
         kernels = comm.compile(KERNELS)
         comm.all_reduce(on_device(comm, np.ones(7, np.float32)), algorithm="two_shot")
         comm.synchronize()
+        impatient(comm)
         if comm.rank == 0:
             kernels.wait_mapped(1, 1, channels.to(1))
         assert caught(comm.synchronize if comm.rank == 0 else lambda: comm.barrier() or comm.synchronize())
 
-    run_ranks(2, body, timeout=TIMEOUT)
+    run_ranks(2, body)
     found = written(reports)
     (wait,) = (wait for wait in found[0].waits if wait.what == "a signal (SmChannel)")
     assert (wait.peer, wait.expected, wait.seen) == (1, 1, 0)
@@ -120,7 +120,7 @@ def test_a_report_shows_semaphores_in_device_memory(reports: Path) -> None:
 
 
 def test_a_report_reads_as_text(reports: Path) -> None:
-    run_ranks(2, hang, timeout=TIMEOUT)
+    run_ranks(2, hang)
     text = render(written(reports)[1])
     assert "rank 1 of 2" in text
     assert "a signal (ProxyChannel) from rank 0: expected 3, saw 2" in text
@@ -135,7 +135,7 @@ def test_what_can_not_be_read_is_said_and_the_rest_is_there(reports: Path, monke
         raise RuntimeError("not today")
 
     monkeypatch.setattr("proxyccl.proxy.ring.RingMemory.snapshot", refuse)
-    errors = run_ranks(2, hang, timeout=TIMEOUT)
+    errors = run_ranks(2, hang)
     assert all(isinstance(error, WaitTimeoutError) for error in errors)
     for report in written(reports).values():
         assert "the rings: RuntimeError: not today" in report.unread
@@ -151,7 +151,7 @@ def test_an_unwritable_directory_only_adds_a_line_on_stderr(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PROXYCCL_REPORT_DIR", str(tmp_path / "file"))
-    errors = run_ranks(2, hang, timeout=TIMEOUT)
+    errors = run_ranks(2, hang)
     assert all(isinstance(error, WaitTimeoutError) for error in errors)
     assert not any(hasattr(error, "__notes__") for error in errors)
     assert capfd.readouterr().err.count("no report could be written") == 2
@@ -169,7 +169,7 @@ def test_a_rank_that_closes_before_its_watcher_has_looked_reports_too(
     reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(WatchThread, "INTERVAL_MS", 10_000)
-    run_ranks(2, hang, timeout=TIMEOUT)
+    run_ranks(2, hang)
     assert sorted(written(reports)) == [0, 1]
 
 
@@ -180,13 +180,13 @@ def test_no_report_of_an_abort_that_the_program_asked_for(reports: Path) -> None
         else:
             assert caught(lambda: comm.barrier() or comm.synchronize())
 
-    run_ranks(2, body, timeout=TIMEOUT)
+    run_ranks(2, body)
     assert not reports.exists()
 
 
 def test_reports_can_be_turned_off(reports: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_REPORTS", "off")
-    run_ranks(2, hang, timeout=TIMEOUT)
+    run_ranks(2, hang)
     assert not reports.exists()
     monkeypatch.setenv("PROXYCCL_REPORTS", "perhaps")
     with pytest.raises(ProxyCCLError, match="PROXYCCL_REPORTS"):
@@ -204,7 +204,7 @@ def test_the_default_directory_keeps_the_newest_only(tmp_path: Path, monkeypatch
         old = directory / f"{number:08x}-rank0-1-1.json"
         old.touch()
         os.utime(old, (number, number))
-    run_ranks(2, hang, timeout=TIMEOUT)
+    run_ranks(2, hang)
     names = sorted(path.name for path in directory.iterdir())
     assert len(names) == 4
     assert "of somebody else.json" in names
@@ -303,7 +303,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Report:
     directory = tmp_path_factory.mktemp("sample")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PROXYCCL_REPORT_DIR", str(directory))
-        run_ranks(2, hang, timeout=TIMEOUT)
+        run_ranks(2, hang)
     return written(directory)[1]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from proxyccl import Communicator, ProxyCCLError
 from support.device_arrays import on_device
+from support.running import impatient
 
 KERNELS = r"""
 #include "proxyccl/proxyccl.h"
@@ -35,12 +36,12 @@ def caught(action: Callable[[], object], within: float | None = None) -> ProxyCC
 
 
 def hang(comm: Communicator) -> ProxyCCLError | None:
-    """Rank 0 sends two puts to rank 1, which waits for three."""
+    """Rank 0 sends two puts to rank 1, which waits for three, until its time-out."""
     data = comm.register(comm.empty(256, "uint8"))
     channels = comm.proxy_channels(data)
     kernels = comm.compile(KERNELS)
     comm.all_reduce(on_device(comm, np.ones(7, np.float32)))
-    comm.all_gather_bytes(b"")
+    impatient(comm)
     if comm.rank == 0:
         for _ in range(2):
             kernels.send(1, 1, channels.to(1), 64)

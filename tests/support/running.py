@@ -17,6 +17,16 @@ from support.devices import require_devices
 T = TypeVar("T")
 TIMEOUT = 60.0
 """Bound of waits inside tests that are not about time-outs: long, since the machine may be busy."""
+SHORT = 2.0
+"""A time-out that a test waits for, set when all else is done (`impatient`)."""
+
+
+def impatient(comm: Communicator, seconds: float = SHORT) -> None:
+    """From now on waits of the communicator are short. Its ranks call this when they have set up what they need, for
+    which a busy machine may take longer.
+    """
+    comm.all_gather_bytes(b"")
+    comm.timeout = seconds
 
 
 def run_ranks(

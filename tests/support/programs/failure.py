@@ -23,7 +23,9 @@ from support.processes import FileBootstrap
 from support.span_calls import SpanCalls
 
 VICTIM = 1
-TIMEOUT = float(os.environ.get("TEST_TIMEOUT", "2"))
+TIMEOUT = 60.0
+SHORT = 2.0
+"""A time-out that a scenario waits for."""
 WAIT_FOR_VICTIM = """
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -47,7 +49,7 @@ kept: list[Communicator] = []
 
 
 def meet(data: bytes = b"") -> list[bytes]:
-    return bootstrap.all_gather(data, 30, lambda: None)
+    return bootstrap.all_gather(data, TIMEOUT, lambda: None)
 
 
 def say(text: str) -> None:
@@ -67,7 +69,7 @@ def report(action: Callable[[], object]) -> BaseException | None:
     except ProxyCCLError as error:
         seconds = time.monotonic() - started
         peer = getattr(error, "peer", None)
-        say(f"{type(error).__name__} peer={peer} late={seconds > TIMEOUT + 3} message={error}")
+        say(f"{type(error).__name__} peer={peer} late={seconds > TIMEOUT / 2} message={error}")
         return error
     say("nothing was raised")
     return None
@@ -131,7 +133,6 @@ def killed_in_a_dispatch() -> None:
     tokens, ids = on_device(comm, np.ones((64, 32), np.float32)), on_device(comm, np.full((64, 2), VICTIM, np.int32))
     node = comm.local_world_size, comm.world_size
     layer = EPAll2AllLayer(comm, 64, 32, 2, rank, comm.world_size, *node, dtype="float32")
-    meet()  # the ranks may have compiled kernels, for longer than TIMEOUT
     rows, _, desc = layer.dispatch(tokens, ids)
     meet()
     if rank == VICTIM:
@@ -145,7 +146,7 @@ def killed_in_a_dispatch() -> None:
 def killed_before_the_communicator() -> None:
     if rank == VICTIM:
         die()
-    report(lambda: Communicator(bootstrap, timeout=TIMEOUT))
+    report(lambda: Communicator(bootstrap, timeout=SHORT))
 
 
 def killed_before_a_registration() -> None:
@@ -197,6 +198,7 @@ def stopped() -> None:
     pids = [int(data) for data in meet(str(os.getpid()).encode())]
     comm = opened()
     meet()
+    comm.timeout = SHORT
     if rank == VICTIM:
         os.kill(os.getpid(), signal.SIGSTOP)
     report(lambda: all_reduce(comm))
@@ -296,5 +298,5 @@ SCENARIOS: dict[str, Callable[..., None]] = {
     )
 }
 name, *arguments = sys.argv[1].split(":")
-meet()  # on a busy machine processes start further apart than TIMEOUT
+meet()  # on a busy machine processes start further apart than SHORT
 SCENARIOS[name](*arguments)
