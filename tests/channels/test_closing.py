@@ -16,7 +16,7 @@ from support.device_arrays import on_device, on_host
 from support.devices import require_devices
 from support.paths import TESTS
 from support.processes import run_processes
-from support.running import TIMEOUT, run_ranks
+from support.running import TIMEOUT, impatient, run_ranks
 
 PROGRAM = TESTS / "support" / "programs" / "failure.py"
 
@@ -72,6 +72,7 @@ def test_a_rank_that_does_not_close_is_named() -> None:
     done = threading.Event()
 
     def body(comm: Communicator) -> BaseException | None:
+        impatient(comm, 1)
         if comm.rank == 1:
             done.wait(TIMEOUT)
             return None
@@ -82,7 +83,7 @@ def test_a_rank_that_does_not_close_is_named() -> None:
             done.set()
         return caught.value
 
-    error = run_ranks(2, body, timeout=1)[0]
+    error = run_ranks(2, body)[0]
     assert isinstance(error, WaitTimeoutError)
     assert (error.rank, error.peer, error.operation) == (0, 1, "close")
 
@@ -153,7 +154,7 @@ def test_the_timeout_of_a_communicator_can_change() -> None:
     timed_out = threading.Event()
 
     def body(comm: Communicator) -> float:
-        comm.timeout = 0.5
+        impatient(comm, 0.5)
         assert comm.timeout == 0.5
         seconds = 0.0
         if comm.rank == 0:

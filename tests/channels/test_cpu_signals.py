@@ -9,6 +9,7 @@ import pytest
 
 from proxyccl import AbortedError, ArgumentError, Communicator, CommunicatorError, TriggerError, WaitTimeoutError
 from support.ranks import Ranks
+from support.running import impatient
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 
@@ -147,6 +148,7 @@ def test_a_count_that_does_not_rise_ends_the_communicator() -> None:
 def test_a_wait_that_nobody_answers_ends_by_name() -> None:
     def body(comm: Communicator) -> None:
         channel = channel_of(comm)
+        impatient(comm, 1)
         if comm.rank == 0:
             with pytest.raises(
                 WaitTimeoutError, match=r"waited too long on the CPU for a signal from rank 1 .* expected 1"
@@ -160,7 +162,7 @@ def test_a_wait_that_nobody_answers_ends_by_name() -> None:
         while True:
             comm.group.failure.check()
 
-    with Ranks(2, timeout=1) as pair:
+    with Ranks(2) as pair:
         pair.run(body)
 
 

@@ -23,6 +23,7 @@ from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.trigger import WINDOW_BYTES
 from support.random_transfers import run_random_transfers
 from support.ranks import Gate, Ranks
+from support.running import impatient
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
 
@@ -310,6 +311,7 @@ def test_a_wait_for_a_ticket_that_is_not_pushed_ends_by_name(waiter: str) -> Non
     def body(comm: Communicator) -> None:
         done = comm.empty(1, "int32").fill(7)
         channels = comm.proxy_channels(comm.empty(16, "uint8"), peers=[0])
+        impatient(comm, 1)
         if waiter == "CPU":
             with pytest.raises(
                 WaitTimeoutError, match=r"on the CPU for its operations to rank 0 .* expected 1001, saw 0"
@@ -321,5 +323,5 @@ def test_a_wait_for_a_ticket_that_is_not_pushed_ends_by_name(waiter: str) -> Non
             with pytest.raises(CommunicatorError):
                 channels[0].wait_complete(0)
 
-    with Ranks(1, timeout=1) as one:
+    with Ranks(1) as one:
         one.run(body)

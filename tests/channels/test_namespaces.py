@@ -38,7 +38,7 @@ ELSEWHERE = ["unshare", "--pid", "--fork"]
     ids=["own /proc", "the host's /proc"],
 )
 def test_all_ranks_hear_that_one_is_in_another_namespace(mount: list[str], refusal: str, tmp_path: Path) -> None:
-    able = subprocess.run([*ELSEWHERE, *mount, "true"], capture_output=True, text=True, check=False, timeout=60)
+    able = subprocess.run([*ELSEWHERE, *mount, "true"], capture_output=True, text=True, check=False, timeout=120)
     if able.returncode:
         pytest.skip(f"no PID namespace can be made here: {able.stderr.strip()}")
     starts: list[list[str]] = [[], [*ELSEWHERE, *mount]]

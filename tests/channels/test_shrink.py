@@ -160,7 +160,7 @@ def test_a_report_that_is_being_written_is_waited_for(monkeypatch: pytest.Monkey
         groups.append(comm.group)
         with pytest.raises(WaitTimeoutError):
             fail(comm)
-        assert writing[comm.rank].wait(20)
+        assert writing[comm.rank].wait(TIMEOUT)
         comm.shrink().close()
 
     run_ranks(2, body)
@@ -174,7 +174,7 @@ def test_a_rank_that_closed_the_communicator_is_not_waited_for() -> None:
             return
         with pytest.raises(AbortedError):
             call_until_it_fails(comm)
-        shrunk = comm.shrink(timeout=60)
+        shrunk = comm.shrink(timeout=TIMEOUT)
         assert shrunk.members == (1, 2)
         assert total(shrunk, 1) == 2
         shrunk.close()
@@ -187,12 +187,12 @@ def test_a_late_rank_is_told_that_the_others_went_on() -> None:
 
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
-            assert gone.wait(30)
+            assert gone.wait(TIMEOUT)
             with pytest.raises(ExcludedError, match=r"rank 1 came too late: ranks \[0, 2\] go on without it") as raised:
                 comm.shrink()
             assert raised.value.rank == 1
             return
-        together.wait(30)
+        together.wait(TIMEOUT)
         shrunk = comm.shrink(timeout=1.0)
         shrunk.timeout = TIMEOUT
         assert shrunk.members == (0, 2)
@@ -209,7 +209,7 @@ def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
 
     def body(comm: Communicator) -> None:
         if comm.rank == 1:
-            assert gone.wait(30)
+            assert gone.wait(TIMEOUT)
             with pytest.raises(
                 WaitTimeoutError, match=r"rank [02] waited too long in the bootstrap for a call from rank 1"
             ):
@@ -217,7 +217,7 @@ def test_what_was_shrunk_has_failed_where_a_rank_came_too_late() -> None:
             with pytest.raises(ExcludedError):
                 comm.shrink()
             return
-        together.wait(30)
+        together.wait(TIMEOUT)
         shrunk = comm.shrink(timeout=1.0)
         assert comm.closed
         gone.set()
@@ -317,7 +317,7 @@ def test_new_ranks_join_those_that_are_there() -> None:
     results: list[float] = []
 
     def old(rank: int) -> None:
-        with Communicator(smaller[rank], "host", timeout=30) as comm:
+        with Communicator(smaller[rank], "host", timeout=TIMEOUT) as comm:
             kept = comm.empty(100, "float32").fill(1)
             with comm.grow(larger[rank]) as grown:
                 assert (grown.rank, grown.world_size) == (rank, 4)
@@ -326,7 +326,7 @@ def test_new_ranks_join_those_that_are_there() -> None:
             assert total(comm, 1) == 3
 
     def new() -> None:
-        with Communicator(larger[3], "host", timeout=30) as comm:
+        with Communicator(larger[3], "host", timeout=TIMEOUT) as comm:
             x = comm.empty(100, "float32").fill(7)
             results.append(float(comm.all_reduce(x).numpy()[0]))
             results.append(total(comm, 1, algorithm="proxy"))
@@ -335,5 +335,5 @@ def test_new_ranks_join_those_that_are_there() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(4 * TIMEOUT)
     assert sorted(results) == [4.0] * 4 + [10.0] * 4

@@ -16,7 +16,7 @@ from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
 from support.ranks import Ranks
 from support.reference import ALGORITHMS, MOVES, Call
-from support.running import run_ranks
+from support.running import TIMEOUT, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +249,7 @@ def test_all_ranks_choose_alike() -> None:
 
     def body(rank: int) -> None:
         with pytest.raises(ArgumentError, match="transport: rank 1 chose"):
-            Communicator(bootstraps[rank], rank_runtime(rank), transport="copy" if rank else None, timeout=20)
+            Communicator(bootstraps[rank], rank_runtime(rank), transport="copy" if rank else None, timeout=TIMEOUT)
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(body, range(2)))
@@ -293,7 +293,7 @@ def test_communicators_of_the_same_ranks_are_apart() -> None:
 
     more = [ThreadBootstrap.create(3) for _ in range(2)]
     with Ranks(3) as ranks:
-        others = ranks.run(lambda comm: [Communicator(bootstraps[comm.rank], timeout=20) for bootstraps in more])
+        others = ranks.run(lambda comm: [Communicator(bootstraps[comm.rank], timeout=TIMEOUT) for bootstraps in more])
         ranks.run(body)
         ranks.run(lambda comm: [other.close() for other in others[comm.rank]])
 

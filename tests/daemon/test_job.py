@@ -169,7 +169,7 @@ def test_observers_find_it_by_its_process_and_by_the_job() -> None:
 @pytest.mark.parametrize("scenario", ["alone", "with_a_child"])
 def test_a_killed_starter_does_not_end_it_for_others_nor_keep_it(scenario: str) -> None:
     before = shared_memory_names()
-    killed, other = run_processes(2, PROGRAMS / "job_daemon.py", scenario, timeout=60)
+    killed, other = run_processes(2, PROGRAMS / "job_daemon.py", scenario)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert other.returncode == 0, other.stderr
     assert killed.stderr == ""
@@ -284,7 +284,7 @@ def serving(name: str) -> tuple[Daemon, threading.Thread]:
 def test_one_to_which_nobody_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendance, "START_SECONDS", 0.1)
     daemon, thread = serving("proxyccl-lonely")
-    thread.join(10)
+    thread.join(TIMEOUT)
     assert not thread.is_alive()
     daemon.close()
 
@@ -300,7 +300,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
     monkeypatch.setattr(job, "_launch", launch)
     monkeypatch.setattr(attendance, "START_SECONDS", 0.05)
     ending, thread = serving("proxyccl-ending")
-    thread.join(10)  # it accepts nobody any more, and still listens
+    thread.join(TIMEOUT)  # it accepts nobody any more, and still listens
     waiting = threading.Timer(0.2, ending.close)
     waiting.start()
     address = JobDaemon("proxyccl-ending", OPTIONS)
@@ -310,7 +310,7 @@ def test_a_client_that_comes_while_it_ends_starts_another(monkeypatch: pytest.Mo
     connection.close()
     address.close()
     waiting.join()
-    started[0].join(10)
+    started[0].join(TIMEOUT)
     assert not started[0].is_alive()
 
 

@@ -41,9 +41,8 @@ from support.hanging import hang
 from support.observing import KERNELS, channels_of, wait_for
 from support.ranks import Gate
 from support.raw_client import DONE, RawClient, frame_of
-from support.running import TIMEOUT, run_alone, run_ranks
+from support.running import TIMEOUT, impatient, run_alone, run_ranks
 
-SHORT = 2.0
 NAMED: dict[str, Any] = {"description": {"job": "0badcafe", "rank": 5, "world_size": 8, "program": "raw"}}
 WAITING = r"""
 #include "proxyccl/proxyccl.h"
@@ -270,7 +269,7 @@ def test_what_can_not_be_read_of_a_client_is_said(
 
 
 def test_ranks_that_time_out_have_the_daemon_report(daemon: RunningDaemon, reports: Path) -> None:
-    run_ranks(2, hang, timeout=SHORT)
+    run_ranks(2, hang)
     report = written(reports)[0]
     ranks = find([reports]).ranks
     assert [rank.daemon and structs.asdict(rank.daemon) for rank in ranks] == [structs.asdict(report.process)] * 2
@@ -360,9 +359,10 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Daem
     directory = tmp_path_factory.mktemp("sample")
 
     def body(comm: Communicator) -> None:
-        channels = channels_of(comm)
+        channels, kernel = channels_of(comm), comm.compile(WAITING, "wait")
+        impatient(comm)
         if comm.rank == 1:
-            comm.compile(WAITING, "wait")(1, 1, channels)
+            kernel(1, 1, channels)
             with contextlib.suppress(ProxyCCLError):
                 comm.synchronize()
         wait_for(lambda: len(list((directory / "reports").glob("*.json"))) == 3, "all report")
@@ -371,7 +371,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Report], Daem
         patch.setenv("PROXYCCL_REPORT_DIR", str(directory / "reports"))
         patch.setenv("PROXYCCL_DAEMON_SOCKET", str(directory / "socket"))
         with running_daemon(directory / "socket"):
-            run_ranks(2, body, timeout=SHORT, proxy="daemon")
+            run_ranks(2, body, proxy="daemon")
     found = find([directory / "reports"])
     (report,) = found.daemons
     return sorted(found.ranks, key=lambda rank: rank.rank), report

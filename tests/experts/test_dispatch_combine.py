@@ -23,7 +23,7 @@ from support.devices import most_ranks, runtime_with_blocks
 from support.paths import EXAMPLES
 from support.ranks import Ranks
 from support.reference import numpy_dtype, poison, unit_roundoff
-from support.running import TIMEOUT, run_mpi
+from support.running import TIMEOUT, impatient, run_mpi
 
 run_ranks = functools.partial(running.run_ranks, make_runtime=runtime_with_blocks)
 Values = NDArray[Any]
@@ -556,6 +556,7 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
     def body(comm: Communicator) -> None:
         moe = Case((4, 4)).layer(comm)
         tokens, ids = on_device(comm, np.ones((4, 8), np.float32)), on_device(comm, np.full((4, 2), 3, np.int32))
+        impatient(comm, 1)
         if comm.rank == 0:
             with pytest.raises(WaitTimeoutError) as caught:
                 moe.prepare(tokens, ids)
@@ -566,7 +567,7 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
             with pytest.raises(WaitTimeoutError):
                 moe.prepare(tokens, ids)
 
-    run_ranks(2, body, timeout=1.0)
+    run_ranks(2, body)
 
 
 # -- the example ---

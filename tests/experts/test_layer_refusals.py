@@ -33,7 +33,7 @@ from support.layer_cases import (
     same_rows,
 )
 from support.ranks import Ranks
-from support.running import TIMEOUT
+from support.running import TIMEOUT, impatient
 
 
 def refused(argument: str, call: Callable[[], object], match: str | None = None) -> None:
@@ -368,6 +368,7 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
 
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm)
+        impatient(comm, 1)
 
         def call() -> None:
             dispatch_of(layer, plan, comm)
@@ -381,7 +382,7 @@ def test_a_missing_rank_is_waited_for_within_the_time_out() -> None:
             assert (caught.value.rank, caught.value.peer) == (0, 1)
             given_up.set()
 
-    run_ranks(2, body, timeout=1.0)
+    run_ranks(2, body)
 
 
 def test_a_layer_of_a_closed_communicator_is_closed() -> None:

@@ -111,7 +111,7 @@ def test_a_campaign_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=120)
     assert "of 4 cases ran" in output
     assert process.returncode == 1
     assert not any(processes_with("PROXYCCL_FAULTS_CASE", mark) for mark in marks)

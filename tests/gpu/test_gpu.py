@@ -50,7 +50,7 @@ from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
 from support.reference import ALGORITHMS, DTYPES, Call
-from support.running import run_alone, run_mpi, run_ranks
+from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks
 
 pytestmark = pytest.mark.gpu_only
 CUDA_ONLY = pytest.mark.skipif(RUNTIME != "cuda", reason="of CUDA alone")
@@ -679,7 +679,7 @@ def test_waiters_for_the_device_are_called_behind_launches(
             monkeypatch.setattr(driver, call, noted)
             unneeded = allocate(comm.group, 1000, "float32")  # what is symmetric is freed later
         else:
-            assert begun.wait(20)
+            assert begun.wait(TIMEOUT)
         if launched == "a collective":
             comm.all_reduce(x, algorithm="proxy", stream=stream)
         else:
@@ -714,15 +714,14 @@ extern "C" __global__ void exchange(DeviceHandle<ProxyChannel>* channels) {
   channels[0].wait();
 }
 """
-TIMEOUT = 1.5
 
 
 def failure_of(call: Callable[[], object]) -> ProxyCCLError:
-    """What the call raises, which must come within the time-out, with room for a busy machine."""
+    """What the call raises, which must come long before a time-out that is not shortened."""
     began = time.monotonic()
     with pytest.raises(ProxyCCLError) as caught:
         call()
-    assert time.monotonic() - began < TIMEOUT + 5
+    assert time.monotonic() - began < TIMEOUT / 2
     return caught.value
 
 
@@ -741,15 +740,15 @@ def test_a_kernel_that_times_out_leaves_the_context_alive(algorithm: str) -> Non
     def body(comm: Communicator) -> ProxyCCLError | None:
         x = on_device(comm, np.ones(30_000, np.float32))
         on_host(comm.all_reduce(x, algorithm=algorithm))
-        comm.all_gather_bytes(b"")
+        impatient(comm)
         if comm.rank == 1:
-            deadline = time.monotonic() + TIMEOUT + 5
+            deadline = time.monotonic() + TIMEOUT
             while not comm.group.failure.aborted and time.monotonic() < deadline:
                 time.sleep(0.01)
             return failure_of(comm.check)
         return failure_of(lambda: (comm.all_reduce(x, algorithm=algorithm), comm.synchronize()))
 
-    for error in run_ranks(2, body, timeout=TIMEOUT):
+    for error in run_ranks(2, body):
         assert isinstance(error, WaitTimeoutError)
         assert (error.rank, error.peer) == (0, 1)
     assert_healthy()
@@ -757,11 +756,12 @@ def test_a_kernel_that_times_out_leaves_the_context_alive(algorithm: str) -> Non
 
 def test_a_users_kernel_that_waits_in_vain_ends_too() -> None:
     def body(comm: Communicator) -> ProxyCCLError:
-        kernel = comm.compile(KERNELS, "wait")
-        kernel(1, 32, comm.proxy_channels(comm.empty(16)))
+        kernel, channels = comm.compile(KERNELS, "wait"), comm.proxy_channels(comm.empty(16))
+        impatient(comm)
+        kernel(1, 32, channels)
         return failure_of(comm.synchronize)
 
-    assert all(isinstance(error, WaitTimeoutError) for error in run_ranks(2, body, timeout=TIMEOUT))
+    assert all(isinstance(error, WaitTimeoutError) for error in run_ranks(2, body))
     assert_healthy()
 
 
@@ -774,13 +774,13 @@ def test_an_abort_ends_everything_while_copies_are_in_flight() -> None:
         comm.all_gather_bytes(b"")
         kernel(1, 1, channels, nbytes, 2000)
         if comm.rank == 0:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + TIMEOUT / 4
             while channels[0].counters.puts < 10 and time.monotonic() < deadline:
                 time.sleep(0.001)
             comm.abort("enough")
         return failure_of(comm.synchronize)
 
-    errors = run_ranks(2, body, timeout=20)
+    errors = run_ranks(2, body)
     assert all(isinstance(error, AbortedError) and error.rank == 0 for error in errors), errors
     assert_healthy()
 
@@ -815,9 +815,7 @@ def test_a_lost_context_leaves_the_daemon_to_others(tmp_path: Path) -> None:
         use_it = {"PROXYCCL_PROXY": "daemon", "PROXYCCL_DAEMON_SOCKET": str(daemon.path)}
         for _ in range(2):
             check_lost_context("watcher", **use_it)
-            healthy = run_processes(
-                2, PROGRAMS / "failure.py", "exit_without_close", env=use_it
-            )
+            healthy = run_processes(2, PROGRAMS / "failure.py", "exit_without_close", env=use_it)
             assert [process.returncode for process in healthy] == [0, 0], healthy
 
 

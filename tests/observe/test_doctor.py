@@ -296,7 +296,7 @@ def hang(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def doctor(*arguments: str | Path, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "proxyccl", "doctor", *map(str, arguments)]
     environment = {**os.environ, **(env or {})}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert "Traceback" not in result.stderr
     return result
 

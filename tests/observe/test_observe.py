@@ -448,7 +448,7 @@ def test_top_ends_well_when_nobody_reads_on(form: str) -> None:
 
 def test_top_says_when_nothing_runs(directory: Path) -> None:
     top = command("top")
-    _, error = top.communicate(timeout=60)
+    _, error = top.communicate(timeout=120)
     assert top.returncode == 1
     assert f"this user runs no proxy on this machine; looked in {directory}" in error
 
@@ -484,7 +484,7 @@ def test_what_a_daemon_runs_is_seen_like_what_a_rank_runs(tmp_path: Path, monkey
         if comm.rank == 0:
             port = re.search(r"metrics at http://127.0.0.1:(\d+)/metrics", daemon.log)
             assert port is not None
-            with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/metrics", timeout=60) as answer:
                 assert f'communicator="{comm.job}",rank="1",pid="{daemon.process.pid}"' in answer.read().decode()
         comm.barrier()
 
@@ -525,7 +525,7 @@ def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
         assert "of 1 proxies" in output_of(command(*trace, "--daemon", str(chosen)))
         for arguments in ((*look_once, "--daemon", str(idle)), (*trace, "--daemon", str(idle))):
             nothing = command(*arguments)
-            _, error = nothing.communicate(timeout=60)
+            _, error = nothing.communicate(timeout=120)
             assert nothing.returncode == 1
             assert f"this user runs no proxy in process {without.process.pid}" in error
 
@@ -534,7 +534,7 @@ def test_what_one_daemon_runs_can_be_chosen(tmp_path: Path, monkeypatch: pytest.
 def test_a_daemon_that_does_not_answer_is_named(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     path = tmp_path / "nobody.sock"
     look = command(*arguments, "--daemon", str(path))
-    _, error = look.communicate(timeout=60)
+    _, error = look.communicate(timeout=120)
     assert look.returncode == 1
     assert f"no node daemon answers at {path}" in error
     assert f"proxyccl daemon --socket {path}" in error
@@ -622,11 +622,11 @@ def test_metrics_are_served_on_the_loopback_interface(server: MetricsServer) -> 
         channels_of(comm)
         if comm.rank == 0:
             assert len(snapshot_all()) == 2
-            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60) as answer:
                 assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 assert answer.read().decode().count("proxyccl_up{") == 2
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=20)
+                urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=60)
         comm.barrier()
 
     run_ranks(2, body)
@@ -636,7 +636,7 @@ def test_metrics_say_why_there_are_none(server: MetricsServer, directory: Path) 
     directory.mkdir()
     directory.chmod(0o755)
     with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=20)
+        urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=60)
     assert "chmod 700" in refused.value.read().decode()
 
 

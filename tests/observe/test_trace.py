@@ -431,7 +431,7 @@ def test_ranks_can_be_chosen(tmp_path: Path) -> None:
             text = output_of(command("trace", "-o", str(tmp_path / "t"), "-t", "0.05", "--ranks", "1"))
             assert "0 triggers of 1 proxies" in text
             missing = command("trace", "-o", str(tmp_path / "t"), "-t", "0.05", "--ranks", "5,7")
-            _, error = missing.communicate(timeout=60)
+            _, error = missing.communicate(timeout=120)
             assert missing.returncode == 1
             assert "this user runs no proxy of rank 5, 7 on this machine" in error
         comm.barrier()

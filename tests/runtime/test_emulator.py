@@ -755,7 +755,7 @@ def test_without_a_compiler_the_message_says_what_to_install(tmp_path: Path, env
     result = subprocess.run(
         [sys.executable, "-c", program],
         env={**variables, "PROXYCCL_CACHE": str(tmp_path), **environment},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     assert "apt install g++" in result.stdout

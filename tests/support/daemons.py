@@ -52,7 +52,7 @@ class RunningDaemon:
 
     def settles(self, resources: tuple[int, int, int]) -> bool:
         """Whether it comes to hold no more than these, in a while: clients are cleaned up when they have gone."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
             if all(now <= then for now, then in zip(self.resources(), resources, strict=True)):
                 return True
@@ -62,7 +62,7 @@ class RunningDaemon:
     def connect(self) -> socket.socket:
         """A raw connection."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(10)
+        connection.settimeout(_END_SECONDS)
         connection.connect(str(self.path))
         return connection
 
@@ -71,7 +71,7 @@ class RunningDaemon:
         """None of its threads runs within the block."""
         os.kill(self.process.pid, signal.SIGSTOP)
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + _END_SECONDS
             while any(state != "T" for state in self._thread_states()):
                 assert time.monotonic() < deadline, "the daemon does not stop"
                 time.sleep(0.002)

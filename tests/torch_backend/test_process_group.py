@@ -20,7 +20,7 @@ from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 
 T = TypeVar("T")
 RANKS = 3
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, torch.float8_e4m3fn)
 
 
@@ -39,7 +39,7 @@ def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEO
             group.shutdown()
 
     with ThreadPoolExecutor(ranks) as pool:
-        return [future.result(60) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
+        return [future.result(240) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
 
 
 def options(kind: str, *, waits: bool = True, **values: Any) -> Any:

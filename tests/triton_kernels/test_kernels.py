@@ -35,7 +35,7 @@ from proxyccl.triton import turns
 from support import triton_kernels as kernels
 from support.paths import PROGRAMS
 from support.processes import run_processes
-from support.running import run_ranks
+from support.running import TIMEOUT, impatient, run_ranks
 from support.triton_compiling import without_interpreter
 
 HOST_ONLY = pytest.mark.host_only(reason="the ring is the test's own")
@@ -53,7 +53,7 @@ def errors_of(ranks: int, body: Callable[[Communicator], None], **options: Any) 
         try:
             body(comm)
             comm.synchronize()
-            deadline = time.monotonic() + 30  # a peer may not know yet
+            deadline = time.monotonic() + TIMEOUT  # a peer may not know yet
             while time.monotonic() < deadline:
                 comm.check()
                 time.sleep(0.01)
@@ -204,17 +204,18 @@ def test_a_wait_for_a_signal_that_never_comes_is_bounded_and_says_what_it_waited
     def body(comm: Communicator) -> None:
         u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.full(1, 7, np.int32))
         (channel,) = comm.proxy_channels(u)
+        impatient(comm, 0.4)
         if comm.rank == 0:
             began = time.monotonic()
             comm.triton(kernels.waits, grid=1)(channel, out)
             comm.runtime.synchronize()
-            assert 0.3 <= time.monotonic() - began < 20
+            assert 0.3 <= time.monotonic() - began < TIMEOUT / 2
             assert out.numpy().tolist() == [0]
             (wait,) = comm.group.control.waits(LAST_QUESTION)
             assert (wait.kind, wait.peer, wait.channel) == (lib.PROXYCCL_WAIT_PROXY_SIGNAL, 1, channel.id)
             assert (wait.expected, wait.seen) == (1, 0)
 
-    for rank, error in enumerate(errors_of(2, body, timeout=0.4)):
+    for rank, error in enumerate(errors_of(2, body)):
         assert isinstance(error, WaitTimeoutError), rank
         assert (error.rank, error.peer) == (0, 1)
         assert "a signal (ProxyChannel) from rank 1" in str(error)
@@ -229,7 +230,7 @@ def test_a_kernel_says_what_it_waits_for_when_it_is_asked() -> None:
 
         def ask() -> None:
             comm.group.control.ask(5)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + TIMEOUT
             while not answers and time.monotonic() < deadline:
                 time.sleep(0.001)
                 answers.extend(comm.group.control.waits(5))
@@ -380,11 +381,12 @@ def test_a_long_get_becomes_gets_of_the_windows_that_it_touches() -> None:
 def test_a_ring_that_stays_full_is_reported() -> None:
     def body(comm: Communicator) -> None:
         channel, ring, kept = own_ring(comm, 2, 1 << 20)
+        impatient(comm, 0.2)
         comm.triton(kernels.signals, grid=1)(channel, 3)
         assert np.count_nonzero(ring[:, 1]) == 2
         del kept
 
-    (error,) = errors_of(1, body, timeout=0.2)
+    (error,) = errors_of(1, body)
     assert "room in the trigger ring: expected 1, saw 0" in str(error)
 
 
@@ -447,12 +449,13 @@ def test_packets_that_never_come_are_reported() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.sm_channels(comm.empty(64, "uint64").fill(0))
         own, out = comm.empty(32, "float32").fill(1), comm.empty(32, "float32").fill(9)
+        impatient(comm, 0.3)
         if comm.rank == 0:
             comm.triton(kernels.packets, grid=1)(channel, channel, own, out, 20, 0, 5, BLOCK=32)
             comm.runtime.synchronize()
             assert not out.numpy().any()
 
-    for error in errors_of(2, body, timeout=0.3):
+    for error in errors_of(2, body):
         assert "a packet from rank 1 on channel 0: expected 5, saw 0" in str(error)
 
 
@@ -577,7 +580,7 @@ with Communicator(ThreadBootstrap.create(1)[0], "host") as comm:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=True,
         env=without_interpreter(),
     )

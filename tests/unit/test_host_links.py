@@ -26,8 +26,8 @@ from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device._native import lib
 from proxyccl.proxy.interface import ProxyFailure
+from support.running import TIMEOUT
 
-TIMEOUT = 20.0
 RECORD = ErrorRecord(code=3, rank=1, peer=2, operation=4, channel=5, status=-6, expected=1 << 63, seen=8, offset=9)
 CALLER_THAT_IS_KILLED = """
 import os, signal, sys

@@ -7,8 +7,7 @@ import pytest
 
 from proxyccl import ClosedError
 from proxyccl.device.lease_cache import LeaseCache
-
-_TIMEOUT = 10
+from support.running import TIMEOUT
 
 
 class Made:
@@ -109,17 +108,17 @@ def test_threads_make_a_value_once_and_hold_up_no_other() -> None:
 
     def make_slowly() -> str:
         begun.set()
-        assert go_on.wait(_TIMEOUT)
+        assert go_on.wait(TIMEOUT)
         return made.make("slow")()
 
     threads = [threading.Thread(target=cache.acquire, args=("slow", make_slowly)) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert begun.wait(_TIMEOUT)
+    assert begun.wait(TIMEOUT)
     use(cache, made, "other")
     go_on.set()
     for thread in threads:
-        thread.join(_TIMEOUT)
+        thread.join(TIMEOUT)
     assert made.made == ["other", "slow"]
     for _ in threads:
         cache.release("slow")
@@ -132,7 +131,7 @@ def test_a_value_that_is_being_discarded_is_made_anew_afterwards() -> None:
 
     def discard(value: str) -> None:
         begun.set()
-        assert go_on.wait(_TIMEOUT)
+        assert go_on.wait(TIMEOUT)
         events.append(f"discard {value}")
 
     def make() -> str:
@@ -143,12 +142,12 @@ def test_a_value_that_is_being_discarded_is_made_anew_afterwards() -> None:
     cache.acquire("a", make)
     ending = threading.Thread(target=cache.release, args=("a",))
     ending.start()
-    assert begun.wait(_TIMEOUT)
+    assert begun.wait(TIMEOUT)
     again = threading.Thread(target=cache.acquire, args=("a", make))
     again.start()
     go_on.set()
-    ending.join(_TIMEOUT)
-    again.join(_TIMEOUT)
+    ending.join(TIMEOUT)
+    again.join(TIMEOUT)
     assert events == ["make", "discard a", "make"]
 
 

@@ -107,7 +107,7 @@ AS_STRANGER = ["unshare", "--user", f"--map-user={STRANGER}", f"--map-group={STR
 @pytest.mark.host_only("compiles for the CPU")
 @pytest.mark.parametrize("home", [None, "/proc"])
 def test_a_container_may_run_as_any_user(home: str | None, tmp_path: Path) -> None:
-    able = subprocess.run([*AS_STRANGER, "true"], capture_output=True, text=True, check=False, timeout=60)
+    able = subprocess.run([*AS_STRANGER, "true"], capture_output=True, text=True, check=False, timeout=120)
     if able.returncode:
         pytest.skip(f"no user namespace can be made here: {able.stderr.strip()}")
     removed = ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_RUNTIME_DIR", "PROXYCCL_CACHE", "PROXYCCL_REPORT_DIR")

@@ -149,7 +149,6 @@ def test_a_killed_rank_ends_the_others_and_its_queue_pairs_go(
     daemon: RunningDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("TEST_TIMEOUT", "30")
     before = daemon.resources()
     survivor, victim = run_processes(2, PROGRAMS / "failure.py", "killed_in_a_collective:two_shot")
     assert victim.returncode == -9

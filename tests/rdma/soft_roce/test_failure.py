@@ -78,7 +78,6 @@ def test_a_missing_device_port_or_gid_is_named_on_every_rank(options: dict[str, 
 
 def test_a_killed_rank_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PROXYCCL_LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("TEST_TIMEOUT", "30")
     survivor, victim = run_processes(2, PROGRAM, "killed_in_a_collective:two_shot")
     assert victim.returncode == -9
     assert "rank 0: PeerLostError peer=1" in survivor.stdout, survivor.stdout + survivor.stderr

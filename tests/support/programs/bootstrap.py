@@ -17,9 +17,9 @@ world = MPI.COMM_WORLD
 half = world.Split(world.rank % 2, world.rank)
 reverse = world.Split(0, -world.rank)
 with (
-    Communicator(timeout=20) as everyone,
-    Communicator.from_mpi(half, timeout=20) as mine,
-    Communicator(reverse, timeout=20) as backwards,
+    Communicator(timeout=60) as everyone,
+    Communicator.from_mpi(half, timeout=60) as mine,
+    Communicator(reverse, timeout=60) as backwards,
 ):
     assert (everyone.rank, everyone.world_size) == (world.rank, world.size)
     assert (mine.rank, mine.world_size) == (half.rank, half.size)

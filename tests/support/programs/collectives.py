@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from proxyccl import Communicator
 from support.reference import ALGORITHMS, MOVES, Call
 
-with Communicator(timeout=20) as comm:
+with Communicator(timeout=60) as comm:
     algorithms = ALGORITHMS if comm.topology.all_accessible() else ("two_shot", "ring", "proxy")
     for turn, dtype in enumerate(("float32", "bfloat16")):
         digests = []

@@ -68,7 +68,7 @@ def main(kind: str) -> None:
         check(group, rank, size)
     opened = {"mpi": Communicator.from_mpi, "torch": Communicator.from_torch}[kind]
     group, rank, size = groups[0]
-    with opened(group, timeout=20) as comm:
+    with opened(group, timeout=60) as comm:
         EPAll2AllLayer(comm, TOKENS, HIDDEN, TOPK, rank, size, size, size).finalize()
         assert not comm.closed
         comm.barrier()

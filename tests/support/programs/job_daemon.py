@@ -32,7 +32,7 @@ def meet() -> None:
     bootstrap.all_gather(b"", 30, lambda: None)
 
 
-comm = Communicator(bootstrap, proxy="process", timeout=20)
+comm = Communicator(bootstrap, proxy="process", timeout=60)
 if comm.rank == 0:
     daemon_of(comm)
 meet()

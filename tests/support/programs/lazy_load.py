@@ -48,7 +48,7 @@ SHARES: dict[str, tuple[list[float], list[float]]] = {
 }
 """The value of each share that goes into a collective, and that comes out of it."""
 
-with Communicator(timeout=20) as comm:
+with Communicator(timeout=60) as comm:
     for collective, first_launched in FIRST_LAUNCHED.items():
         given, expected = (filled(*values) for values in SHARES[collective])
         result = torch.zeros_like(expected)

@@ -22,7 +22,7 @@ from support.processes import FileBootstrap
 TOKENS, HIDDEN, TOPK, PER_RANK = 6, 16, 3, 2
 KILLED, ROUNDS = 1, 5
 
-comm = Communicator(FileBootstrap.from_environment(), timeout=20)
+comm = Communicator(FileBootstrap.from_environment(), timeout=60)
 number, ranks = comm.rank, comm.world_size
 rng = np.random.default_rng(number)
 tokens = rng.random((TOKENS, HIDDEN)).astype(np.float32)

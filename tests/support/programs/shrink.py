@@ -40,7 +40,7 @@ def kill_at(place: str) -> None:
     setattr(owner, name, lambda *args, **options: (behind and method(*args, **options), die()))
 
 
-comm = Communicator(FileBootstrap.from_environment(), timeout=20)
+comm = Communicator(FileBootstrap.from_environment(), timeout=60)
 first_numbers = list(range(comm.world_size))
 x = comm.empty(5000, "float32").fill(1)
 comm.all_reduce(x)

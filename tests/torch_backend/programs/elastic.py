@@ -24,7 +24,7 @@ STEPS = 6
 def main() -> None:
     checkpoint, mode = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    dist.init_process_group("proxyccl", timeout=timedelta(seconds=30))
+    dist.init_process_group("proxyccl", timeout=timedelta(seconds=60))
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     if mode == "leave":
         dist.all_reduce(torch.ones(1))

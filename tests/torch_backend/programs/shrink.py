@@ -14,7 +14,7 @@ import proxyccl.torch
 proxyccl.torch.register()
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 store = dist.FileStore(os.environ["RENDEZVOUS"] + "/store", size)
-dist.init_process_group("proxyccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=20))
+dist.init_process_group("proxyccl", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
 lost = size - 1
 x = torch.ones(1000)
 dist.all_reduce(x)
