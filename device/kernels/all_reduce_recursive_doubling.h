@@ -56,7 +56,7 @@ PROXYCCL_DEVICE void all_reduce_recursive_doubling(const ProxycclPacketTeam& tea
       }
       for (uint32_t k = 0; k < kPerPacket; ++k) {
         const uint64_t i = (first + p) * kPerPacket + k;
-        if (i < count) out[i] = Element<T>::narrow(Op::finish(partial.values[k], ranks));
+        if (i < count) out[i] = finishReduction<T, Op>(partial.values[k], ranks);
       }
     });
   });

@@ -68,7 +68,7 @@ PROXYCCL_DEVICE void all_reduce_ring(const ProxycclTeam& team, const T* in, T* o
       if (step == 0) {
         const A* partial = reinterpret_cast<const A*>(received);
         pass(slot, to, size(s), [&](uint64_t i) {
-          return result[i] = Element<T>::narrow(Op::finish(Op::combine(partial[i], Element<T>::widen(mine[i])), ranks));
+          return result[i] = finishReduction<T, Op>(Op::combine(partial[i], Element<T>::widen(mine[i])), ranks);
         });
       } else {
         const T* complete = reinterpret_cast<const T*>(received);

@@ -72,7 +72,7 @@ class PacketReduction {
   }
   PROXYCCL_DEVICE PayloadOf<T> finish(uint32_t ranks) const {
     PayloadOf<T> result;
-    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = Element<T>::narrow(Op::finish(sums_[k], ranks));
+    for (uint32_t k = 0; k < kCount; ++k) result.values[k] = finishReduction<T, Op>(sums_[k], ranks);
     return result;
   }
 

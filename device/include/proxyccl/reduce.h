@@ -1,7 +1,8 @@
 // Element types and reduction operations.
 //
 // Each type names its accumulator: 16-bit floats accumulate in float, and a result is rounded once. A kernel that has
-// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits.
+// the contributions of all ranks reduces them in rank order, so that every rank gets the same bits. That holds for all
+// values but NaNs, which finishReduction() therefore makes one.
 #ifndef PROXYCCL_REDUCE_H
 #define PROXYCCL_REDUCE_H
 
@@ -108,6 +109,26 @@ struct Bxor : Unscaled {
     return a ^ b;
   }
 };
+
+// A value with every NaN replaced by the one without sign and payload.
+template <class A>
+PROXYCCL_DEVICE A withOneNan(A value) {
+  return value;
+}
+PROXYCCL_DEVICE float withOneNan(float value) {
+  return value == value ? value : __builtin_bit_cast(float, 0x7fc00000u);
+}
+PROXYCCL_DEVICE double withOneNan(double value) {
+  return value == value ? value : __builtin_bit_cast(double, 0x7ff8000000000000ull);
+}
+
+// The result of a reduction from what combine() made of all ranks' values. A sum or product of two NaNs has the sign and
+// payload of either, by the device and by the order in which the compiler passes the operands, which differs from one
+// loop to the next. So a result that is NaN has none.
+template <class T, class Op>
+PROXYCCL_DEVICE T finishReduction(typename Element<T>::Accumulator combined, uint32_t ranks) {
+  return Element<T>::narrow(withOneNan(Op::finish(combined, ranks)));
+}
 
 }  // namespace proxyccl
 

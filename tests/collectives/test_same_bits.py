@@ -1,0 +1,86 @@
+"""All ranks get the same bits of a reduction, whatever was reduced: NaNs, zeros with a sign and infinities too."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from proxyccl import Communicator
+from support.device_arrays import barrier, on_device, on_host
+from support.devices import runtime_with_blocks, world_sizes
+from support.ranks import Ranks
+from support.reference import OPS, numpy_dtype
+
+pytestmark = pytest.mark.hip
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COUNT = 1003  # all combinations of three ranks' values; packets, vectors and shares that are not whole
+IN_NUMPY = {"sum": np.add, "avg": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+@pytest.fixture(scope="module", params=[*((n, n) for n in world_sizes(3)), *((n, 2) for n in world_sizes(4))])
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Three ranks on one node, which recursive doubling does not divide evenly, and four on two nodes."""
+    world_size, local_world_size = request.param
+    with Ranks(world_size, make_runtime=runtime_with_blocks, local_world_size=local_world_size) as group:
+        yield group
+
+
+@functools.cache
+def special_values(name: str, rank: int) -> NDArray[Any]:
+    """A row of a rank, shape [COUNT]: NaNs of both signs with payloads of its own, infinities, zeros and a number."""
+    dtype = numpy_dtype(name)
+    bits = np.dtype(f"uint{8 * dtype.itemsize}")
+    one_nan = int(np.array(np.nan, dtype).view(bits))
+    sign = 1 << (8 * dtype.itemsize - 1)
+    nans = np.array([(one_nan & ~sign) | 2 * rank + 1, one_nan | sign | 2 * rank + 2], bits).view(dtype)
+    values = np.concatenate([nans, np.array([np.inf, -np.inf, 0.0, -0.0, 1.5], dtype)])
+    return values[np.arange(COUNT) // len(values) ** (rank % 3) % len(values)]
+
+
+def arrays(comm: Communicator, name: str, rows: int, kind: str) -> tuple[Any, Any]:
+    """What goes in, the same values in each row, and memory for one row.
+
+    Arrays of the kind "own" begin elsewhere on each rank, so that it may combine them in other pieces.
+    """
+    values = np.tile(special_values(name, comm.rank), rows)
+    if kind == "symmetric" and comm.runtime.name == "host":
+        x, out = (np.asarray(comm.empty((n,), name)).view(values.dtype) for n in (len(values), COUNT))
+        x[:] = values
+        return x, out
+    before = comm.rank if kind == "own" else 0
+    x = on_device(comm, np.concatenate([np.zeros(before, values.dtype), values]))
+    return x[before:], on_device(comm, np.zeros(before + COUNT, values.dtype))[before:]
+
+
+@pytest.mark.parametrize("kind", ["own", "symmetric"])
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+def test_all_ranks_get_the_same_bits(ranks: Ranks, collective: str, kind: str) -> None:
+    """By every algorithm that works between the ranks. What is NaN is NaN by each of them."""
+    algorithms = [*ranks.run(lambda comm: comm.collectives.algorithms(collective))[0], None]
+    rows = ranks.world_size if collective == "reduce_scatter" else 1
+
+    def body(comm: Communicator) -> list[NDArray[Any]]:
+        results = []
+        for name in FLOATS:
+            x, out = arrays(comm, name, rows, kind)
+            for op, algorithm in itertools.product(OPS, algorithms):
+                getattr(comm, collective)(x, op, out=out, algorithm=algorithm)
+                barrier(comm)
+                results.append(on_host(out).copy())
+        return results
+
+    calls = itertools.product(FLOATS, OPS, algorithms)
+    for (name, op, algorithm), *results in zip(calls, *ranks.run(body), strict=True):
+        call = f"{op} of {name} by {algorithm}"
+        assert len({result.tobytes() for result in results}) == 1, f"{call}: ranks got different bits"
+        inputs = [special_values(name, rank).astype(np.float64) for rank in range(ranks.world_size)]
+        with np.errstate(all="ignore"):
+            expected = functools.reduce(IN_NUMPY[op], inputs)
+        np.testing.assert_array_equal(np.isnan(results[0].astype(np.float64)), np.isnan(expected), call)
