@@ -95,7 +95,9 @@ class PacketLanes {
   PROXYCCL_DEVICE void forEachEpoch(Body body) {
     for (uint32_t e = 0; e < team_.call_epochs; ++e) {
       body((static_cast<uint64_t>(e) * gridDim.x + blockIdx.x) * team_.epoch_packets);
-      if ((epoch_ & (kClearInterval - 1)) < 2) clear();
+      const uint32_t since_clear = epoch_ & (kClearInterval - 1);
+      if (since_clear < 2) clear();
+      if (since_clear == 2) fenceSystem();  // for the peers' second clear()
       ++epoch_;
     }
     __syncthreads();  // all threads have read the old value
@@ -181,13 +183,15 @@ class PacketLanes {
   }
 
   // Called at the end of epoch e, when all threads have read its packets. No peer sends packets of epoch e + 2 before
-  // it has this block's packets of epoch e + 1.
+  // it has this block's packets of epoch e + 1. Packets order nothing. So each thread has a fence between the block's
+  // cleared packets and its packets of epoch e + 1, and another one at the end of that epoch, between the peers'
+  // packets and those that it sends in epoch e + 2.
   PROXYCCL_DEVICE void clear() const {
     __syncthreads();
     LL16Packet* packets = slotIn(team_.scratch, 0);
     forEach(slots_ * team_.slot_packets, threadIdx.x, blockDim.x, [&](uint64_t p) { packets[p].write({0, 0}, 0); });
+    syncThreadsSystem();
     fenceSystem();
-    __syncthreads();
   }
 
   const ProxycclPacketTeam& team_;

@@ -70,7 +70,7 @@ TRIGGER_STORES = """\
 # bug leaves out the fence.
 WIDE_TRIGGERS = (
     (
-        "orderBeforeTrigger() {}",
+        "orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }",
         "orderBeforeTrigger() { if (checked_planted == 0) __atomic_thread_fence(__ATOMIC_ACQ_REL); }",
     ),
     (

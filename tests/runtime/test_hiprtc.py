@@ -275,9 +275,10 @@ def assembled(hiprtc: Hiprtc) -> dict[str, Instructions]:
 
 def test_an_access_is_one_instruction_of_the_right_kind(assembled: dict[str, Instructions], architecture: str) -> None:
     kernels, to = assembled[architecture], Scopes(architecture)
-    # Both words of a trigger past the caches; the second, with the parity bit, when all before it has arrived.
+    # Behind the acquire of the room, both words of a trigger past the caches; the second, with the parity bit, when all
+    # before it has arrived.
     store = "global_store_dwordx2" + to.system_store
-    assert merged(kernels["store_trigger"]) == [store, *to.write_back, store]
+    assert merged(kernels["store_trigger"]) == [to.device_invalidate, store, *to.write_back, store]
     # One store of 16 bytes, and nothing waits behind it.
     assert kernels["write_ll16"] == ["global_store_dwordx4" + to.system_store]
     assert kernels["write_ll8"] == [store]

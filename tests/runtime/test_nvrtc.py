@@ -182,6 +182,13 @@ def test_an_access_is_one_instruction_of_the_right_kind(accesses_ptx: str, kerne
     assert ordered_accesses(accesses_ptx, kernel) == STRAIGHT[kernel]
 
 
+def test_two_words_of_a_trigger_are_stored_behind_an_acquire(nvrtc: Nvrtc) -> None:
+    """Before sm_90: the fence orders the first word, which is relaxed, behind the load that found room."""
+    ptx = nvrtc.compile(ACCESSES, "-arch=compute_80").rstrip(b"\0").decode()
+    stores = ["fence.acq_rel.gpu", "st.relaxed.sys.b64", "st.release.sys.b64"]
+    assert ordered_accesses(ptx, "store_trigger") == stores
+
+
 @pytest.mark.parametrize("kernel", LOOPS)
 def test_waits_have_the_right_orders_and_scopes(accesses_ptx: str, kernel: str) -> None:
     assert set(ordered_accesses(accesses_ptx, kernel)) == LOOPS[kernel]

@@ -2,7 +2,8 @@
 //
 // An element is moved in pieces of its type's alignment, at most 16 bytes each, and each piece by one relaxed access of
 // system scope. So an element whose size is its alignment (a number, a pointer, int4, a packet) is never seen half
-// written. Only the host runtime splits an access of 16 bytes into two of 8. A longer element may be seen half written.
+// written. Only the host runtime splits an access of 16 bytes into two of 8; that no GPU does is an assumption. A
+// longer element may be seen half written.
 #ifndef PROXYCCL_ELEMENT_H
 #define PROXYCCL_ELEMENT_H
 

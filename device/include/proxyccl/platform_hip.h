@@ -131,8 +131,9 @@ PROXYCCL_DEVICE void loadPacket128(const uint64_t* p, uint64_t* low, uint64_t* h
 PROXYCCL_DEVICE void storeRelaxed128(uint64_t* p, uint64_t low, uint64_t high) { storePacket128(p, low, high); }
 PROXYCCL_DEVICE void loadRelaxed128(const uint64_t* p, uint64_t* low, uint64_t* high) { loadPacket128(p, low, high); }
 
-// storeTrigger() is a release by itself.
-PROXYCCL_DEVICE void orderBeforeTrigger() {}
+// storeTrigger()'s second word is a release. The first is stored relaxed: this fence orders it behind the load that
+// found room.
+PROXYCCL_DEVICE void orderBeforeTrigger() { __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "agent"); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   PROXYCCL_STORE(slot, word0, RELAXED, SYSTEM);
   PROXYCCL_STORE(slot + 1, word1, RELEASE, SYSTEM);

@@ -146,8 +146,9 @@ PROXYCCL_DEVICE void prefetch(const void* p) { __builtin_prefetch(p); }
 PROXYCCL_DEVICE void fenceSystem() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 PROXYCCL_DEVICE void* dynamicShared() { return host::self()->dynamic_shared; }
 
-// storeTrigger() is a release by itself: the second word carries the parity bit, and its release publishes both words.
-PROXYCCL_DEVICE void orderBeforeTrigger() {}
+// storeTrigger()'s second word carries the parity bit, and its release publishes both words. The first word is stored
+// relaxed: this fence orders it behind the load that found room.
+PROXYCCL_DEVICE void orderBeforeTrigger() { __atomic_thread_fence(__ATOMIC_ACQUIRE); }
 PROXYCCL_DEVICE void storeTrigger(uint64_t* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(slot, word0, __ATOMIC_RELAXED);
   __atomic_store_n(slot + 1, word1, __ATOMIC_RELEASE);

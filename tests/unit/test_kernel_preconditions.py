@@ -1,0 +1,70 @@
+"""The preconditions of flags that are stored relaxed behind loads (DESIGN, "Every memory-order pairing").
+
+A kernel begins when those before it have ended, and a value that was used has been loaded. Neither holds for a launch
+that overlaps with the kernel before it, nor for copies that no register waits for.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+pytestmark = pytest.mark.host_only(reason="reads sources")
+
+KERNELS = [path for folder in ("device/include", "device/kernels") for path in sorted((ROOT / folder).rglob("*.h*"))]
+SOURCES = [
+    path
+    for folder in ("device", "proxy", "channels")
+    for ending in ("py", "c", "cpp", "h")
+    for path in sorted((ROOT / folder).rglob(f"*.{ending}"))
+]
+
+ASYNCHRONOUS = r"cp\.async|cp\.reduce|st\.async|red\.async|tensormap|fence\.proxy|mbarrier|cuda::(ptx|memcpy_async)"
+"""What starts or awaits copies by the asynchronous proxy: TMA, and copies into shared memory."""
+
+OVERLAPPING = r"griddepcontrol|[gG]ridDependency|[pP]rogrammaticLaunch"
+"""What a kernel says that begins before the one before it has ended."""
+
+ATTRIBUTES = r"cuLaunchKernelEx|LAUNCH_ATTRIBUTE|PROGRAMMATIC|hipDrvLaunchKernelEx|hipLaunchKernelEx"
+"""What a launch may overlap by. cuLaunchKernel and hipModuleLaunchKernel take no attributes."""
+
+
+def found(pattern: str, paths: list[Path]) -> list[str]:
+    """The lines with a pattern, as path:line."""
+    return [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+
+
+def test_kernels_make_no_copies_that_no_register_waits_for() -> None:
+    assert len(KERNELS) > 50
+    assert found(ASYNCHRONOUS, KERNELS) == []
+
+
+def test_kernels_do_not_begin_before_the_one_before_has_ended() -> None:
+    assert found(OVERLAPPING, KERNELS) == []
+
+
+def test_launches_have_no_attributes() -> None:
+    assert found("cuLaunchKernel|hipModuleLaunchKernel", SOURCES) != []
+    assert found(ATTRIBUTES, SOURCES) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "line"),
+    [
+        (ASYNCHRONOUS, 'asm("cp.async.bulk.shared::cluster.global.mbarrier");'),
+        (OVERLAPPING, 'asm("griddepcontrol.wait;");'),
+        (OVERLAPPING, "cudaGridDependencySynchronize();"),
+        (ATTRIBUTES, "CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION"),
+    ],
+)
+def test_the_search_finds_what_it_looks_for(pattern: str, line: str) -> None:
+    assert re.search(pattern, line)
