@@ -312,6 +312,11 @@ class BaseRuntime(Protocol):
         """The NUMA node that the device is next to; None if it is not known."""
         ...
 
+    @property
+    def orders_rdma_writes(self) -> bool:
+        """Whether kernels that see a word which RDMA wrote, anywhere, see what RDMA wrote to the device before it."""
+        ...
+
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """The descriptor of a DMA-BUF that device memory lies in, for another device's driver, and the memory's offset.
 

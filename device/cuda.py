@@ -92,6 +92,8 @@ class CudaDriver:
             return int(ok("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(which, handle)))
 
         kinds = cu.CUdevice_attribute
+        ordering = attribute(kinds.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING)
+        ordered = int(cu.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER)
         major = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)
         minor = attribute(kinds.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)
         name = ok("cuDeviceGetName", cu.cuDeviceGetName(256, handle))
@@ -104,6 +106,7 @@ class CudaDriver:
             multiprocessors=attribute(kinds.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             memory_bytes=int(ok("cuDeviceTotalMem", cu.cuDeviceTotalMem(handle))),
             pci_address=address.partition(b"\0")[0].decode().lower(),
+            orders_rdma_writes=ordering >= ordered,
         )
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  (retained once, for the life of the process)

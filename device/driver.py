@@ -25,6 +25,8 @@ class DeviceInfo:
         multiprocessors: SMs, or compute units.
         memory_bytes: size of its memory.
         pci_address: where it sits, as sysfs names it: "0000:3b:00.0".
+        orders_rdma_writes: whether its kernels see what RDMA wrote to its memory once they see a word that RDMA wrote
+            behind it, wherever that word lies.
     """
 
     name: str
@@ -33,6 +35,7 @@ class DeviceInfo:
     multiprocessors: int
     memory_bytes: int
     pci_address: str
+    orders_rdma_writes: bool
 
 
 class Compiler(Protocol):

@@ -169,6 +169,11 @@ class GpuRuntime:
         number = int(path.read_text()) if path.exists() else -1
         return number if number >= 0 else None
 
+    @property
+    def orders_rdma_writes(self) -> bool:
+        """What the driver says of the device."""
+        return self.info.orders_rdma_writes
+
     def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
         """A descriptor of the pages that the memory lies in."""
         return self._memory.dmabuf(ptr, nbytes)

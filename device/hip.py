@@ -17,6 +17,7 @@ from proxyccl.device.hip_bindings import address_of, call, done, error_text, fre
 from proxyccl.device.hip_compiler import HipCompiler, compiler_version
 
 _PER_THREAD_STREAM = 2  # hipStreamPerThread
+_ORDERED_FOR_OWNER = 100  # hipGPUDirectRDMAWritesOrderingOwner
 _MALLOC_UNCACHED = 3  # hipDeviceMallocUncached, which hip-python does not name
 
 
@@ -48,6 +49,12 @@ def check_versions(driver: int, runtime: int) -> None:
             f"hip: the driver supports HIP {_version(driver)} and is older than the runtime, {_version(runtime)}; "
             "update the driver or install an older ROCm"
         )
+
+
+def _rdma_writes_ordering(ordinal: int) -> int:
+    """The device's order of RDMA writes (hipGPUDirectRDMAWritesOrdering); 0, none, where HIP has no such attribute."""
+    kind = getattr(hip.hipDeviceAttribute_t, "hipDeviceAttributeGPUDirectRDMAWritesOrdering", None)
+    return 0 if kind is None else int(call("hipDeviceGetAttribute", kind, ordinal))
 
 
 def _version(number: int) -> str:
@@ -98,6 +105,7 @@ class HipDriver:
             multiprocessors=properties.multiProcessorCount,
             memory_bytes=properties.totalGlobalMem,
             pci_address=f"{properties.pciDomainID:04x}:{properties.pciBusID:02x}:{properties.pciDeviceID:02x}.0",
+            orders_rdma_writes=_rdma_writes_ordering(ordinal) >= _ORDERED_FOR_OWNER,
         )
 
     def context(self, ordinal: int) -> int:

@@ -176,7 +176,7 @@ def _device_memory() -> Finding:
         runtime = open_runtime(None)
         choice = choose_device(rdma_devices(), options, runtime.numa_node())
         with VerbsDevice.open(choice, options) as device:
-            refused = unsupported_reason(Registrations(device), runtime)
+            refused = unsupported_reason(Registrations(device), runtime, options.gpu_writes)
     except ProxyCCLError as error:
         return Finding("RDMA", "memory", False, str(error))
     name = f"memory of {runtime.name}:{runtime.device}"

@@ -180,6 +180,11 @@ class HostRuntime:
     def numa_node(self) -> None:
         """None: its threads may run on any node."""
 
+    @property
+    def orders_rdma_writes(self) -> bool:
+        """True: data and words lie in the host's memory, which the adapter writes in order."""
+        return True
+
     def dmabuf(self, ptr: int, nbytes: int) -> None:
         """None: its memory is the host's."""
 

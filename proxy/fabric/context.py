@@ -9,6 +9,7 @@ from proxyccl.proxy.fabric.endpoint import DeviceMemory, FabricEndpoint, FabricR
 from proxyccl.proxy.fabric.library import fabric_offers
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.gpu_writes import require_ordered
 from proxyccl.proxy.rdma_setup import RdmaSetup
 from proxyccl.proxy.staging import RemoteWriteTargets
 
@@ -42,13 +43,18 @@ class FabricContext:
         self.registered_segment = self.endpoint.register(setup.segment.host_ptr, setup.segment.nbytes)
 
     def register(self, ptr: int, nbytes: int, allocation: Hashable = None) -> FabricRegistration:
-        """Registers memory that the runtime knows. Arguments and errors as for `FabricEndpoint.register`."""
+        """Registers memory that the runtime knows, unless it is a device's that does not order RDMA writes
+        (`require_ordered`). Arguments and errors as for `FabricEndpoint.register`.
+        """
         number = None if self.runtime.name == "host" else self.runtime.pointer_device(ptr)
+        if number is not None:
+            require_ordered(self.runtime, self.options.gpu_writes, "PROXYCCL_FABRIC_GPU_WRITES")
         device = None if number is None else DeviceMemory(self.runtime.name, number)
         return self.endpoint.register(ptr, nbytes, device=device, allocation=allocation)
 
     def unsupported_reason(self) -> str:
-        """Why the provider can't reach the runtime's device memory; empty if it can.
+        """Why the provider can't reach the runtime's device memory, or that keeps no order of RDMA writes; empty if it
+        can.
 
         Raises:
             ResourceError: the system or the provider has no room.

@@ -7,12 +7,14 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.environment_options import named_options
+from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
 
 SIGNALS = ("auto", "ordered", "delivered")
 
 _PREFIX = "PROXYCCL_FABRIC_"
 _RANGES = {"depth": range(2, 4097), "staging_bytes": STAGING_BYTES, "staging_chunk": STAGING_CHUNK}
+_CHOICES = {"signal": SIGNALS, "gpu_writes": GPU_WRITES}
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class FabricOptions:
         signal: when a signal is written: "ordered", behind its data at once, which needs a provider that keeps the
             order of writes; "delivered", when its data has been delivered; "auto" for the first if the provider can,
             and in the same message where that is stored in order.
+        gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
+            in host memory; "ordered" to take that as promised. Otherwise the transport is "staged_fabric".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged_fabric", 4 KiB to 64 MiB;
             two ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -42,6 +46,7 @@ class FabricOptions:
     interface: str | None = None
     depth: int = 256
     signal: str = "auto"
+    gpu_writes: str = "auto"
     staging_bytes: int = 2 << 20
     staging_chunk: int = 256 << 10
 
@@ -67,8 +72,8 @@ def _check(field: str, shown: str, value: object) -> None:
         allowed = _RANGES[field]
         if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
             raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
-    elif field == "signal":
-        if value not in SIGNALS:
-            raise ArgumentError(shown, f"must be one of {', '.join(SIGNALS)}, not {value!r}")
+    elif field in _CHOICES:
+        if value not in _CHOICES[field]:
+            raise ArgumentError(shown, f"must be one of {', '.join(_CHOICES[field])}, not {value!r}")
     elif not isinstance(value, str) or not value.strip("=^,"):
         raise ArgumentError(shown, f"must be a name, not {value!r}")

@@ -123,11 +123,12 @@ def open_verbs(setup: RdmaSetup, options: TransportOptions) -> VerbsContext:
 
 
 def _unsupported_reason(device: VerbsContext) -> str:
-    return unsupported_reason(device.registrations, device.runtime)
+    return unsupported_reason(device.registrations, device.runtime, device.options.gpu_writes)
 
 
 def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
-    made = register_device_memory(device.registrations, device.runtime, ptr, nbytes, handle or None)
+    gpu_writes = device.options.gpu_writes
+    made = register_device_memory(device.registrations, device.runtime, gpu_writes, ptr, nbytes, handle or None)
     return RdmaMemory(TRANSPORT.name, made.address, made.rkey, made.lkey, made.address == ptr, made)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.environment_options import named_options
+from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
 
 MTUS = (256, 512, 1024, 2048, 4096)
@@ -28,7 +29,7 @@ _RANGES = {
     "staging_bytes": STAGING_BYTES,
     "staging_chunk": STAGING_CHUNK,
 }
-_CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS}
+_CHOICES: dict[str, tuple[object, ...]] = {"mtu": MTUS, "signal": SIGNALS, "gpu_writes": GPU_WRITES}
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class RdmaOptions:
         send_depth: work requests that a send queue holds, at least 2; fewer if the device's limit is lower.
         signal: how to advance a peer's counter: by an inline "write", by an atomic "fetch_add", or "auto" for a write
             if the device can, else a fetch-add.
+        gpu_writes: "auto" to write to a GPU's memory only if the device says that it orders RDMA writes before signals
+            in host memory; "ordered" to take that as promised. Otherwise the transport is "staged".
         staging_bytes: bytes of pinned memory per peer and direction of the transport "staged", 4 KiB to 64 MiB; two
             ranks use the smaller of their values.
         staging_chunk: the most bytes of a put that are staged at a time, 64 bytes to 32 MiB; at most half of
@@ -72,6 +75,7 @@ class RdmaOptions:
     rnr_retry_count: int = 7
     send_depth: int = 256
     signal: str = "auto"
+    gpu_writes: str = "auto"
     staging_bytes: int = 2 << 20
     staging_chunk: int = 256 << 10
 

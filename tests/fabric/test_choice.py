@@ -118,6 +118,7 @@ def test_offers_that_reach_no_other_host_are_no_fabric(offers: list[FabricOffer]
         ("interface", "^lo", "^lo"),
         ("depth", "16", 16),
         ("signal", "delivered", "delivered"),
+        ("gpu_writes", "ordered", "ordered"),
         ("staging_bytes", "8192", 8192),
         ("staging_chunk", "64", 64),
     ],
@@ -127,7 +128,13 @@ def test_the_environment_gives_what_arguments_do_not(
 ) -> None:
     monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
     assert getattr(FabricOptions.from_environment(), name) == value
-    other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
+    other: dict[str, Any] = {
+        "provider": "net",
+        "interface": "eth0",
+        "depth": 3,
+        "signal": "ordered",
+        "gpu_writes": "auto",
+    }
     other |= {"staging_bytes": 4096, "staging_chunk": 128}
     assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
 
@@ -142,6 +149,7 @@ def test_the_environment_gives_what_arguments_do_not(
         ("depth", "many"),
         ("depth", True),
         ("signal", ""),
+        ("gpu_writes", "no"),
     ],
 )
 def test_options_out_of_range_are_refused_by_name(name: str, value: Any) -> None:

@@ -134,9 +134,16 @@ def test_gpus_are_staged_by_a_provider_that_does_not_reach_them(
 def test_a_provider_that_reaches_gpus_writes_their_memory(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
     run_make("fake-fabric")
     library = ROOT / "build/fake-fabric/libfake_library.so"
-    job = Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library))
-    for output in job.succeeds("fabric"):
+    env = {**on_hip, "PROXYCCL_LIBFABRIC": str(library), "PROXYCCL_FABRIC_GPU_WRITES": "ordered"}
+    for output in Job(hosts, [1, 1], tmp_path, "one", **env).succeeds("fabric"):
         assert "registered for interface 2, device 0" in output, output  # FI_HMEM_ROCR
+
+
+def test_gpus_that_do_not_order_writes_are_staged(hosts: Hosts, tmp_path: Path, on_hip: dict[str, str]) -> None:
+    """Although the provider reaches their memory: the GPUs here do not say that they keep the order."""
+    run_make("fake-fabric")
+    library = ROOT / "build/fake-fabric/libfake_library.so"
+    Job(hosts, [1, 1], tmp_path, "one", **on_hip, PROXYCCL_LIBFABRIC=str(library)).succeeds("staged_fabric")
 
 
 def test_ipv6_is_enough_and_a_provider_is_chosen_by_name(tmp_path: Path) -> None:

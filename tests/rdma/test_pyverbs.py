@@ -57,6 +57,7 @@ WRONG_OPTIONS: dict[str, list[Any]] = {
     "rnr_retry_count": [-1, 8, None],
     "send_depth": [0, 1, 1 << 16, None],
     "signal": ["", "read", None, 1],
+    "gpu_writes": ["", "no", None, True],
     "staging_bytes": [0, 4095, (64 << 20) + 1, 1e6, None],
     "staging_chunk": [0, 63, (32 << 20) + 1, "4096", None],
 }
@@ -72,6 +73,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "rnr_retry_count": ("6", 6),
     "send_depth": ("64", 64),
     "signal": ("fetch_add", "fetch_add"),
+    "gpu_writes": ("ordered", "ordered"),
     "staging_bytes": ("65536", 65536),
     "staging_chunk": ("4096", 4096),
 }
@@ -100,7 +102,14 @@ def test_options_come_from_the_environment_and_arguments_win(name: str, monkeypa
     monkeypatch.setenv(f"PROXYCCL_RDMA_{name.upper()}", text)
     assert RdmaOptions.from_environment() == replace(RdmaOptions(), **{name: value})
     assert RdmaOptions.from_environment(**{name: None}) == replace(RdmaOptions(), **{name: value})
-    others = {"device": "mlx5_0", "signal": "write", "mtu": 256, "staging_bytes": 8192, "staging_chunk": 64}
+    others = {
+        "device": "mlx5_0",
+        "signal": "write",
+        "gpu_writes": "auto",
+        "mtu": 256,
+        "staging_bytes": 8192,
+        "staging_chunk": 64,
+    }
     other = others.get(name, 7)
     assert RdmaOptions.from_environment(**{name: other}) == replace(RdmaOptions(), **{name: other})
     monkeypatch.setenv(f"PROXYCCL_RDMA_{name.upper()}", "")

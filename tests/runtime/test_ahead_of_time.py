@@ -133,7 +133,7 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         runtime="cuda",
         compiler=open_compiler("cuda"),
         device_count=lambda: 1,
-        device=lambda _: DeviceInfo("none", "cuda:none", ARCHITECTURE, 132, 1 << 30, "0000:00:00.0"),
+        device=lambda _: DeviceInfo("none", "cuda:none", ARCHITECTURE, 132, 1 << 30, "0000:00:00.0", True),
         load_module=load,
         **dict.fromkeys(
             ("context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero

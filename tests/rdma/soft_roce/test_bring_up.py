@@ -151,7 +151,7 @@ def test_info_shows_what_is_there_and_nothing_missing(devices: list[RdmaDevice])
 
 
 def test_info_shows_whose_memory_goes_through_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "unsupported_reason", lambda registrations, runtime: "no way")
+    monkeypatch.setattr(info, "unsupported_reason", lambda registrations, runtime, gpu_writes: "no way")
     finding = info._rdma()[-1]
     assert (finding.name, finding.available) == ("memory", False)
     assert finding.detail == f"{DEVICES[0]} cannot reach memory of host:0: no way"

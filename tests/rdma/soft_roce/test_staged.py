@@ -101,8 +101,8 @@ def test_ranks_that_can_not_register_memory_are_staged(monkeypatch: pytest.Monke
     """All ranks hear of it, and why."""
     probe = verbs.unsupported_reason
 
-    def unsupported_reason(registrations: Registrations, runtime: Runtime) -> str:
-        return "no way" if registrations._device.name == DEVICES[1] else probe(registrations, runtime)
+    def unsupported_reason(registrations: Registrations, runtime: Runtime, gpu_writes: str) -> str:
+        return "no way" if registrations._device.name == DEVICES[1] else probe(registrations, runtime, gpu_writes)
 
     monkeypatch.setattr(verbs, "unsupported_reason", unsupported_reason)
 

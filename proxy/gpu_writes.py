@@ -1,0 +1,32 @@
+"""The rule for RDMA into a GPU's memory: the GPU must keep the order of these writes and of signals in host memory.
+
+A signal is a word in the receiver's control segment, which is host memory. The network adapter writes the data first
+and the word after it. But the two take different paths, and a kernel that has read the word may still read old data,
+unless the device orders both. Data of a device that does not goes through pinned memory, by the staged transports.
+"""
+
+from __future__ import annotations
+
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.runtime import Runtime
+
+GPU_WRITES = ("auto", "ordered")
+"""Values of the option `gpu_writes`: to ask the device, or to take the caller's word that it keeps the order."""
+
+
+def require_ordered(runtime: Runtime, gpu_writes: str, variable: str) -> None:
+    """Refuses RDMA to and from a device that does not order its writes.
+
+    Args:
+        runtime: of the device.
+        gpu_writes: the option, one of `GPU_WRITES`.
+        variable: the environment variable of that option, for the error.
+
+    Raises:
+        RuntimeUnavailableError: the device does not say that it does, nor does the caller.
+    """
+    if gpu_writes == "auto" and not runtime.orders_rdma_writes:
+        raise RuntimeUnavailableError(
+            f"{runtime.device_name} does not say that it orders RDMA writes to its memory before a signal in host "
+            f"memory, so kernels could read old data; {variable}=ordered promises that the platform does"
+        )

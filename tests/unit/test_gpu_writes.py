@@ -1,0 +1,130 @@
+"""RDMA into a GPU's memory: only if the device says that it orders these writes before signals, or the caller does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from proxyccl import RuntimeUnavailableError
+from proxyccl.device import cuda, hip
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.fabric.context import FabricContext
+from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.verbs.device_memory import register_device_memory, unsupported_reason
+from proxyccl.proxy.verbs.registrations import Registrations
+
+
+class Registrar:
+    """Counts what is registered with it, in place of `Registrations` and of a fabric's endpoint."""
+
+    def __init__(self) -> None:
+        self.registered = 0
+
+    def register(self, *arguments: Any, **options: Any) -> object:
+        self.registered += 1
+        return object()
+
+    def release(self, registration: object) -> None:
+        """Ends a registration."""
+
+
+def gpu(orders: bool) -> Runtime:
+    """A runtime with a device that does or does not order RDMA writes."""
+    memory = SimpleNamespace(ptr=4096, nbytes=4096, close=lambda: None)
+    return cast(
+        Runtime,
+        SimpleNamespace(
+            name="cuda",
+            device_name="GPU",
+            orders_rdma_writes=orders,
+            allocate=lambda nbytes: memory,
+            dmabuf=lambda ptr, nbytes: None,
+            pointer_device=lambda ptr: 0 if ptr == memory.ptr else None,
+        ),
+    )
+
+
+def fabric(runtime: Runtime, gpu_writes: str, endpoint: Registrar) -> FabricContext:
+    """A context without libfabric."""
+    context = object.__new__(FabricContext)
+    context.runtime, context.options = runtime, FabricOptions(gpu_writes=gpu_writes)
+    context.endpoint = cast(Any, endpoint)
+    return context
+
+
+CASES = [(True, "auto", True), (False, "auto", False), (False, "ordered", True)]
+
+
+@pytest.mark.parametrize(("orders", "gpu_writes", "reached"), CASES)
+def test_verbs_register_memory_of_devices_that_order_writes(orders: bool, gpu_writes: str, reached: bool) -> None:
+    registrar = Registrar()
+    registrations, runtime = cast(Registrations, registrar), gpu(orders)
+    reason = unsupported_reason(registrations, runtime, gpu_writes)
+    assert bool(reason) != reached
+    if reached:
+        register_device_memory(registrations, runtime, gpu_writes, 4096, 64)
+        assert registrar.registered == 2
+    else:
+        assert "PROXYCCL_RDMA_GPU_WRITES=ordered" in reason
+        with pytest.raises(RuntimeUnavailableError, match="GPU does not say that it orders RDMA writes"):
+            register_device_memory(registrations, runtime, gpu_writes, 4096, 64)
+        assert registrar.registered == 0
+
+
+@pytest.mark.parametrize(("orders", "gpu_writes", "reached"), CASES)
+def test_a_fabric_registers_memory_of_devices_that_order_writes(orders: bool, gpu_writes: str, reached: bool) -> None:
+    registrar = Registrar()
+    context = fabric(gpu(orders), gpu_writes, registrar)
+    reason = context.unsupported_reason()
+    assert bool(reason) != reached
+    if reached:
+        context.register(4096, 64)
+        assert registrar.registered == 2
+    else:
+        assert "PROXYCCL_FABRIC_GPU_WRITES=ordered" in reason
+        with pytest.raises(RuntimeUnavailableError, match="GPU does not say that it orders RDMA writes"):
+            context.register(4096, 64)
+        context.register(8192, 64)  # pinned memory of the host
+        assert registrar.registered == 1
+
+
+@pytest.mark.parametrize(("ordering", "ordered"), [(0, False), (100, True), (200, True)])
+def test_nvidia_driver_is_asked_for_the_order(monkeypatch: pytest.MonkeyPatch, ordering: int, ordered: bool) -> None:
+    kinds = cuda.cu.CUdevice_attribute
+    asked = kinds.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+    driver = SimpleNamespace(
+        CUdevice_attribute=kinds,
+        CUGPUDirectRDMAWritesOrdering=cuda.cu.CUGPUDirectRDMAWritesOrdering,
+        cuDeviceGet=lambda ordinal: (0, ordinal),
+        cuDeviceGetAttribute=lambda which, handle: (0, ordering if which == asked else 9),
+        cuDeviceGetName=lambda size, handle: (0, b"GPU\0"),
+        cuDeviceGetPCIBusId=lambda size, handle: (0, b"0000:3B:00.0\0"),
+        cuDeviceGetUuid=lambda handle: (0, SimpleNamespace(bytes=bytes(16))),
+        cuDeviceTotalMem=lambda handle: (0, 1 << 30),
+    )
+    monkeypatch.setattr(cuda, "cu", driver)
+    assert object.__new__(cuda.CudaDriver).device(0).orders_rdma_writes is ordered
+
+
+@pytest.mark.parametrize(("ordering", "ordered"), [(None, False), (0, False), (100, True)])
+def test_amd_driver_is_asked_where_it_knows_the_attribute(
+    monkeypatch: pytest.MonkeyPatch, ordering: int | None, ordered: bool
+) -> None:
+    name = "hipDeviceAttributeGPUDirectRDMAWritesOrdering"
+    kinds = SimpleNamespace(**({} if ordering is None else {name: name}))
+    properties = SimpleNamespace(
+        name="GPU",
+        uuid=SimpleNamespace(bytes=bytes(16)),
+        gcnArchName="gfx942",
+        multiProcessorCount=304,
+        totalGlobalMem=1 << 30,
+        pciDomainID=0,
+        pciBusID=3,
+        pciDeviceID=0,
+    )
+    monkeypatch.setattr(hip.hip, "hipDeviceAttribute_t", kinds)
+    answers = {("hipGetDeviceProperties", 0): properties, ("hipDeviceGetAttribute", name, 0): ordering}
+    monkeypatch.setattr(hip, "call", lambda *arguments: answers[arguments])
+    assert object.__new__(hip.HipDriver).device(0).orders_rdma_writes is ordered
