@@ -128,14 +128,8 @@ def test_the_environment_gives_what_arguments_do_not(
 ) -> None:
     monkeypatch.setenv(f"PROXYCCL_FABRIC_{name.upper()}", text)
     assert getattr(FabricOptions.from_environment(), name) == value
-    other: dict[str, Any] = {
-        "provider": "net",
-        "interface": "eth0",
-        "depth": 3,
-        "signal": "ordered",
-        "gpu_writes": "auto",
-    }
-    other |= {"staging_bytes": 4096, "staging_chunk": 128}
+    other: dict[str, Any] = {"provider": "net", "interface": "eth0", "depth": 3, "signal": "ordered"}
+    other |= {"gpu_writes": "auto", "staging_bytes": 4096, "staging_chunk": 128}
     assert getattr(FabricOptions.from_environment(**{name: other[name]}), name) == other[name]
 
 

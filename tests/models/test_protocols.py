@@ -36,6 +36,8 @@ VERIFIERS = {
     "close": ("close", ()),
     "survivors, nobody late": ("survivors", ("DEATHS=2",)),
     "survivors, some late": ("survivors", ("DEATHS=0", "LATE=1", "ATTEMPTS=2")),
+    "reordering": ("reordering", ()),
+    "packets": ("packets", ()),
 }
 if DEEP:
     VERIFIERS |= {
@@ -71,6 +73,17 @@ BUGS = {
     "a rank goes on that is no member": ("survivors, some late", 3),
     "a rank that has joined believes that all have": ("survivors, nobody late", 4),
     "an outcome is settled twice": ("survivors, nobody late", 5),
+    "a branch alone orders a trigger's first word": ("reordering", 1),
+    "no register waits for a row that is loaded": ("reordering", 2),
+    "nothing orders a row's reuse behind its flag": ("reordering", 3),
+    "a kernel begins before the program's has ended": ("reordering", 4),
+    "no fence follows the packets that are cleared": ("reordering", 5),
+    "a branch alone orders packets behind cleared ones": ("reordering", 6),
+    "a call is looked for without a full fence": ("reordering", 7),
+    "packets are never cleared": ("packets", 1),
+    "packets of one parity are cleared": ("packets", 2),
+    "the last flag of a lap is 0": ("packets", 3),
+    "packets are cleared once a lap": ("packets", 4),
 }
 
 

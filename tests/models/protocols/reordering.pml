@@ -1,0 +1,130 @@
+/* Accesses that a processor performs in another order than its program's, which Relacy does not execute.
+ *
+ * A thread is a set of accesses. Each is performed at once for all threads, as soon as what must come first has been
+ * performed: STEP says what that is, and a comment why. A wait is a load that finds what it waits for; what follows it is
+ * performed before it where nothing orders the two, as if the thread had guessed. One test is chosen among:
+ *
+ * - ring: a trigger of two words, stored where room was found (pairing 3)
+ * - reuse: rows, a slab or a packet, read by a rank before their owner writes them again (pairings 9, 48, 50)
+ * - rows: a program's rows, announced by a later kernel (pairing 47)
+ * - cleared: a packet that is cleared before the peer sends the next one to its place
+ * - calls: two ranks that look for each other's call behind their own (calls.c)
+ */
+#include "bugs.pml"
+
+#define STEP(done, first, access) :: d_step { !done && (first) -> done = true; access }
+
+bool a1, a2, a3, b1, b2, b3, c1, c2; /* the accesses of threads a, b and c that were performed */
+
+/* ring: the engine reads lap 1 of the only slot and gives it back; a producer fills it for lap 2. */
+byte word0 = 1, word1 = 1, tail, tail_cache;
+
+proctype engine() {
+end:
+  do
+  STEP(a1, word1 == 1, skip)
+  STEP(a2, a1, assert(word0 == 1)) /* acquire of word 1 */
+  STEP(a3, a2, tail = 1)           /* release */
+  :: a3 -> break
+  od
+}
+proctype refresher() {
+end:
+  do
+  STEP(c1, tail == 1, skip)
+  STEP(c2, c1, tail_cache = 1) /* acquire of the tail, release */
+  :: c2 -> break
+  od
+}
+proctype producer() {
+end:
+  do
+  STEP(b1, tail_cache == 1, skip)
+  STEP(b2, b1 || BUG(1), word0 = 2) /* orderBeforeTrigger; else a branch alone */
+  STEP(b3, b1 && b2, word1 = 2)     /* release */
+  :: b1 && b2 && b3 -> break
+  od
+}
+
+/* reuse: a rank loads what its peer may write again behind the flag. */
+byte row, flag;
+
+proctype reader() {
+end:
+  do
+  STEP(a1, true, assert(row == 0))
+  STEP(a2, a1 || BUG(2), flag = 1) /* a register has the value; else a copy by the asynchronous proxy */
+  :: a1 && a2 -> break
+  od
+}
+proctype owner() {
+end:
+  do
+  STEP(b1, flag == 1, skip)
+  STEP(b2, b1 || BUG(3), row = 1) /* acquire, or a branch that the processor honours; else neither */
+  :: b1 && b2 -> break
+  od
+}
+
+/* rows: the program's kernel stores, a later one raises the flag. */
+proctype kernels() {
+end:
+  do
+  STEP(a1, true, row = 1)
+  STEP(a2, a1 || BUG(4), flag = 1) /* the first has ended; else programmatic dependent launch */
+  :: a1 && a2 -> break
+  od
+}
+proctype loader() {
+end:
+  do
+  STEP(b1, flag == 1, skip)
+  STEP(b2, b1, assert(row == 1)) /* acquire */
+  :: b1 && b2 -> break
+  od
+}
+
+/* cleared: a rank clears a place and sends another packet, behind which the peer sends one to the place. */
+byte place = 1, other;
+
+proctype clearing() {
+end:
+  do
+  STEP(a1, true, place = 0)
+  STEP(a2, a1 || BUG(5), other = 2) /* the fence in clear() */
+  :: a1 && a2 -> break
+  od
+}
+proctype answering() {
+end:
+  do
+  STEP(b1, other == 2, skip)
+  STEP(b2, b1 || BUG(6), place = 3) /* the fence behind the next epoch; else a branch alone */
+  :: b1 && b2 -> break
+  od
+}
+
+/* calls: each rank writes its entry and looks for the other's. */
+byte entry[2], seen[2];
+
+proctype caller(byte r) {
+  bool wrote, looked;
+  do
+  STEP(wrote, true, entry[r] = 1)
+  STEP(looked, wrote || BUG(7), seen[r] = entry[1 - r]) /* a full fence; a release and an acquire are none */
+  :: wrote && looked -> break
+  od
+}
+
+init {
+  CHOOSE_BUG;
+  if
+  :: atomic { run engine(); run refresher(); run producer() }
+  :: atomic { run reader(); run owner() }
+  :: atomic { run kernels(); run loader() }
+  :: atomic { run clearing(); run answering() };
+     _nr_pr == 1 -> assert(place == 3)
+  :: atomic { run caller(0); run caller(1) };
+     _nr_pr == 1 -> assert(seen[0] || seen[1])
+  fi
+}
