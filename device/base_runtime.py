@@ -378,6 +378,10 @@ class BaseRuntime(Protocol):
         """Makes later work of stream handle `then` wait for what is queued on `first`; both must exist."""
         ...
 
+    def wait_event(self, stream: int, event: Event) -> None:
+        """Makes later work of the stream with this handle wait for what the event marked last."""
+        ...
+
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; returns when it is done if no stream is given."""
         ...

@@ -21,6 +21,7 @@ from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
     EngineFunctions,
+    Event,
     LaunchDefaults,
     LaunchTarget,
     StreamLike,
@@ -254,6 +255,11 @@ class GpuRuntime:
             event = self.create_event()
             self.driver.record_event(event.handle, first)
             self.driver.stream_wait_event(then, event.handle)
+
+    def wait_event(self, stream: int, event: Event) -> None:
+        """Makes later work of the stream with this handle wait for what the event marked last."""
+        with self.current():
+            self.driver.stream_wait_event(stream, event.handle)
 
     def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
         """Queues the store of a value to a word."""

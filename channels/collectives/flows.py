@@ -12,8 +12,8 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import ArrayView
-from proxyccl.device.kernel import Launch
-from proxyccl.device.runtime import Stream, StreamLike
+from proxyccl.device.kernel import Kernel, Launch
+from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
 from proxyccl.proxy.codec import Codec
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
@@ -24,6 +24,12 @@ _THREADS = 256
 _LEAST_SLOT_BYTES = 1024
 
 _FLAG = Codec(bool, 16, "flag")
+
+
+def load_kernel(runtime: Runtime) -> Kernel:
+    """The kernel of transfers, loaded unless it is."""
+    (kernel,) = COLLECTIVES["send"]
+    return runtime.shipped(kernel.file, kernel.name)
 
 
 def _round_up(n: int, multiple: int) -> int:
@@ -62,6 +68,25 @@ class Transfer:
         return self.peer, self.source is not None
 
 
+@dataclass(frozen=True)
+class _Last:
+    """The latest launch of a flow.
+
+    Attributes:
+        stream: that holds it: its handle is good as long as the stream lives.
+        handle: the stream's.
+        thread: that launched it; the handle of a thread's default stream is the same on all threads.
+        event: behind it. The stream's end would not do: what was queued there since may wait for the peer.
+        captured: whether the event is part of a graph, so that nothing outside the graph can wait for it.
+    """
+
+    stream: StreamLike
+    handle: int
+    thread: int
+    event: Event
+    captured: bool
+
+
 class Flows:
     """All ranks make them together.
 
@@ -97,11 +122,10 @@ class Flows:
         flows.links = ffi.cast("ProxycclLink *", self._memory.ptr + counters_bytes)
         flows.scratch = ffi.cast("char *", self._scratch.ptr)
         flows.slot_bytes, flows.staging_offset = slot_bytes, inbox
-        (kernel,) = COLLECTIVES["send"]
-        self._kernel = runtime.shipped(kernel.file, kernel.name)
+        self._kernel = load_kernel(runtime)
         self._failure = group.failure
         self._lock = threading.Lock()
-        self._last: dict[tuple[int, bool], tuple[int, StreamLike]] = {}
+        self._last: dict[tuple[int, bool], _Last] = {}
         self._idle_streams: list[Stream] = []
 
     def run(self, transfers: Sequence[Transfer], stream: StreamLike, owners: tuple[object, ...]) -> None:
@@ -125,12 +149,27 @@ class Flows:
             self._failure.check()
 
     def _issue(self, transfers: Sequence[Transfer], launches: Sequence[Launch], stream: StreamLike) -> int:
-        handle = self._runtime.stream_handle(stream)
+        handle, thread = self._runtime.stream_handle(stream), threading.get_ident()
+        flows = [transfer.flow for transfer in transfers if transfer.peer != self._rank]
         with self._lock:
-            self._order(transfers, stream, handle)
+            captured = self._runtime.is_capturing(handle)
+            self._order(flows, handle, thread, captured=captured)
             for launch in launches:
                 launch(handle)
+            event = self._runtime.create_event()
+            event.record(handle)
+            self._last.update(dict.fromkeys(flows, _Last(stream, handle, thread, event, captured)))
         return handle
+
+    def _order(self, flows: Sequence[tuple[int, bool]], handle: int, thread: int, *, captured: bool) -> None:
+        """Makes the stream wait for earlier transfers of the same flows on other streams.
+
+        A stream that is being captured into a graph can't wait for one that is not; the graph's own launches are the
+        caller's to order.
+        """
+        known = [last for flow in flows if (last := self._last.get(flow)) is not None and last.captured == captured]
+        for event in {last.event for last in known if (last.handle, last.thread) != (handle, thread)}:
+            self._runtime.wait_event(handle, event)
 
     def _prepare(self, transfers: Sequence[Transfer]) -> Launch:
         flows = ffi.new("ProxycclFlows *", self._flows[0])
@@ -146,15 +185,6 @@ class Flows:
             blocks += entry.lanes
         threads = min(_THREADS, self._runtime.launch_defaults.threads)
         return self._kernel.prepare(blocks, threads, bytes(ffi.buffer(flows)))
-
-    def _order(self, transfers: Sequence[Transfer], stream: StreamLike, handle: int) -> None:
-        """Makes the stream wait for earlier transfers of the same flows on other streams."""
-        flows = [transfer.flow for transfer in transfers if transfer.peer != self._rank]
-        earlier = {last for flow in flows if (last := self._last.get(flow, (handle, None))[0]) != handle}
-        for last in earlier:
-            self._runtime.order_streams(last, handle)
-        for flow in flows:
-            self._last[flow] = handle, stream  # a stream's handle is good as long as the stream lives
 
     def close(self) -> None:
         """Frees the memory. No kernel of any rank may use it any more."""

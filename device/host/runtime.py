@@ -17,6 +17,7 @@ from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
     EngineFunctions,
+    Event,
     LaunchDefaults,
     LaunchTarget,
     StreamLike,
@@ -255,8 +256,12 @@ class HostRuntime:
         if any(stream.handle == first and not stream.closed for stream in self._all_streams()):
             event = self.create_event()
             event.record(first)
-            status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", then), ffi.cast("void *", event.handle), 0)
-            check_status(status, "stream wait event")
+            self.wait_event(then, event)
+
+    def wait_event(self, stream: int, event: Event) -> None:
+        """Makes later work of the stream with this handle wait for what the event marked last."""
+        status = lib.proxyccl_host_stream_wait_event(ffi.cast("void *", stream), ffi.cast("void *", event.handle), 0)
+        check_status(status, "stream wait event")
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between two addresses; at once if no stream is given."""

@@ -126,6 +126,25 @@ def test_a_transfer_waits_for_no_third_rank() -> None:
         three.run(body)
 
 
+def test_a_send_waits_for_earlier_sends_and_for_nothing_that_its_stream_was_given_since(pairs: Ranks) -> None:
+    """On one stream each rank has sent and now waits for what the other sends on a second stream."""
+
+    def body(comm: Communicator) -> None:
+        peer, first, second = 1 - comm.rank, comm.runtime.create_stream(), comm.runtime.create_stream()
+        x = on_device(comm, values(comm.rank, peer, 64))
+        outs = [on_device(comm, np.zeros(64, np.uint8)) for _ in range(2)]
+        comm.send(x, peer, stream=first)
+        for out in outs:
+            comm.recv(out, peer, stream=first)
+        comm.send(x, peer, stream=second)
+        for stream in (first, second):
+            comm.synchronize(stream)
+        for out in outs:
+            np.testing.assert_array_equal(on_host(out), values(peer, comm.rank, 64))
+
+    pairs.run(body)
+
+
 def test_a_size_that_differs_is_named(pairs: Ranks) -> None:
     def body(comm: Communicator) -> None:
         array = on_device(comm, np.zeros(4 + comm.rank, np.uint8))
