@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import ClosedError, PeerLostError
+from proxyccl.device.errors import ClosedError, CommunicatorError, PeerLostError
+from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
 _LINGER_SECONDS = 2.0
@@ -19,11 +21,25 @@ _LINGER_SECONDS = 2.0
 _Key = tuple[str, int | None, int | None]
 
 
+class _Making:
+    """An attempt to make a communicator.
+
+    Attributes:
+        lock: held by the thread that makes it, and waited for by those that need it too.
+        error: that ended the attempt.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+
+
 class Endpoints:
     """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
 
     A single send or recv involves two ranks alone, so it can't use what all ranks must make together. It also runs
-    beside other calls, so what it needs is made with its communicator.
+    beside other calls, so what it needs is made with its communicator. Making one waits for the peer: where a program
+    must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
 
     A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
     for two ranks that of their group.
@@ -34,6 +50,7 @@ class Endpoints:
         timeout: bound of every wait, in seconds.
         whole: those of the default group; None for that itself.
         members: the ranks' numbers there.
+        runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
     """
 
     def __init__(
@@ -44,12 +61,16 @@ class Endpoints:
         timeout: float,
         whole: Endpoints | None = None,
         members: Sequence[int] = (),
+        runtimes: DeviceRuntimes | None = None,
     ) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._timeout = timeout
         self._whole, self._members = whole, list(members)
+        if runtimes is None:
+            runtimes = DeviceRuntimes() if whole is None else whole._runtimes
+        self._runtimes: DeviceRuntimes = runtimes
         self._lock = threading.Lock()
-        self._making: dict[_Key, threading.Lock] = {}
+        self._making: dict[_Key, _Making] = {}
         self._made: dict[_Key, Communicator] = {}
         self._closed = False
 
@@ -63,6 +84,41 @@ class Endpoints:
         made = self._made.get((device.type, device.index, peer))
         comm = made if made is not None else self._make(device, peer)
         return comm, int(self._rank < peer)
+
+    def has_met(self, device: torch.device, peer: int) -> bool:
+        """Whether the communicator with a peer exists, so that `with_peer` does not wait for the peer."""
+        return (device.type, device.index, peer) in self._made
+
+    @contextmanager
+    def transferring(self, peer: int) -> Iterator[None]:
+        """Around what uses the communicator with a peer: says in errors which ranks its numbers 0 and 1 are."""
+        try:
+            yield
+        except CommunicatorError as error:
+            named = self._with_ranks(error, peer)
+            if named is error:
+                raise
+            raise named from error
+
+    def _with_ranks(self, error: CommunicatorError, peer: int) -> CommunicatorError:
+        pair = sorted((self._rank, peer))
+        if pair == [0, 1]:
+            return error
+        named = copy.copy(error)
+        named.args = (f"between ranks {pair[0]} and {pair[1]}, which are 0 and 1 here: {error}",)
+        named.rank, named.peer = (None if number is None else pair[number] for number in (error.rank, error.peer))
+        return named
+
+    def check(self) -> None:
+        """Raises what has ended a communicator, if one has failed."""
+        with self._lock:
+            made = list(self._made.items())
+        for (_, _, peer), comm in made:
+            if peer is None:
+                comm.check()
+            else:
+                with self.transferring(peer):
+                    comm.check()
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
@@ -86,12 +142,19 @@ class Endpoints:
     def _make(self, device: torch.device, peer: int | None, seconds: float | None = None) -> Communicator:
         key = (device.type, device.index, peer)
         with self._lock:
-            making = self._making.setdefault(key, threading.Lock())
-        with making:
-            if self._closed:
-                raise ClosedError("the process group was shut down")
+            making = self._making.setdefault(key, _Making())
+        with making.lock:
+            self._require_open()
+            if making.error is not None:
+                raise making.error
             if key not in self._made:
-                comm = self._connect(device, peer, seconds or self._timeout)
+                try:
+                    comm = self._connect(device, peer, seconds or self._timeout)
+                except BaseException as error:
+                    making.error = error  # for those who wait here meanwhile; a later call tries again
+                    with self._lock:
+                        del self._making[key]
+                    raise
                 with self._lock:
                     self._made[key] = comm
                     closed = self._closed
@@ -99,8 +162,12 @@ class Endpoints:
                     comm.close(wait=False)
             return self._made[key]
 
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the process group was shut down")
+
     def _connect(self, device: torch.device, peer: int | None, seconds: float) -> Communicator:
-        runtime = "host" if device.type == "cpu" else "hip" if torch.version.hip else "cuda"
+        runtime = runtime_name(device)
         whole: Endpoints | None
         if peer is None:
             name, rank, world_size = runtime, self._rank, self._world_size
@@ -111,15 +178,24 @@ class Endpoints:
             whole, members = self, [low, high]
         bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
         splittable = None if whole is None else whole.made_of_all(device)
-        if whole is not None and all(_answers(bootstrap, seconds, splittable is not None)):
+        if whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None)):
             assert splittable is not None
             comm = splittable.split(members, timeout=seconds)
         else:
-            comm = Communicator(bootstrap, runtime, device=device.index, timeout=seconds, linger=_LINGER_SECONDS)
+            own = self._runtimes.of(device)
+            comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS)
         if peer is not None:
             comm.prepare_transfers()
+            # A driver may wait for running kernels where it makes something. So no kernel of the pair's transfers runs,
+            # which would wait for the other's, before both ranks have made all.
+            comm.all_gather_bytes(b"", "first transfer of two ranks")
         comm.timeout = self._timeout
         return comm
+
+    def _answers(self, bootstrap: StoreBootstrap, seconds: float, *, answer: bool) -> list[bool]:
+        """Every rank's answer."""
+        everyone = bootstrap.all_gather(b"1" if answer else b"", seconds, self._require_open)
+        return [bool(theirs) for theirs in everyone]
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
         """The communicator of all ranks for a device, if it was made and goes on."""
@@ -141,7 +217,7 @@ class Endpoints:
         Raises as `Communicator.shrink`, and PeerLostError if a rank was lost that is not excluded.
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
-        shrunk = Endpoints(store, members.index(self._rank), len(members), timeout)
+        shrunk = Endpoints(store, members.index(self._rank), len(members), timeout, runtimes=self._runtimes)
         with self._lock:
             made = {key: comm for key, comm in self._made.items() if key[2] is None}
         for key, comm in made.items():
@@ -186,7 +262,3 @@ class Endpoints:
         for comm in self.made:
             comm.close(wait=False)
 
-
-def _answers(bootstrap: StoreBootstrap, seconds: float, answer: bool) -> list[bool]:
-    """Every rank's answer."""
-    return [bool(theirs) for theirs in bootstrap.all_gather(b"1" if answer else b"", seconds, lambda: None)]

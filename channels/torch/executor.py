@@ -26,10 +26,17 @@ class Executor:
         self._thread: Thread | None = None
         self._ended = False
 
-    def run_here(self, task: Task) -> bool:
-        """Runs a task in the caller's thread, if none is queued or running. Returns whether it did."""
+    def run_here(self, task: Task, *, after_others: bool = False) -> bool:
+        """Runs a task in the caller's thread, if none is queued or running. Returns whether it did.
+
+        Args:
+            task: it.
+            after_others: whether to wait for those that are.
+        """
         with self._changed:
-            if self._tasks or self._running:
+            if after_others:
+                self._changed.wait_for(lambda: not (self._tasks or self._running))
+            elif self._tasks or self._running:
                 return False
             self._running = True
         try:

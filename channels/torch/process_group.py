@@ -28,7 +28,7 @@ from proxyccl.torch.tensors import require_dense
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
-from proxyccl.torch.work import DeviceWork, HostWork
+from proxyccl.torch.work import DeviceWork, HostWork, JointWork
 
 Tensors = Sequence[torch.Tensor]
 NAME = "proxyccl"
@@ -85,13 +85,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 else whole._endpoints.part(store, members, seconds)
             )
         self._endpoints: Endpoints = endpoints
-        self._executors: dict[_Flow | None, Executor] = {}
+        self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
         self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
         self._lock = threading.Lock()
         self._sequence = 0
         self._barriers = itertools.count()
         self._splits = itertools.count()
-        self._coalescing: _Coalescing | None = None
+        self._coalescing: list[DeviceWork | HostWork] | None = None
         self._group_name = self._group_desc = ""
         self._under_way = UnderWay(lambda: self._endpoints.failed is None)
         _alive.add(self)
@@ -262,13 +262,28 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             flow: of a single transfer the peer and whether it is a send: it runs beside other calls.
         """
         self._sequence += 1
-        if self._coalescing is not None:
-            self._coalescing.device = device
         waits = opts is not None and not getattr(opts, "asyncOp", True)
-        source = flow[0] if flow is not None and not flow[1] else -1
         if device.type == "cpu":
-            return self._issue_on_cpu(name, tensors, function, source, flow, _seconds_of(opts), waits=waits)
-        stream = None if waits else self._stream_of(device, flow)
+            work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
+        elif flow is not None:
+            work = self._issue_transfer(name, tensors, function, device, flow)
+        else:
+            work = self._issue_on_device(name, tensors, function, device, waits=waits, blocks=blocks)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _issue_on_device(
+        self,
+        name: str,
+        tensors: Tensors,
+        function: Callable[[], None],
+        device: torch.device,
+        *,
+        waits: bool,
+        blocks: bool,
+    ) -> DeviceWork:
+        stream = None if waits else self._stream_of(device, None)
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
@@ -278,9 +293,51 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if stream is not None and not is_captured:
             for tensor in tensors:
                 tensor.record_stream(stream)
-        work = DeviceWork(tensors, device, stream, self._check, blocks=blocks, source=source)
+        work = DeviceWork(tensors, device, stream, self._check, blocks=blocks)
+        work.issued()
         if not is_captured:
-            self._under_way.add(flow, self._sequence, name, work.event and work.event.query)
+            self._under_way.add(None, self._sequence, name, None if work.event is None else work.event.query)
+        return work
+
+    def _issue_transfer(
+        self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
+    ) -> DeviceWork:
+        """Queues a transfer on the flow's stream: at once if the ranks have met, else by the flow's thread.
+
+        The thread waits for the peer, which the program must not: the peer may wait for another rank's transfer first.
+        What the transfer follows on the program's stream is fixed here.
+        """
+        stream, ready = self._stream_of(device, flow), torch.cuda.current_stream(device).record_event()
+        work = DeviceWork(tensors, device, stream, self._check, source=_source_of(flow))
+        executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
+        number, is_captured = self._sequence, torch.cuda.is_current_stream_capturing()
+        if not is_captured:
+            self._under_way.add((device, flow), number, name, work.has_passed)
+        elif not has_met:
+            raise RuntimeError(
+                f"{name}: a graph is being captured; expected a transfer with that rank before, which makes what "
+                "transfers need"
+            )
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    stream.wait_event(ready)
+                    function()
+                    if not is_captured:
+                        for tensor in tensors:
+                            tensor.record_stream(stream)
+            except BaseException as error:  # it is raised where the work is waited for
+                failure = error
+                if not is_captured and not isinstance(error, CommunicatorError):
+                    self._under_way.end((device, flow), number)
+            work.issued(failure)
+
+        if has_met and executor.run_here(run, after_others=is_captured):
+            work.raise_failure()
+        else:
+            executor.submit(run)
         return work
 
     def _issue_on_cpu(
@@ -288,13 +345,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         name: str,
         tensors: Tensors,
         function: Callable[[], None],
-        source: int,
         flow: _Flow | None,
         seconds: float | None,
         *,
         waits: bool,
     ) -> HostWork:
-        work = HostWork(tensors, source)
+        work = HostWork(tensors, _source_of(flow))
         number = self._sequence
         self._under_way.add(flow, number, name, None)
         peer = None if flow is None else flow[0]
@@ -310,7 +366,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 self._under_way.end(flow, number)
             work.finish(failure)
 
-        executor = self._executor(flow)
+        executor = self._executor(_CPU, flow)
         if not (waits and executor.run_here(run)):
             executor.submit(run)
         if waits:
@@ -324,12 +380,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
         )
 
-    def _executor(self, flow: _Flow | None) -> Executor:
+    def _executor(self, device: torch.device, flow: _Flow | None) -> Executor:
         with self._lock:
-            if flow not in self._executors:
+            if (device, flow) not in self._executors:
                 name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
-                self._executors[flow] = Executor(name)
-            return self._executors[flow]
+                self._executors[device, flow] = Executor(name)
+            return self._executors[device, flow]
 
     def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
         if (device, flow) not in self._streams:
@@ -337,8 +393,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._streams[device, flow]
 
     def _check(self) -> None:
-        for comm in self._endpoints.made:
-            comm.check()
+        self._endpoints.check()
 
     # -- collectives: torch's two spellings are aliases ---
 
@@ -621,39 +676,33 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if peer == self._rank:
             raise ValueError(f"peer: rank {peer} is this rank itself; expected another")
         (tensor,) = tensors
-        if self._coalescing is not None:
-            return self._coalescing.add(tensor, peer, sends=sends)
 
         def call() -> None:
-            comm, number = self._endpoints.with_peer(tensor.device, peer)
-            pair = {number: [tensor]}
-            on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
+            with self._endpoints.transferring(peer):
+                comm, number = self._endpoints.with_peer(tensor.device, peer)
+                pair = {number: [tensor]}
+                on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
 
         name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
-        return self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
+        work = self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
+        return None if self._coalescing is not None else work
 
     # -- coalescing ---
 
     def start_coalescing(self, device: Any = None) -> None:
-        """Collects the transfers that follow, for one launch. Other calls run as they come."""
-        self._coalescing = _Coalescing()
+        """Collects the Work of the calls that follow. Each runs as it comes, and no transfer waits for another."""
+        self._coalescing = []
 
     def end_coalescing(self, device: Any = None) -> Any:
-        """Issues what was collected. All ranks of the group must take part in the first such call.
+        """Ends `start_coalescing`.
 
         Returns:
-            The Work of all calls since `start_coalescing`.
+            One Work of all calls since then.
         """
         collected, self._coalescing = self._coalescing, None
         if collected is None:
             raise RuntimeError("end_coalescing: there was no start_coalescing before it")
-        on = collected.device
-
-        def call() -> None:
-            if collected.tensors:
-                on_tensors.exchange(self._endpoints.of_all(on), collected.sends, collected.receives)
-
-        return self._issue("sends and receives", collected.tensors, call, device=on)
+        return JointWork(collected)
 
     def _start_coalescing(self, device: Any = None) -> None:
         self.start_coalescing(device)
@@ -677,26 +726,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
 
 
-class _Coalescing:
-    """Transfers that are collected.
-
-    Attributes:
-        sends, receives: by peer, the tensors in order.
-        tensors: all of them.
-        device: of the latest call, whose Work comes behind all others of the device.
-    """
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self.sends: dict[int, list[torch.Tensor]] = {}
-        self.receives: dict[int, list[torch.Tensor]] = {}
-        self.tensors: list[torch.Tensor] = []
-
-    def add(self, tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
-        """Adds one. There is no Work before the end."""
-        (self.sends if sends else self.receives).setdefault(peer, []).append(tensor)
-        self.tensors.append(tensor)
-        self.device = tensor.device
+def _source_of(flow: _Flow | None) -> int:
+    """The rank that sends to a transfer; -1 for other calls, and for a send."""
+    return flow[0] if flow is not None and not flow[1] else -1
 
 
 def _op_of(opts: Any) -> Any:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from proxyccl.torch.errors import as_torch_error, torch_errors
 
 _NO_LIMIT = timedelta(0)
+_LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 
 
@@ -52,7 +53,7 @@ class HostWork(dist.Work):
         """
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
-            raise RuntimeError(f"Timed out: the call did not end within {seconds:g} s")
+            raise _timed_out(timeout)
         if self._error is not None:
             raise self._error
         return True
@@ -104,7 +105,7 @@ class HostWork(dist.Work):
 
 
 class DeviceWork(dist.Work):
-    """A call that is queued on a stream of a device.
+    """A call on a stream of a device, which holds it once `issued` was called.
 
     Args:
         result: the tensors that it writes.
@@ -133,24 +134,50 @@ class DeviceWork(dist.Work):
         self._check = check
         self._blocks = blocks
         self._source = source
-        self._event = self._stream.record_event() if stream is not None or blocks else None
+        self._event: Any = None
+        self._error: BaseException | None = None
+        self._issued = threading.Event()
+        self._lock = threading.Lock()
         self._future: Any = None
+
+    def issued(self, error: BaseException | None = None) -> None:
+        """Says that the stream holds the call, or why it never will."""
+        if error is None and (self._on_own_stream or self._blocks):
+            self._event = self._stream.record_event()
+        with self._lock:
+            self._error = None if error is None else as_torch_error(error)
+            self._issued.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
 
     @property
     def event(self) -> Any:
-        """The event behind the call; None where it is queued on the program's own stream."""
+        """The event behind the call; None where it is queued on the program's own stream, or is not queued yet."""
         return self._event
+
+    def has_passed(self) -> bool:
+        """Whether the stream has got past the event."""
+        return self._event is not None and bool(self._event.query())
+
+    def raise_failure(self) -> None:
+        """Raises the error that kept the call from its stream, if one has."""
+        if self._error is not None:
+            raise self._error
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """Makes the current stream wait. Raises what ended the communicator, as far as that is known.
 
-        With a time-out the host waits too, for the end of the call.
+        With a time-out the host waits too, for the end of the call. Without one it waits until the call is issued: for
+        the peer of a first transfer, at most for the group's time-out.
 
         Raises:
             RuntimeError: it did not end within the time.
         """
-        if timeout > _NO_LIMIT:
-            self._wait_on_host(timeout.total_seconds())
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
+        self._wait_until_issued(deadline, timeout)
+        if deadline is not None:
+            self._wait_on_host(deadline, timeout)
         if self._on_own_stream and self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
         if self._blocks and self._event is not None:
@@ -159,12 +186,17 @@ class DeviceWork(dist.Work):
             self._check()
         return True
 
-    def _wait_on_host(self, seconds: float) -> None:
+    def _wait_until_issued(self, deadline: float | None, timeout: timedelta) -> None:
+        seconds = None if deadline is None else min(timeout.total_seconds(), threading.TIMEOUT_MAX)
+        if not self._issued.wait(seconds):
+            raise _timed_out(timeout)
+        self.raise_failure()
+
+    def _wait_on_host(self, deadline: float, timeout: timedelta) -> None:
         event = self._event if self._event is not None else self._stream.record_event()
-        deadline = time.monotonic() + seconds
         while not event.query():
             if time.monotonic() > deadline:
-                raise RuntimeError(f"Timed out: the call did not end within {seconds:g} s")
+                raise _timed_out(timeout)
             time.sleep(_POLL_SECONDS)
 
     def synchronize(self) -> None:
@@ -172,15 +204,19 @@ class DeviceWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the device has done the call."""
-        return bool((self._event or self._stream).query())
+        """Whether the device has done the call, or an error has ended it."""
+        if self._error is not None:
+            return True
+        return self._issued.is_set() and bool((self._event or self._stream).query())
 
     def is_success(self) -> bool:
         """Whether the device has done the call, and the communicator can still be used."""
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What ended the communicator."""
+        """What kept the call from its stream, or ended the communicator."""
+        if self._error is not None:
+            return self._error
         try:
             self._check()
         except Exception as error:
@@ -199,9 +235,69 @@ class DeviceWork(dist.Work):
 
     def get_future(self) -> Any:
         """A future of `result`, whose callbacks run on streams that wait for the call."""
-        if self._future is None:
-            future = torch.futures.Future(devices=[self._device])
-            with torch.cuda.stream(self._stream):
-                future.set_result(self._result)
-            self._future = future
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future(devices=[self._device])
+            issued = self._issued.is_set()
+        if issued:
+            self._complete(self._future)
         return self._future
+
+    def _complete(self, future: Any) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+            return
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._result)
+
+
+def _timed_out(timeout: timedelta) -> RuntimeError:
+    return RuntimeError(f"Timed out: the call did not end within {timeout.total_seconds():g} s")
+
+
+class JointWork(dist.Work):
+    """Several calls, which end together.
+
+    Args:
+        works: theirs.
+    """
+
+    def __init__(self, works: Sequence[DeviceWork | HostWork]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Waits for all of them, as they do. The time-out is for all together."""
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
+        for work in self._works:
+            left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)
+            work.wait(left)
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for all of them."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, by an error too."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that they write."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        """A future of `result`."""
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._future_value)
+
+    def _future_value(self, ended: Any) -> list[torch.Tensor]:
+        return [tensor for future in ended.value() for tensor in future.value()]

@@ -1,0 +1,121 @@
+"""GPUs for a torch that has none: tensors that say that they lie on one, and streams of the HIP runtime.
+
+The HIP runtime's calls go to the host runtime (tests/support/hip), so its devices' memory is the CPU's. The streams are
+as asynchronous as a GPU's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from proxyccl.device import open_runtime
+from proxyccl.device.runtime import Runtime
+
+
+@functools.cache
+def _runtime(device: int) -> Runtime:
+    return open_runtime("hip", device)
+
+
+class _Event:
+    def __init__(self, device: int, stream: Any) -> None:
+        self._event = _runtime(device).create_event()
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        return self._event.query()
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+
+class _Stream:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.index
+        self._stream = _runtime(device.index).create_stream()
+        self.cuda_stream = self._stream.handle
+
+    def record_event(self) -> _Event:
+        return _Event(self._device, self._stream)
+
+    def wait_event(self, event: _Event) -> None:
+        self._stream.wait_event(event._event)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def query(self) -> bool:
+        return self._stream.query()
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+_current = threading.local()
+
+
+def _current_stream(device: torch.device) -> _Stream:
+    if getattr(_current, "stream", None) is None:
+        _current.stream = _Stream(device)
+    return _current.stream
+
+
+@contextlib.contextmanager
+def _stream(stream: _Stream | None) -> Iterator[None]:
+    before = getattr(_current, "stream", None)
+    if stream is not None:
+        _current.stream = stream
+    try:
+        yield
+    finally:
+        _current.stream = before
+
+
+@functools.cache
+def _tensors_on(number: int) -> type[torch.Tensor]:
+    """The type of tensors on a device; what is made of one has its type."""
+
+    class OnGpu(torch.Tensor):
+        is_cuda, is_cpu = True, False
+        device = torch.device("cuda", number)
+
+        def get_device(self) -> int:
+            return number
+
+        def record_stream(self, stream: _Stream) -> None:
+            """Nothing reuses memory here as soon as the CPU has let go of it."""
+
+    return OnGpu
+
+
+def on_gpu(tensor: torch.Tensor, device: int) -> torch.Tensor:
+    """The same memory, as a tensor on a device."""
+    return tensor.as_subclass(_tensors_on(device))
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory, when all that the current stream was given is done."""
+    _current_stream(tensor.device).synchronize()
+    return tensor.as_subclass(torch.Tensor)
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has torch, and so the backend, work on such devices for a test."""
+    names = {
+        "Stream": _Stream,
+        "current_stream": _current_stream,
+        "stream": _stream,
+        "is_current_stream_capturing": lambda: False,
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    raw_stream = lambda index: _current_stream(torch.device("cuda", index)).cuda_stream  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", raw_stream, raising=False)

@@ -1,0 +1,281 @@
+"""Transfers between ranks that no issue of which waits for a peer: on CPUs, and on GPUs, whose part HIP's runtime plays
+on the host. The ranks are threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from proxyccl.torch import ProcessGroupProxyCCL  # noqa: E402
+from support import torch_on_hip  # noqa: E402
+from support.paths import ROOT  # noqa: E402
+
+T = TypeVar("T")
+HIP = ROOT / "build/rocm-on-host"
+LONG = 1 << 20  # elements: more than scratch memory holds
+TIMEOUT = timedelta(seconds=60)
+
+
+class Ranks:
+    """Process groups of ranks that are threads.
+
+    Args:
+        kind: "cpu" or "gpu": where `tensor` puts tensors.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def run(self, ranks: int, body: Callable[[Any], T], timeout: timedelta = TIMEOUT) -> list[T]:
+        """body(group) on every rank at once: the results by rank, or the first rank's exception."""
+        store = dist.HashStore()
+
+        def on_rank(rank: int) -> T:
+            group = ProcessGroupProxyCCL(store, rank, ranks, timeout)
+            try:
+                return body(group)
+            except BaseException:
+                group.abort()
+                raise
+            finally:
+                group.shutdown()
+
+        with ThreadPoolExecutor(ranks) as pool:
+            return [future.result(120) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
+
+    def tensor(self, rank: int, value: float, count: int = 1000) -> Any:
+        """A tensor of one value, on the rank's device."""
+        tensor = torch.full((count,), value)
+        return tensor if self.kind == "cpu" else torch_on_hip.on_gpu(tensor, rank)
+
+    def holds(self, tensor: Any, value: float) -> bool:
+        """Whether all elements are this value once the current stream is done."""
+        return bool(((tensor if self.kind == "cpu" else torch_on_hip.on_cpu(tensor)) == value).all())
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    if request.param == "gpu":
+        if not (HIP / "lib/libamdhip64.so").exists():
+            pytest.skip("needs: make rocm-on-host")
+        monkeypatch.setenv("ROCM_PATH", str(HIP))
+        monkeypatch.setenv("PROXYCCL_PROXY", "thread")
+        torch_on_hip.use(monkeypatch)
+    return Ranks(request.param)
+
+
+def isend(group: Any, tensor: Any, peer: int) -> Any:
+    return group.send([tensor], peer, 0)
+
+
+def irecv(group: Any, tensor: Any, peer: int) -> Any:
+    return group.recv([tensor], peer, 0)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("batched", [False, True], ids=["one-by-one", "batch"])
+def test_a_ring_in_which_each_rank_sends_first(on: Ranks, ranks: int, batched: bool) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        for count in (1000, LONG):
+            out = on.tensor(rank, -1.0, count)
+            if batched:
+                group.start_coalescing()
+            works = [
+                isend(group, on.tensor(rank, float(rank), count), (rank + 1) % ranks),
+                irecv(group, out, (rank - 1) % ranks),
+            ]
+            for work in [group.end_coalescing()] if batched else works:
+                work.wait()
+            assert on.holds(out, (rank - 1) % ranks)
+
+    on.run(ranks, body)
+
+
+def test_first_uses_in_opposite_orders(on: Ranks) -> None:
+    """Every rank begins with another peer and another direction."""
+    ranks = 3
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        outs = {peer: on.tensor(rank, -1.0, LONG) for peer in range(ranks) if peer != rank}
+        peers = sorted(outs, reverse=rank % 2 == 1)
+        calls = [lambda p: irecv(group, outs[p], p), lambda p: isend(group, on.tensor(rank, float(rank), LONG), p)]
+        if rank == 0:
+            calls.reverse()
+        works = [call(peer) for call in calls for peer in peers]
+        for work in works:
+            work.wait()
+        for peer, out in outs.items():
+            assert on.holds(out, peer)
+
+    on.run(ranks, body)
+
+
+def test_a_transfer_returns_before_its_peer_comes(on: Ranks) -> None:
+    may_come = threading.Event()
+
+    def body(group: Any) -> None:
+        if group.rank() == 0:
+            works = [isend(group, on.tensor(0, 7.0 + i), 1) for i in range(3)]
+            assert not any(work.is_completed() for work in works)
+            with pytest.raises(RuntimeError, match=r"did not end within 0.05 s"):
+                works[0].wait(timedelta(seconds=0.05))
+            assert group.oldest_call() == "send to rank 1, call 1 of rank 0"
+            may_come.set()
+            for work in works:
+                work.wait()
+            return
+        assert may_come.wait(60)
+        outs = [on.tensor(1, -1.0) for _ in range(3)]
+        for out in outs:
+            irecv(group, out, 0).wait()
+        assert all(on.holds(out, 7.0 + i) for i, out in enumerate(outs))
+
+    on.run(2, body)
+
+
+def test_many_messages_of_both_directions_are_under_way(on: Ranks) -> None:
+    ranks, counts = 4, [1, 70_000, 3, LONG, 5] * 3
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        peers = [(rank + 1) % ranks, (rank - 1) % ranks]
+        outs = {(peer, i): on.tensor(rank, -1.0, count) for peer in peers for i, count in enumerate(counts)}
+        works = []
+        for i, count in enumerate(counts):
+            works += [isend(group, on.tensor(rank, float(100 * rank + i), count), peer) for peer in peers]
+            works += [irecv(group, outs[peer, i], peer) for peer in peers]
+        for work in reversed(works):
+            work.wait()
+        for (peer, i), out in outs.items():
+            assert on.holds(out, 100 * peer + i)
+
+    on.run(ranks, body)
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["first", "after-a-collective"])
+def test_a_ring_of_a_new_group(on: Ranks, met: bool) -> None:
+    """Of other order than the whole's, made before the whole was used or after."""
+    order = [3, 0, 2]
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        if met:
+            x = on.tensor(rank, 1.0)
+            group.allreduce([x]).wait()
+            assert on.holds(x, 4)
+        part = group.split(group._store, order, None)
+        if part is None:
+            return
+        place, out = part.rank(), on.tensor(rank, -1.0, LONG)
+        works = [isend(part, on.tensor(rank, float(rank), LONG), (place + 1) % 3), irecv(part, out, (place - 1) % 3)]
+        for work in works:
+            work.wait()
+        assert on.holds(out, order[place - 1])
+        part.shutdown()
+
+    on.run(4, body)
+
+
+def test_ranks_may_order_transfers_and_collectives_differently(on: Ranks) -> None:
+    ranks = 3
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        x, out = on.tensor(rank, float(rank)), on.tensor(rank, -1.0, LONG)
+        calls = [
+            lambda: isend(group, on.tensor(rank, float(rank), LONG), (rank + 1) % ranks),
+            lambda: group.allreduce([x]),
+            lambda: irecv(group, out, (rank - 1) % ranks),
+        ]
+        works = [call() for call in calls[rank:] + calls[:rank]]
+        for work in works:
+            work.wait()
+        assert on.holds(x, 3)
+        assert on.holds(out, (rank - 1) % ranks)
+
+    on.run(ranks, body)
+
+
+def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
+    """The third rank of the group takes no part."""
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        if rank == 2:
+            return
+        peer, outs = 1 - rank, [on.tensor(rank, -1.0) for _ in range(2)]
+        if rank == 0:
+            group.start_coalescing()
+        works = [irecv(group, out, peer) for out in outs]
+        works += [isend(group, on.tensor(rank, 10.0 * rank + i), peer) for i in range(2)]
+        if rank == 0:
+            assert works == [None] * 4
+            works = [group.end_coalescing()]
+        for work in works:
+            assert work.wait()
+        assert all(on.holds(out, 10 * peer + i) for i, out in enumerate(outs))
+
+    on.run(3, body)
+
+
+def test_a_peer_that_does_not_come_is_named(on: Ranks) -> None:
+    """By both directions at once, of ranks that are not the group's first."""
+    others = threading.Event()
+
+    def body(group: Any) -> None:
+        if group.rank() != 1:
+            assert others.wait(60)
+            return
+        began = time.monotonic()
+        works = [isend(group, on.tensor(1, 1.0), 2), irecv(group, on.tensor(1, 1.0), 2)]
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match=r"WaitTimeoutError: between ranks 1 and 2, .* ranks \[1\]"):
+                work.wait()
+            assert work.is_completed()
+            assert not work.is_success()
+        assert time.monotonic() - began < 2  # one time-out for both
+        others.set()
+
+    on.run(3, body, timeout=timedelta(seconds=1))
+
+
+def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        if rank == 0:
+            return
+        out = on.tensor(rank, -1.0)
+        works = [isend(group, on.tensor(rank, 1.0), 3 - rank), irecv(group, out, 3 - rank)]
+        for work in works:
+            work.wait()
+        assert on.holds(out, 1)
+        if rank == 1:
+            work = irecv(group, out, 2)
+            with pytest.raises(dist.DistBackendError, match="Timed out with WaitTimeoutError: between ranks 1 and 2"):
+                work.wait(timedelta(seconds=60))
+
+    on.run(3, body, timeout=timedelta(seconds=2))
+
+
+def test_a_capture_is_told_to_have_transfers_before(on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    if on.kind == "cpu":
+        pytest.skip("a CPU captures no graphs")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def body(group: Any) -> None:
+        with pytest.raises(RuntimeError, match="a graph is being captured; expected a transfer with that rank before"):
+            isend(group, on.tensor(group.rank(), 1.0), 1 - group.rank())
+
+    on.run(2, body)
