@@ -102,7 +102,7 @@ test-rdma: $(VENV)/.installed
 TORCH_VENVS := .venv-torch .venv-torch-older
 TORCH_RANKS ?= 4 8
 EXPERTS_WITH_TORCH := tests/experts/test_gradients.py tests/experts/test_layer_with_torch.py
-test-torch: $(TORCH_VENVS:%=%/.installed)
+test-torch: $(TORCH_VENVS:%=%/.installed) rocm-on-host
 	@set -e; for venv in $(TORCH_VENVS); do \
 	  $$venv/bin/python -m pytest -p no:cacheprovider tests/torch_backend tests/deep_ep_clients $(EXPERTS_WITH_TORCH); \
 	  $$venv/bin/python -m pytest -p no:cacheprovider docs -k "pytorch or deepep or torchrun"; \

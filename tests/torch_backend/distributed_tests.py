@@ -1,24 +1,36 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
-Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [test …]``. torch ships the tests
-in torch.testing, where some are for gloo alone; this file lets the backend into those. With ``BACKEND=gloo`` it runs
-them as torch does. It ends with a list of what was skipped, and why.
+Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch ships
+the tests in torch.testing, where some are for gloo alone; this file lets the backend into those. With ``BACKEND=gloo``
+it runs them as torch does. It ends with a list of what was skipped, and why.
+
+On GPUs ``WORLD_SIZE`` is at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third of the
+tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are listed. A test
+that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not set.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import inspect
 import os
+import re
 import sys
 import tempfile
+import time
+import traceback
 import types
 import unittest
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 BACKEND = os.environ.setdefault("BACKEND", "proxyccl")
 os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="proxyccl-torch-"))
+# Each test forks its ranks, which can use CUDA only if this process has not started it. torch's test modules ask for GPUs
+# when they are imported; by this the question goes to NVML instead of the driver.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
@@ -68,9 +80,17 @@ torch.set_num_threads(1)
 
 
 class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
-    """Each test forks its ranks."""
+    """Each test forks its ranks.
+
+    Attributes:
+        deadline: by `time.monotonic`; tests that come later are skipped.
+    """
+
+    deadline = float("inf")
 
     def setUp(self) -> None:
+        if time.monotonic() > self.deadline:
+            self.skipTest("the time of --seconds was over")
         for part, reason in EXCEPTED.items():
             if BACKEND == "proxyccl" and part in self._testMethodName:
                 self.skipTest(reason)
@@ -78,12 +98,66 @@ class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
-if __name__ == "__main__":
-    names = sys.argv[1:]
+def _require_forkable() -> None:
+    """Ends the program unless a forked process can use the GPUs that torch finds here."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.init()
+        except BaseException:  # whatever it is, the child must not go on as the program
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit("the tests can't run: something has started CUDA in this process, so its children can't use it")
+
+
+def _uses_gpus(test: unittest.TestCase) -> bool:
+    """Whether a test's source, decorators included, names GPUs."""
+    function = inspect.unwrap(getattr(type(test), test._testMethodName))
+    return re.search("cuda|gpu", inspect.getsource(function), re.IGNORECASE) is not None
+
+
+def _selected(options: argparse.Namespace) -> list[unittest.TestCase]:
     loader = unittest.TestLoader()
-    if names:
-        loader.testNamePatterns = [f"*{name}*" for name in names]
-    result = unittest.TextTestRunner(verbosity=2).run(loader.loadTestsFromTestCase(TestBackend))
-    for reason, count in Counter(reason for _, reason in result.skipped).most_common():
-        print(f"skipped {count}: {reason}")
-    sys.exit(not result.wasSuccessful())
+    if options.tests:
+        loader.testNamePatterns = [f"*{name}*" for name in options.tests]
+    found: list[unittest.TestCase] = list(loader.loadTestsFromTestCase(TestBackend))  # type: ignore[arg-type]
+    if options.gpu:
+        found = [test for test in found if _uses_gpus(test)]
+    shard, shards = options.shard
+    return found[shard - 1 :: shards]
+
+
+def _shard(text: str) -> tuple[int, int]:
+    shard, shards = map(int, text.split("/"))
+    if not 1 <= shard <= shards:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard such as 1/3")
+    return shard, shards
+
+
+def main() -> int:
+    """Runs what the command line selects; returns the exit status."""
+    parser = argparse.ArgumentParser(description="torch's own tests of torch.distributed, by this backend")
+    parser.add_argument("tests", nargs="*", help="parts of tests' names")
+    parser.add_argument("--gpu", action="store_true", help="only tests that use GPUs")
+    parser.add_argument("--shard", type=_shard, default=(1, 1), help="such as 1/3: the first of three parts")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no test after this time")
+    options = parser.parse_args()
+    _require_forkable()
+    TestBackend.deadline = time.monotonic() + options.seconds
+    result = unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite(_selected(options)))
+    by_reason = defaultdict(list)
+    for test, reason in result.skipped:
+        by_reason[reason].append(test.id().rpartition(".")[2])
+    for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        print(f"skipped {len(names)}: {reason}: {', '.join(names)}")
+    for kind, found in (("failed", result.failures), ("ended by an error", result.errors)):
+        if found:
+            print(f"{kind} {len(found)}: {', '.join(test.id().rpartition('.')[2] for test, _ in found)}")
+    return int(not result.wasSuccessful())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
