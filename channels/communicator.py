@@ -594,7 +594,9 @@ class Communicator:
         symmetric: bool = False,
         stream: StreamLike = None,
     ) -> Any:
-        """Reduces `x` over all ranks; every rank gets the same bits.
+        """Reduces `x` over all ranks; every rank gets the same bits. A NaN in the result has no sign and no payload.
+
+        An execution plan decides itself in which order each rank combines, and so whether the bits are the same.
 
         Args:
             x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape;
