@@ -28,7 +28,7 @@ class DeviceRuntimes:
         self._made: dict[torch.device, Runtime] = {}
 
     def of(self, device: torch.device) -> Runtime | str:
-        """The runtime of a GPU. For a CPU its name: each communicator opens one, as their closing waits for all its work.
+        """The runtime of a GPU. For a CPU its name: each communicator opens one, as its end waits for all work of that.
 
         Raises as `open_runtime`.
         """

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from proxyccl.channels.communicator import Communicator
-from proxyccl.device.errors import ClosedError, CommunicatorError, PeerLostError
+from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError
 from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
 
@@ -72,7 +72,7 @@ class Endpoints:
         self._lock = threading.Lock()
         self._making: dict[_Key, _Making] = {}
         self._made: dict[_Key, Communicator] = {}
-        self._closed = False
+        self._closed = self._aborted = False
 
     def of_all(self, device: torch.device) -> Communicator:
         """The communicator of all ranks for a device. All ranks call this together."""
@@ -91,7 +91,7 @@ class Endpoints:
 
     @contextmanager
     def transferring(self, peer: int) -> Iterator[None]:
-        """Around what uses the communicator with a peer: says in errors which ranks its numbers 0 and 1 are."""
+        """Around calls on the communicator with a peer: says in errors which ranks its numbers 0 and 1 are."""
         try:
             yield
         except CommunicatorError as error:
@@ -99,6 +99,9 @@ class Endpoints:
             if named is error:
                 raise
             raise named from error
+
+    def _naming(self, peer: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if peer is None else self.transferring(peer)
 
     def _with_ranks(self, error: CommunicatorError, peer: int) -> CommunicatorError:
         pair = sorted((self._rank, peer))
@@ -165,6 +168,8 @@ class Endpoints:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the process group was shut down")
+        if self._aborted:
+            raise AbortedError("the process group was aborted")
 
     def _connect(self, device: torch.device, peer: int | None, seconds: float) -> Communicator:
         runtime = runtime_name(device)
@@ -178,17 +183,21 @@ class Endpoints:
             whole, members = self, [low, high]
         bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
         splittable = None if whole is None else whole.made_of_all(device)
-        if whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None)):
+        with self._naming(peer):
+            splits = whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None))
+        if splits:
             assert splittable is not None
-            comm = splittable.split(members, timeout=seconds)
+            comm = splittable.split(members, timeout=seconds)  # its errors name the whole's ranks
         else:
-            own = self._runtimes.of(device)
-            comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS)
+            with self._naming(peer):
+                own = self._runtimes.of(device)
+                comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS)
         if peer is not None:
-            comm.prepare_transfers()
-            # A driver may wait for running kernels where it makes something. So no kernel of the pair's transfers runs,
-            # which would wait for the other's, before both ranks have made all.
-            comm.all_gather_bytes(b"", "first transfer of two ranks")
+            with self.transferring(peer):
+                comm.prepare_transfers()
+                # A driver may wait for running kernels where it makes something. So no kernel of the pair's transfers
+                # runs, which would wait for the other's, before both ranks have made all.
+                comm.all_gather_bytes(b"", "first transfer of two ranks")
         comm.timeout = self._timeout
         return comm
 
@@ -251,7 +260,8 @@ class Endpoints:
             comm.timeout = seconds
 
     def abort(self, reason: str) -> None:
-        """Ends the communicators on all ranks. Waits for nobody."""
+        """Ends the communicators on all ranks, and what waits here for a peer to make one. Waits for nobody."""
+        self._aborted = True
         for comm in self.made:
             comm.abort(reason)
 
@@ -261,4 +271,3 @@ class Endpoints:
             self._closed = True
         for comm in self.made:
             comm.close(wait=False)
-

@@ -16,10 +16,12 @@ class Executor:
 
     Args:
         name: of the thread.
+        begin: what the thread does first.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, begin: Task = lambda: None) -> None:
         self._name = name
+        self._begin = begin
         self._changed = threading.Condition()
         self._tasks: deque[Task] = deque()
         self._running = False
@@ -69,6 +71,7 @@ class Executor:
         self._changed.notify_all()
 
     def _run(self) -> None:
+        self._begin()
         while True:
             with self._changed:
                 self._changed.wait_for(self._has_something_to_do)

@@ -6,6 +6,7 @@ thread; asynchronous ones on a stream of the group that waits for the current on
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import threading
@@ -384,7 +385,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         with self._lock:
             if (device, flow) not in self._executors:
                 name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
-                self._executors[device, flow] = Executor(name)
+                # A thread begins on device 0, and would open that where it goes back to it.
+                begin = functools.partial(torch.cuda.set_device, device) if device.type != "cpu" else _nothing
+                self._executors[device, flow] = Executor(name, begin)
             return self._executors[device, flow]
 
     def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
@@ -678,9 +681,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         (tensor,) = tensors
 
         def call() -> None:
+            comm, number = self._endpoints.with_peer(tensor.device, peer)
+            pair = {number: [tensor]}
             with self._endpoints.transferring(peer):
-                comm, number = self._endpoints.with_peer(tensor.device, peer)
-                pair = {number: [tensor]}
                 on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
 
         name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
@@ -724,6 +727,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 raise RuntimeError("Split sizes doesn't match total dim 0 size")
         elif tensor.size(0) % self._size:
             raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+def _nothing() -> None:
+    pass
 
 
 def _source_of(flow: _Flow | None) -> int:

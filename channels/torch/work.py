@@ -143,7 +143,10 @@ class DeviceWork(dist.Work):
     def issued(self, error: BaseException | None = None) -> None:
         """Says that the stream holds the call, or why it never will."""
         if error is None and (self._on_own_stream or self._blocks):
-            self._event = self._stream.record_event()
+            try:
+                self._event = self._stream.record_event()
+            except RuntimeError as failure:  # torch's, where the device's context is lost
+                error = failure
         with self._lock:
             self._error = None if error is None else as_torch_error(error)
             self._issued.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -141,6 +142,28 @@ def test_a_send_waits_for_earlier_sends_and_for_nothing_that_its_stream_was_give
             comm.synchronize(stream)
         for out in outs:
             np.testing.assert_array_equal(on_host(out), values(peer, comm.rank, 64))
+
+    pairs.run(body)
+
+
+def test_an_issue_on_a_stream_waits_for_no_peer(pairs: Ranks) -> None:
+    sent = threading.Event()
+
+    def body(comm: Communicator) -> None:
+        comm.prepare_transfers()
+        stream = comm.runtime.create_stream()
+        if comm.rank == 0:
+            for _ in range(3):
+                comm.send(on_device(comm, values(0, 1, LONG)), 1, stream=stream)
+            sent.set()
+        else:
+            assert sent.wait(60)
+            out = on_device(comm, np.zeros(LONG, np.uint8))
+            for _ in range(3):
+                comm.recv(out, 0, stream=stream)
+            comm.synchronize(stream)
+            np.testing.assert_array_equal(on_host(out), values(0, 1, LONG))
+        comm.synchronize(stream)
 
     pairs.run(body)
 

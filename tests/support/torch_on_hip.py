@@ -113,6 +113,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": _current_stream,
         "stream": _stream,
         "is_current_stream_capturing": lambda: False,
+        "set_device": lambda _: None,
     }
     for name, value in names.items():
         monkeypatch.setattr(torch.cuda, name, value)

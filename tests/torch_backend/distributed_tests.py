@@ -1,12 +1,12 @@
 """torch's own tests of torch.distributed (`DistributedTest`), run by this backend: ``make test-torch``.
 
-Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch ships
-the tests in torch.testing, where some are for gloo alone; this file lets the backend into those. With ``BACKEND=gloo``
-it runs them as torch does. It ends with a list of what was skipped, and why.
+Usage: ``BACKEND=proxyccl WORLD_SIZE=4 python tests/torch_backend/distributed_tests.py [option …] [test …]``. torch
+ships the tests in torch.testing, where some are for gloo alone; this file lets the backend into those. With
+``BACKEND=gloo`` it runs them as torch does. It ends with a list of what was skipped, and why.
 
-On GPUs ``WORLD_SIZE`` is at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third of the
-tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are listed. A test
-that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not set.
+On GPUs ``WORLD_SIZE`` is at most their number. ``--gpu`` selects the tests that use GPUs, ``--shard 1/3`` a third of
+the tests, so that three runs may share the GPUs, and ``--seconds`` bounds a run: tests that it leaves out are listed. A
+test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which torch reads; 300 if it is not set.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from pathlib import Path
 BACKEND = os.environ.setdefault("BACKEND", "proxyccl")
 os.environ.setdefault("WORLD_SIZE", "4")
 os.environ.setdefault("TEMP_DIR", tempfile.mkdtemp(prefix="proxyccl-torch-"))
-# Each test forks its ranks, which can use CUDA only if this process has not started it. torch's test modules ask for GPUs
-# when they are imported; by this the question goes to NVML instead of the driver.
+# Each test forks its ranks, which can use CUDA only if this process has not started it. torch's test modules ask for
+# GPUs when they are imported; by this the question goes to NVML instead of the driver.
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch  # noqa: E402

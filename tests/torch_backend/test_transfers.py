@@ -251,6 +251,21 @@ def test_a_peer_that_does_not_come_is_named(on: Ranks) -> None:
     on.run(3, body, timeout=timedelta(seconds=1))
 
 
+def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> None:
+    def body(group: Any) -> None:
+        rank = group.rank()
+        work = isend(group, on.tensor(rank, 1.0), (rank + 1) % 3)
+        end, message = [
+            (group.abort, "AbortedError: .*the process group was aborted"),
+            (group.shutdown, "ClosedError: the process group was shut down"),
+        ][rank % 2]
+        end()
+        with pytest.raises(dist.DistBackendError, match=message):
+            work.wait(timedelta(seconds=50))
+
+    on.run(3, body)
+
+
 def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
     def body(group: Any) -> None:
         rank = group.rank()
