@@ -414,10 +414,13 @@ class Communicator:
         array at that address for the registered one. Channels do not.
 
         Raises:
-            ArgumentError: the array is none, or lies elsewhere. What `register` returned is given again, and the array
-                was freed meanwhile.
+            ArgumentError: the array is none, has no memory, or lies elsewhere. What `register` returned is given again,
+                and the array was freed meanwhile.
         """
-        return register(self._group, array, symmetric=True)
+        return self._register(array, "array")
+
+    def _register(self, array: Any, argument: str) -> RegisteredMemory:
+        return register(self._group, array, symmetric=True, argument=argument)
 
     def deregister(self, array: Any) -> None:
         """Ends `register` for an array, or for what `register` returned. Not collective.
@@ -468,9 +471,9 @@ class Communicator:
             ArgumentError: a peer is no rank, or kernels here can't touch its memory.
         """
         chosen = self._peers(peers)
-        target = self.register(dst)
-        source = target if src is None else self.register(src)
-        packets = target if packet_buffer is None else self.register(packet_buffer)
+        target = self._register(dst, "dst")
+        source = target if src is None else self._register(src, "src")
+        packets = target if packet_buffer is None else self._register(packet_buffer, "packet_buffer")
         return sm_channel.connect(self._group, target, source, packets, chosen)
 
     def proxy_channels(
@@ -485,8 +488,8 @@ class Communicator:
             ResourceError: memory or channel ids ran out.
         """
         chosen = self._peers(peers)
-        target = self.register(dst)
-        source = target if src is None else self.register(src)
+        target = self._register(dst, "dst")
+        source = target if src is None else self._register(src, "src")
         return proxy_channel.connect(self._group, target, source, chosen)
 
     def handler_channel(self, handler: Callable[[Trigger], None]) -> HandlerChannel:

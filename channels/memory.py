@@ -63,15 +63,18 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     return array
 
 
-def register(group: Group, array: Any, *, symmetric: bool = False) -> RegisteredMemory:
-    """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`."""
+def register(group: Group, array: Any, *, symmetric: bool = False, argument: str = "array") -> RegisteredMemory:
+    """Registers an array on all ranks together, to be symmetric memory too or not. See `Communicator.register`.
+
+    `argument` is the caller's name for it, for messages.
+    """
     group.failure.require_usable()
     if isinstance(array, RegisteredMemory):
         array.require_current()
         return array
-    view = as_view(array, "array", gpu=group.runtime.name)
+    view = as_view(array, argument, gpu=group.runtime.name)
     if view.device[0] != group.runtime.name:
-        raise ArgumentError("array", f"lies on {view.device[0]}, the communicator uses {group.runtime.name}")
+        raise ArgumentError(argument, f"lies on {view.device[0]}, the communicator uses {group.runtime.name}")
     return RegisteredMemory.exchange(group, view, symmetric)
 
 

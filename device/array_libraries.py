@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,11 +27,17 @@ def from_torch(x: Any, argument: str) -> ArrayView:
     """Where a tensor lies.
 
     Raises:
-        ArgumentError: it is not contiguous, or has an element type or a device that is not known.
+        ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an element type or a device
+            that is not known.
     """
     # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
-    if not (x.is_cuda or x.is_cpu):
-        raise ArgumentError(argument, f"torch device {x.device} is not supported; expected cpu or cuda")
+    require_tensor_memory(x, argument)
+    for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
+        if is_lazy:
+            raise ArgumentError(
+                argument,
+                f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()",
+            )
     dtype = as_dtype(x.dtype, argument)
     if not x.is_contiguous():
         raise ArgumentError(
@@ -42,8 +49,59 @@ def from_torch(x: Any, argument: str) -> ArrayView:
     return ArrayView(x.data_ptr(), tuple(x.shape), dtype, device, True, x)
 
 
+_INSTEAD = {
+    "AsyncCollectiveTensor": "pass x.wait()",
+    "DTensor": "pass x.to_local()",
+    "FakeTensor": "expected a tensor with values",
+    "MaskedTensor": "pass x.to_tensor(value)",
+    "NestedTensor": "pass x.values()",
+}
+"""What to pass instead of a tensor of torch's own classes that have no memory, by the name of the class."""
+
+
+@functools.cache
+def _instead_of(kind: type) -> str | None:
+    of_torch = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
+    return next((_INSTEAD[name] for name in of_torch if name in _INSTEAD), None)
+
+
+def require_tensor_memory(x: Any, argument: str) -> None:
+    """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, one after the other or not.
+
+    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
+    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    """
+    kind = type(x)
+    instead = _instead_of(kind)
+    if instead is not None:
+        raise ArgumentError(argument, f"a {kind.__name__} has no memory of its own; {instead}")
+    if x.layout != sys.modules["torch"].strided or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise ArgumentError(argument, f"the tensor has layout {layout}; expected a dense one (torch.strided)")
+    if not (x.is_cuda or x.is_cpu):
+        raise ArgumentError(argument, f"torch device {x.device} is not supported; expected cpu or cuda")
+    if not x.numel():
+        return
+    last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + last + 1) * x.element_size()
+    try:
+        storage = x.untyped_storage()
+        address, held = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # there is no storage, or none that has an address
+        address, held = 0, 0
+    # Not by x.data_ptr(): a view of a freed storage has its offset as address.
+    if not address or held < needed:
+        reason = f"its storage has {held} bytes; expected {needed}" if held else "its storage was freed, or it has none"
+        raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
+
+
 def _torch_fingerprint(x: Any) -> tuple[Any, ...] | None:
-    return (x.data_ptr(), x.shape, x.dtype) if (x.is_cuda or x.is_cpu) and x.is_contiguous() else None
+    try:
+        # A lazy view has the address, shape and type of the tensor that it is a view of.
+        known = (x.is_cuda or x.is_cpu) and x.is_contiguous() and not (x.is_neg() or x.is_conj())
+        return (x.data_ptr(), x.shape, x.dtype) if known else None
+    except RuntimeError:  # it has no storage
+        return None
 
 
 def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:

@@ -40,6 +40,12 @@ class ArrayView:
         return self.size * self.dtype.itemsize
 
 
+def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
+    """Raises ArgumentError for an array with elements at address 0: it refers to memory that is not there."""
+    if not address and math.prod(shape):
+        raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
+
+
 def require_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:
     """Raises ArgumentError unless strides, in bytes, are those of a contiguous array in C order. None: they are."""
     if strides is None or math.prod(shape) == 0:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from proxyccl.device._native import ffi
 from proxyccl.device.array_libraries import current_stream, fingerprint, from_torch, libraries, register
-from proxyccl.device.array_view import ArrayView, require_contiguous
+from proxyccl.device.array_view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.dlpack import dlpack_device, export_dlpack, from_dlpack
 from proxyccl.device.dtypes import DType, as_dtype
@@ -89,7 +89,11 @@ class Array:
         """Overwrites the array with values from host memory, broadcast and converted as numpy does. Returns itself.
 
         Waits until the values are on the device.
+
+        Raises:
+            ArgumentError: the values are a masked array.
         """
+        require_unmasked(values, "values")
         host = np.empty(self.shape, self.dtype.numpy())
         host[...] = np.asarray(values)
         if self.nbytes:
@@ -157,9 +161,25 @@ register(np.ndarray, _numpy_fingerprint)
 def _from_interface(interface: dict[str, Any], device: tuple[str, int], owner: object, argument: str) -> ArrayView:
     dtype = as_dtype(np.dtype(interface["typestr"]), argument)
     shape = tuple(int(n) for n in interface["shape"])
+    if interface.get("mask") is not None:
+        raise ArgumentError(argument, "the array has a mask; expected one whose elements all count")
     require_contiguous(shape, interface.get("strides"), dtype, argument)
     pointer, read_only = interface["data"]
+    require_memory(pointer or 0, shape, argument)
     return ArrayView(int(pointer or 0), shape, dtype, device, not read_only, owner)
+
+
+def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -> ArrayView:
+    require_unmasked(x, argument)
+    dtype = as_dtype(x.dtype, argument)
+    require_contiguous(x.shape, x.strides, dtype, argument)
+    return ArrayView(x.ctypes.data, x.shape, dtype, ("host", 0), writable, owner)
+
+
+def require_unmasked(x: object, argument: str) -> None:
+    """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces what the mask hides")
 
 
 def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
@@ -172,7 +192,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         gpu: the runtime that ``__cuda_array_interface__`` means: AMD's packages use the same name.
 
     Raises:
-        ArgumentError: it is no array, is not contiguous, or has an element type or a device that is not known.
+        ArgumentError: it is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
+            has an element type or a device that is not known.
     """
     if isinstance(x, ArrayView):
         return x
@@ -180,9 +201,7 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
         return x.view()
     if isinstance(x, np.ndarray):
         # Before DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
-        dtype = as_dtype(x.dtype, argument)
-        require_contiguous(x.shape, x.strides, dtype, argument)
-        return ArrayView(x.ctypes.data, x.shape, dtype, ("host", 0), x.flags.writeable, x)
+        return _from_numpy(x, x.flags.writeable, x, argument)
     if libraries[type(x)].is_torch:
         return from_torch(x, argument)
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
@@ -197,7 +216,6 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
             "expected an array (an object with __dlpack__, __cuda_array_interface__ or the buffer protocol), "
             f"not {type(x).__name__}",
         ) from None
-    host = np.asarray(buffer)
-    dtype = as_dtype(host.dtype, argument)
-    require_contiguous(host.shape, host.strides, dtype, argument)
-    return ArrayView(host.ctypes.data, host.shape, dtype, ("host", 0), not buffer.readonly, (x, buffer))
+    if buffer.c_contiguous:  # numpy would give an array at address 0 new memory
+        require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
+    return _from_numpy(np.asarray(buffer), not buffer.readonly, (x, buffer), argument)

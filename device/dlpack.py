@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Protocol
 
-from proxyccl.device.array_view import ArrayView, require_contiguous
+from proxyccl.device.array_view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.dtypes import DType, from_dlpack_type
 from proxyccl.device.errors import ArgumentError
 
@@ -117,7 +117,8 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     """Where an array with ``__dlpack__`` lies.
 
     Raises:
-        ArgumentError: it is not contiguous, its element type or device is not known, or its library refuses.
+        ArgumentError: it has no memory, it is not contiguous, its element type or device is not known, or its library
+            refuses.
     """
     device_type, device = (int(v) for v in x.__dlpack_device__())
     runtime = _DL_RUNTIME.get(device_type)
@@ -137,5 +138,5 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
     shape = tuple(tensor.shape[i] for i in range(tensor.ndim))
     if tensor.strides:
         require_contiguous(shape, [tensor.strides[i] * dtype.itemsize for i in range(tensor.ndim)], dtype, argument)
-    pointer = (tensor.data or 0) + tensor.byte_offset
-    return ArrayView(pointer, shape, dtype, (runtime, device), True, (x, capsule))
+    require_memory(tensor.data or 0, shape, argument)
+    return ArrayView((tensor.data or 0) + tensor.byte_offset, shape, dtype, (runtime, device), True, (x, capsule))

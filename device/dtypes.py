@@ -56,14 +56,16 @@ def as_dtype(value: Any, argument: str = "dtype") -> DType:
 
 
 def _find_dtype(value: Any, argument: str) -> DType:
-    if isinstance(value, str):
+    if value is None:
+        name = "None"  # float64 to numpy
+    elif isinstance(value, str):
         name = value
     elif type(value).__module__.split(".")[0] == "torch":
         name = str(value).removeprefix("torch.")
     else:
         try:
             native = np.dtype(value)
-        except TypeError:
+        except (TypeError, ValueError):
             name = repr(value)
         else:
             if not native.isnative:

@@ -75,9 +75,9 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
         layer, desc = ctx.layer, ctx.desc
         tokens_grad = weights_grad = None
         if ctx.needs_input_grad[2]:
-            tokens_grad = layer.combine(rows_grad.contiguous(), desc)
+            tokens_grad = layer.combine(rows_grad.contiguous().resolve_neg(), desc)
         if ctx.needs_input_grad[3]:
-            weights_grad = _collect(layer, desc, row_weights_grad.contiguous())
+            weights_grad = _collect(layer, desc, row_weights_grad.contiguous().resolve_neg())
         return None, None, tokens_grad, weights_grad
 
 
@@ -94,7 +94,7 @@ class _Redispatch(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, rows_grad: Any) -> tuple[Any, ...]:
-        return None, None, ctx.layer.combine(rows_grad.contiguous(), ctx.desc), None
+        return None, None, ctx.layer.combine(rows_grad.contiguous().resolve_neg(), ctx.desc), None
 
 
 class _Combine(torch.autograd.Function):  # type: ignore[misc]
@@ -114,7 +114,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, output_grad: Any) -> tuple[Any, ...]:
         layer, desc = ctx.layer, ctx.desc
         rows, weights = ctx.saved_tensors
-        rows_grad, weights_grad = layer.redispatch(output_grad.contiguous(), desc), None
+        rows_grad, weights_grad = layer.redispatch(output_grad.contiguous().resolve_neg(), desc), None
         if ctx.needs_input_grad[3]:
             wide = torch.promote_types(rows.dtype, weights.dtype)
             weights_grad = torch.einsum("rh,rh->r", rows.to(wide), rows_grad.to(wide)).to(weights.dtype)

@@ -25,7 +25,7 @@ from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import torch_errors
 from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
-from proxyccl.torch.tensors import require_dense
+from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
@@ -402,9 +402,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Reduces a tensor over all ranks, in place."""
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         op = _op_of(opts)
-        require_dense(tensors)
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -418,7 +417,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
         """Reduces several tensors over all ranks, in place."""
         op = _op_of(opts)
-        require_dense(tensors)
+        tensors = in_memory(tensors)
         device = tensors[0].device
         return self._issue(
             "all_reduce of several tensors",
@@ -430,9 +429,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
         """Copies a rank's tensor to all ranks."""
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-        require_dense(tensors)
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -445,7 +443,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduces a tensor over all ranks, in place on one."""
-        require_dense(tensors)
+        tensors = in_memory(tensors)
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -459,7 +457,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """Every rank's tensor into a list."""
         (x,), (parts,) = inputs, outputs
-        require_dense([x, *parts])
+        x, *parts = in_memory([x, *parts])
         self._require_one_each(parts, "output_tensors")
         return self._issue(
             "all_gather",
@@ -471,7 +469,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Concatenates the ranks' tensors of one size."""
-        require_dense([output, x])
+        output, x = in_memory([output, x])
         _require_dtype(output, x)
         if output.numel() != self._size * x.numel():
             raise ValueError("output tensor size must be equal to world_size times input tensor size")
@@ -487,7 +485,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`all_gather_single` of several tensors."""
-        require_dense([*outputs, *inputs])
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
             "all_gather_single of several tensors",
@@ -501,8 +499,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """`allgather` of several tensors: by rank, a list of them."""
+        outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
         written = [tensor for of_rank in outputs for tensor in of_rank]
-        require_dense([*written, *inputs])
         device = inputs[0].device
         sends = dict.fromkeys(range(self._size), inputs)
         receives = dict(enumerate(outputs))
@@ -520,7 +518,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         parts = outputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             self._require_one_each(parts, "gather_list")
-        require_dense([x, *parts])
+        x, *parts = in_memory([x, *parts])
         return self._issue(
             "gather",
             [*parts, x],
@@ -535,7 +533,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         parts = inputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
             self._require_one_each(parts, "scatter_list")
-        require_dense([output, *parts])
+        output, *parts = in_memory([output, *parts])
         return self._issue(
             "scatter",
             [output, *parts],
@@ -548,7 +546,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Reduces a list with a tensor for each rank, and gives each its own."""
         (output,), (parts,) = outputs, inputs
         op = _op_of(opts)
-        require_dense([output, *parts])
+        output, *parts = in_memory([output, *parts])
         self._require_one_each(parts, "input_list")
         return self._issue(
             "reduce_scatter",
@@ -561,7 +559,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
         """Reduces a tensor over all ranks and gives each its share."""
         op = _op_of(opts)
-        require_dense([output, x])
+        output, x = in_memory([output, x])
         _require_dtype(output, x)
         if x.numel() != self._size * output.numel():
             raise ValueError("input tensor must be the same size as output size times world size")
@@ -578,7 +576,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """`reduce_scatter_single` of several tensors."""
         op = _op_of(opts)
-        require_dense([*outputs, *inputs])
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
         device = inputs[0].device
         return self._issue(
             "reduce_scatter_single of several tensors",
@@ -600,7 +598,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         *_: Any,
     ) -> Any:
         """Rows of a tensor to each rank: evenly many, or as the splits say."""
-        require_dense([output, x])
+        output, x = in_memory([output, x])
         _require_dtype(output, x)
         even = not output_splits and not input_splits
         for tensor, splits in ((output, output_splits), (x, input_splits)):
@@ -619,7 +617,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
         """A list's i-th tensor to rank i."""
-        require_dense([*outputs, *inputs])
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
         self._require_one_each(outputs, "output_tensor_list")
         self._require_one_each(inputs, "input_tensor_list")
         device = inputs[0].device
@@ -675,7 +673,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     recvAnysource = recv_anysource  # noqa: N815
 
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
-        require_dense(tensors)
+        tensors = in_memory(tensors)
         if peer == self._rank:
             raise ValueError(f"peer: rank {peer} is this rank itself; expected another")
         (tensor,) = tensors

@@ -13,7 +13,7 @@ import torch
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.torch.reductions import plain_op, reduction
-from proxyccl.torch.tensors import as_bytes, flat, put_back, require_same_dtype
+from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, require_same_dtype
 
 Tensors = Sequence[torch.Tensor]
 
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
     """Reduces a tensor over all ranks, in place."""
     plain = plain_op(op, tensor.dtype)
-    if plain is not None and tensor.is_contiguous():
+    if plain is not None and is_plain(tensor):
         comm.all_reduce(tensor, plain)
         return
     how = reduction(op, tensor.dtype)

@@ -5,50 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap  # noqa: E402
+from proxyccl.torch import StoreBootstrap  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
+from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
-T = TypeVar("T")
-RANKS = 3
-TIMEOUT = timedelta(seconds=60)
 MOVED = (*sorted(REDUCIBLE, key=str), torch.bool, torch.complex64, torch.float8_e4m3fn)
-
-
-def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT) -> list[T]:
-    """body(group) on every rank at once: the results by rank, or the first rank's exception."""
-    store = dist.HashStore()
-
-    def on_rank(rank: int) -> T:
-        group = ProcessGroupProxyCCL(store, rank, ranks, timeout)
-        try:
-            return body(group)
-        except BaseException:
-            group.abort()
-            raise
-        finally:
-            group.shutdown()
-
-    with ThreadPoolExecutor(ranks) as pool:
-        return [future.result(240) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
-
-
-def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
-    """torch's options of a call."""
-    made = getattr(torch._C._distributed_c10d, f"{kind}Options")()
-    made.asyncOp = not waits
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
 
 
 def all_reduced(group: Any, tensor: Any, op: Any = dist.ReduceOp.SUM) -> Any:

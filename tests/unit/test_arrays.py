@@ -15,6 +15,7 @@ import pytest
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, Runtime
 from proxyccl.device.arrays import as_view, fingerprint
+from proxyccl.device.dlpack import export_dlpack
 from proxyccl.device.dtypes import DTYPES as ALL_DTYPES
 from proxyccl.device.dtypes import as_dtype, from_dlpack_type
 from support.devices import ON_HOST, RUNTIME, rank_runtime
@@ -48,6 +49,26 @@ class OnlyDLPack:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._values.__dlpack_device__()
+
+
+class WithAddress:
+    """An exporter of float32 with an address that may be that of nothing."""
+
+    dtype = as_dtype("float32")
+
+    def __init__(self, ptr: int, *, offset: int = 0, shape: tuple[int, ...] = (4,)) -> None:
+        self.ptr, self.shape, self._offset = ptr, shape, offset
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = export_dlpack(self)
+        address = ctypes.pythonapi.PyCapsule_GetPointer
+        address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        offset = ctypes.c_uint64.from_address(address(capsule, b"dltensor") + 40)  # of DLTensor.byte_offset
+        offset.value = self._offset
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 1, 0
 
 
 class OnlyCudaInterface:
@@ -151,6 +172,46 @@ def test_contiguity_ignores_strides_of_single_dimensions() -> None:
     assert as_view(np.float64(3).reshape(()), "x").shape == ()
 
 
+WITHOUT_MEMORY = {
+    "DLPack": lambda: WithAddress(0),
+    "DLPack with an offset": lambda: WithAddress(0, offset=64),
+    "CUDA array interface": lambda: OnlyCudaInterface(data=(0, False)),
+    "CUDA array interface, None": lambda: OnlyCudaInterface(data=(None, False)),
+    "buffer": lambda: (ctypes.c_float * 4).from_address(0),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_MEMORY)
+def test_an_array_at_address_0_is_refused(kind: str) -> None:
+    with pytest.raises(ArgumentError, match=r"dst: the array of shape \(4,\) has no memory: its address is 0"):
+        as_view(WITHOUT_MEMORY[kind](), "dst")
+
+
+def test_an_empty_array_needs_no_memory() -> None:
+    assert as_view(OnlyCudaInterface(shape=(0, 3), data=(0, False)), "x").nbytes == 0
+    assert as_view(WithAddress(0, shape=(3, 0)), "x").nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ma.masked_array(np.ones(3), [0, 1, 0]), r"the array is masked; pass x\.filled\(\)"),
+        (np.ma.masked_array(np.ones(3)), r"pass x\.filled\(\)"),
+        (OnlyCudaInterface(mask=OnlyCudaInterface(typestr="|b1")), "has a mask"),
+    ],
+)
+def test_a_masked_array_is_refused(x: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"x: .*{message}"):
+        as_view(x, "x")
+
+
+def test_masked_values_are_not_uploaded() -> None:
+    x = make((3,), "float32").fill(1)
+    with pytest.raises(ArgumentError, match=r"values: the array is masked; pass x\.filled\(\)"):
+        x.upload(np.ma.masked_array([2, 2, 2], [0, 1, 0]))
+    assert x.numpy().tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize("device", [4, 7, 14])
 def test_devices_that_nobody_knows_are_refused(device: int) -> None:
     class Elsewhere(OnlyDLPack):
@@ -218,7 +279,7 @@ def test_torchs_types_are_known_by_their_names() -> None:
     assert as_dtype(torch_dtype).name == "bfloat16"
 
 
-@pytest.mark.parametrize("value", ["float31", "", object(), "torch.float32", np.dtype("U3")])
+@pytest.mark.parametrize("value", ["float31", "", object(), "torch.float32", np.dtype("U3"), None, {}])
 def test_unknown_element_types_are_refused(value: Any) -> None:
     with pytest.raises(ArgumentError, match=r"dtype: unknown element type .*; expected one of float16"):
         as_dtype(value)

@@ -1,0 +1,44 @@
+"""Process groups of ProxyCCL whose ranks are threads. For tests that have torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from proxyccl.torch import ProcessGroupProxyCCL
+
+T = TypeVar("T")
+RANKS = 3
+TIMEOUT = timedelta(seconds=60)
+
+
+def run(body: Callable[[Any], T], ranks: int = RANKS, timeout: timedelta = TIMEOUT) -> list[T]:
+    """body(group) on every rank at once: the results by rank, or the first rank's exception."""
+    store = dist.HashStore()
+
+    def on_rank(rank: int) -> T:
+        group = ProcessGroupProxyCCL(store, rank, ranks, timeout)
+        try:
+            return body(group)
+        except BaseException:
+            group.abort()
+            raise
+        finally:
+            group.shutdown()
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return [future.result(240) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
+
+
+def options(kind: str, *, waits: bool = True, **values: Any) -> Any:
+    """torch's options of a call."""
+    made = getattr(torch._C._distributed_c10d, f"{kind}Options")()
+    made.asyncOp = not waits
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made

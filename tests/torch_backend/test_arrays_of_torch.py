@@ -1,0 +1,149 @@
+"""Tensors that a communicator's calls refuse, where they come in first and where a call repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from proxyccl import ArgumentError, Communicator  # noqa: E402
+from proxyccl.device.arrays import as_view  # noqa: E402
+from support.ranks import Ranks  # noqa: E402
+
+pytestmark = pytest.mark.host_only(reason="tensors of CPUs")
+COUNT = 4
+KERNEL = '#include "proxyccl/proxyccl.h"\nextern "C" __global__ void touch(float *x) { x[0] = 1; }'
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks(2) as group:
+        yield group
+
+
+def freed() -> Any:
+    x = torch.ones(COUNT)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def ones(count: int = COUNT) -> Any:
+    return torch.ones(count)
+
+
+CALLS: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
+    "all_reduce": ("x", lambda c, x: c.all_reduce(x)),
+    "all_reduce to": ("out", lambda c, x: c.all_reduce(ones(), out=x)),
+    "reduce": ("x", lambda c, x: c.reduce(x)),
+    "reduce_scatter": ("x", lambda c, x: c.reduce_scatter(x)),
+    "reduce_scatter to": ("out", lambda c, x: c.reduce_scatter(ones(2 * COUNT), out=x)),
+    "all_gather": ("x", lambda c, x: c.all_gather(x)),
+    "all_gather to": ("out", lambda c, x: c.all_gather(ones(COUNT // 2), out=x)),
+    "all_to_all": ("x", lambda c, x: c.all_to_all(x)),
+    "all_to_all to": ("out", lambda c, x: c.all_to_all(ones(), out=x)),
+    "broadcast": ("x", lambda c, x: c.broadcast(x)),
+    "broadcast to": ("out", lambda c, x: c.broadcast(ones(), out=x)),
+    "gather": ("x", lambda c, x: c.gather(x)),
+    "scatter": ("x", lambda c, x: c.scatter(x, c.rank)),
+    "scatter to": ("out", lambda c, x: c.scatter(ones(2 * COUNT), c.rank, out=x)),
+    "all_to_all_v": ("x", lambda c, x: c.all_to_all_v(x, [2, 2], [2, 2])),
+    "all_to_all_v to": ("out", lambda c, x: c.all_to_all_v(ones(), [2, 2], [2, 2], out=x)),
+    "send": ("x", lambda c, x: c.send(x, 1 - c.rank)),
+    "recv": ("out", lambda c, x: c.recv(x, 1 - c.rank)),
+    "register": ("array", lambda c, x: c.register(x)),
+    "deregister": ("array", lambda c, x: c.deregister(x)),
+    "sm_channels": ("dst", lambda c, x: c.sm_channels(x)),
+    "proxy_channels": ("dst", lambda c, x: c.proxy_channels(x)),
+    "kernel": ("args[0] of kernel touch", lambda c, x: c.compile(KERNEL, "touch")(1, 1, x)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_tensor_without_memory_is_refused_by_every_call(ranks: Ranks, call: str) -> None:
+    argument, function = CALLS[call]
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=r"the Tensor of shape .* has no memory") as caught:
+            function(comm, freed())
+        assert caught.value.argument == argument
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name != "deregister"])
+def test_a_lazy_view_is_refused_by_every_call(ranks: Ranks, call: str) -> None:
+    """As input too: a copy would be made on another stream than the call's."""
+    argument, function = CALLS[call]
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ArgumentError, match=r"a negative view, .*; pass x\.resolve_neg\(\)") as caught:
+            function(comm, torch._neg_view(torch.ones(COUNT)))
+        assert caught.value.argument == argument
+
+    ranks.run(body)
+
+
+def of_a_transformation() -> Any:
+    inside = []
+    torch.vmap(lambda x: inside.append(x) or x)(torch.ones(2, COUNT))
+    return inside[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: torch.ones(COUNT, dtype=torch.complex64).conj(), r"conjugate view, .*; pass x\.resolve_conj\(\)"),
+        (lambda: torch.ones(COUNT, device="meta"), "torch device meta is not supported"),
+        (lambda: torch.eye(3).to_sparse(), r"layout torch\.sparse_coo; expected a dense one"),
+        (lambda: torch.eye(3).to_sparse_csr(), r"layout torch\.sparse_csr; expected a dense one"),
+        (lambda: torch.nested.nested_tensor([ones(2), ones(3)]), "layout nested; expected a dense one"),
+        (lambda: torch.nested.nested_tensor([ones(2), ones(3)], layout=torch.jagged), r"NestedTensor .* x\.values\(\)"),
+        (lambda: torch.masked.masked_tensor(ones(), ones() > 0), r"a MaskedTensor has no memory of its own; pass x"),
+        (lambda: torch._efficientzerotensor(COUNT), "has no memory"),
+        (of_a_transformation, "has no memory"),
+    ],
+    ids=["conjugate", "meta", "coo", "csr", "nested", "jagged", "masked", "zero", "vmap"],
+)
+@pytest.mark.filterwarnings("ignore")  # torch's own, of kinds of tensors that are not finished
+def test_what_is_more_or_less_than_memory_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"x: .*{message}"):
+        as_view(make(), "x")
+
+
+def test_a_class_derived_from_tensors_and_a_parameter_are_taken() -> None:
+    class Derived(torch.Tensor):
+        pass
+
+    for x in (ones().as_subclass(Derived), torch.nn.Parameter(ones()), ones()[1:], torch.ones(0)):
+        assert as_view(x, "x").ptr == x.data_ptr()
+
+
+@pytest.mark.parametrize("where", ["x", "out"])
+def test_a_tensor_that_is_freed_after_a_call_is_refused_by_the_next(ranks: Ranks, where: str) -> None:
+    def body(comm: Communicator) -> None:
+        given = {"x": ones(), "out": ones()}
+        for _ in range(4):  # the first is prepared, the others repeat it
+            comm.all_reduce(given["x"], out=given["out"])
+        given[where].untyped_storage().resize_(0)
+        with pytest.raises(ArgumentError, match=f"{where}: .*has no memory"):
+            comm.all_reduce(given["x"], out=given["out"])
+
+    ranks.run(body)
+
+
+def test_a_repeated_call_does_not_take_a_lazy_view_for_its_base(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        x, out = torch.ones(COUNT, dtype=torch.complex64) * 1j, torch.zeros(2 * COUNT, dtype=torch.complex64)
+        for _ in range(4):
+            comm.all_gather(x, out=out)
+        with pytest.raises(ArgumentError, match=r"x: .*conjugate view"):
+            comm.all_gather(x.conj(), out=out)
+        with pytest.raises(ArgumentError, match=r"out: .*conjugate view"):
+            comm.all_gather(x, out=out.conj())
+        assert np.array_equal(out.numpy(), np.full(2 * COUNT, 1j))
+
+    ranks.run(body)
