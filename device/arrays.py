@@ -6,8 +6,9 @@ where it lies. It knows no rank and copies nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,9 @@ from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
 from proxyccl.device.dlpack import dlpack_device, export_dlpack, from_dlpack
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
 
 __all__ = ["Array", "ArrayView", "as_view", "current_stream", "fingerprint"]
 
@@ -42,6 +46,8 @@ class Array:
         self.shape = shape
         self.dtype = dtype
         self.identity: object = None
+        self._views: set[int] = set()
+        self._view_numbers = itertools.count()
 
     @property
     def runtime(self) -> BaseRuntime:
@@ -101,7 +107,15 @@ class Array:
         return self
 
     def free(self) -> None:
-        """Frees the memory now rather than with the last reference to the array. No queued work may use it."""
+        """Frees the memory now rather than with the last reference to the array. No queued work may use it.
+
+        On a GPU views by ``__cuda_array_interface__`` are the caller's to end: nothing tells how long they live.
+
+        Raises:
+            BufferError: views of the array live: numpy's, or another library's by DLPack.
+        """
+        if self._views:
+            raise BufferError(f"the array can't be freed: other libraries have views of it ({len(self._views)})")
         self.identity = None
         self.memory.close()
 
@@ -109,21 +123,28 @@ class Array:
         """Sets every element. Returns itself."""
         return self.upload(value)
 
-    def _interface(self) -> dict[str, Any]:
-        return {
-            "shape": self.shape,
-            "typestr": self.dtype.numpy().str,
-            "data": (self.ptr, False),
-            "strides": None,
-            "version": 3,
-        }
+    def hold(self) -> VoidPointer:
+        """The address of the first element, for a view by another library: while this object lives, the array does too,
+        and is not freed.
+        """
+        number = next(self._view_numbers)
+        self._views.add(number)
+
+        def let_go(_: object, array: Array = self) -> None:
+            array._views.discard(number)
+
+        return ffi.gc(_cast("void *", self.ptr), let_go)
+
+    def _interface(self, data: object) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.dtype.numpy().str, "data": data, "strides": None, "version": 3}
 
     def __getattr__(self, name: str) -> Any:
         # Each exists only where it is true: callers ask with hasattr().
         if name == "__array_interface__" and self._runtime.name == "host":
-            return self._interface()
+            # A buffer and not the address, which numpy would keep nothing alive for but the array.
+            return self._interface(ffi.buffer(self.hold(), self.nbytes))
         if name == "__cuda_array_interface__" and self._runtime.name != "host":
-            return self._interface()
+            return self._interface((self.ptr, False))
         raise AttributeError(f"'Array' object has no attribute {name!r}")
 
     def __dlpack_device__(self) -> tuple[int, int]:

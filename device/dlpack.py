@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from proxyccl.device._native import ffi
 from proxyccl.device.array_view import ArrayView, require_contiguous, require_memory
 from proxyccl.device.dtypes import DType, from_dlpack_type
 from proxyccl.device.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
 
 # DLPack device types (dlpack.h, DLDeviceType).
 _DL_CPU, _DL_CUDA, _DL_CUDA_HOST, _DL_ROCM, _DL_ROCM_HOST, _DL_CUDA_MANAGED = 1, 2, 3, 10, 11, 13
@@ -24,9 +28,8 @@ _DL_RUNTIME = {
 class Exportable(Protocol):
     """An array in C order that can be exported."""
 
-    @property
-    def ptr(self) -> int:
-        """Address of the first element."""
+    def hold(self) -> VoidPointer:
+        """Address of the first element, which keeps the array and its memory as long as it lives itself."""
         ...
 
     @property
@@ -104,12 +107,13 @@ def export_dlpack(array: Exportable) -> Any:
     shape = (ctypes.c_int64 * len(array.shape))(*array.shape)
     managed = _DLManagedTensor()
     tensor = managed.tensor
-    tensor.data, tensor.device_type, tensor.device_id = array.ptr, device_type, device
+    held = array.hold()
+    tensor.data, tensor.device_type, tensor.device_id = int(ffi.cast("uintptr_t", held)), device_type, device
     tensor.ndim, tensor.shape, tensor.strides, tensor.byte_offset = len(array.shape), shape, None, 0
     tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes = (*array.dtype.dlpack, 1)
     managed.deleter = _deleter
     address = ctypes.addressof(managed)
-    _exported[address] = (managed, shape, array)
+    _exported[address] = (managed, shape, held)
     return _new_capsule(address, _DLTENSOR, ctypes.cast(_capsule_destructor, ctypes.c_void_p))
 
 

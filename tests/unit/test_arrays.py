@@ -7,6 +7,7 @@ import ctypes
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, Runtime
+from proxyccl.device._native import ffi
 from proxyccl.device.arrays import as_view, fingerprint
 from proxyccl.device.dlpack import export_dlpack
 from proxyccl.device.dtypes import DTYPES as ALL_DTYPES
@@ -57,7 +59,10 @@ class WithAddress:
     dtype = as_dtype("float32")
 
     def __init__(self, ptr: int, *, offset: int = 0, shape: tuple[int, ...] = (4,)) -> None:
-        self.ptr, self.shape, self._offset = ptr, shape, offset
+        self.shape, self._ptr, self._offset = shape, ptr, offset
+
+    def hold(self) -> Any:
+        return ffi.cast("void *", self._ptr)
 
     def __dlpack__(self, **_: Any) -> Any:
         capsule = export_dlpack(self)
@@ -385,6 +390,47 @@ def test_upload_broadcasts_and_converts_as_numpy_does() -> None:
     with pytest.raises(ValueError, match="broadcast"):
         x.upload([1, 2])
     assert make((0, 3), "float32").fill(1).numpy().shape == (0, 3)
+
+
+@SHARED
+@pytest.mark.parametrize(
+    "view",
+    [np.asarray, np.from_dlpack, lambda x: np.asarray(x)[1:], lambda x: memoryview(np.asarray(x)), Array.__dlpack__],
+    ids=["numpy", "DLPack", "part", "memoryview", "capsule"],
+)
+def test_an_array_is_not_freed_while_another_library_has_a_view(view: Callable[[Array], Any]) -> None:
+    x = make((4,), "float32").fill(3)
+    first, second = view(x), np.asarray(x)
+    with pytest.raises(BufferError, match="can't be freed: other libraries have views of it .2."):
+        x.free()
+    del first
+    with pytest.raises(BufferError, match="can't be freed: other libraries have views of it .1."):
+        x.free()
+    assert (second == 3).all()  # and the array goes on
+    assert x.numpy().tolist() == [3] * 4
+    del second
+    x.free()
+    with pytest.raises(ClosedError):
+        _ = x.ptr
+
+
+@SHARED
+def test_a_view_outlives_the_array() -> None:
+    view = np.asarray(make((1000,), "float32").fill(3))
+    gc.collect()
+    make((1000,), "float32").fill(4)
+    assert (view == 3).all()
+
+
+@SHARED
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (2, 3)])
+def test_numpy_sees_an_array_of_any_shape(shape: tuple[int, ...]) -> None:
+    x = make(shape, "int32").fill(7)
+    view = np.asarray(x)
+    assert (view.shape, view.dtype.name, view.flags.writeable) == (shape, "int32", True)
+    assert (view == 7).all()
+    if view.size:
+        assert view.ctypes.data == x.ptr
 
 
 def test_freed_memory_is_refused() -> None:
