@@ -1,11 +1,12 @@
 """What the call log compares: the fields of a collective call that must agree between ranks.
 
 A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number of
-its own: its module registers the name. A vector of counts is logged as a digest too.
+its own: its module registers the name. A shape is logged as a digest too.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 
 from proxyccl.device.dtypes import DTYPES
 
-CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "counts")
-"""The fields of a ProxycclCall (calls.h), in order."""
+CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape")
+"""The fields of a ProxycclCall (calls.h), in order. `shape` stands for registered arrays too: see `CollectiveCall`."""
 _NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
+SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others gave. To
+the others an array is its elements in order."""
 ANY_ALGORITHM = "any"
 """Logged where the caller leaves the algorithm to the library."""
 
@@ -49,7 +53,8 @@ class CollectiveCall:
         algorithm: what the callers ask of it, as a registered name.
         root: rank, or 0.
         count: elements that each rank contributes, or that each gets.
-        counts: elements by rank, for collectives whose shares differ in length; the same vector on all ranks.
+        shape: of the array that all ranks give or get; of `SHAPED` collectives it is the same on all ranks.
+        registered: numbers of the registered arrays that peers reach where they lie; the same on all ranks.
     """
 
     collective: str
@@ -58,7 +63,8 @@ class CollectiveCall:
     algorithm: str = ANY_ALGORITHM
     root: int = 0
     count: int = 0
-    counts: Sequence[int] = ()
+    shape: tuple[int, ...] = ()
+    registered: tuple[int, ...] = ()
 
     def encode(self) -> tuple[int, ...]:
         """The values of CALL_FIELDS. Raises KeyError for a name that is not registered."""
@@ -66,25 +72,26 @@ class CollectiveCall:
         digests = [_digest(name) for name in names]
         for digest in digests:
             _texts[digest]
-        return (*digests, self.root, self.count, _vector_digest(self.counts))
+        # The count tells all of a vector's shape.
+        shape = self.shape if self.collective in SHAPED and len(self.shape) > 1 else ()
+        return (*digests, self.root, self.count, _arrays_digest(shape, self.registered))
 
 
-def _vector_digest(counts: Sequence[int]) -> int:
-    if not counts:
+@functools.lru_cache(maxsize=1024)
+def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
+    if not shape and not registered:
         return 0
-    text = ",".join(str(int(count)) for count in counts)
+    text = f"{','.join(map(str, shape))};{','.join(map(str, registered))}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def describe_call(fields: Sequence[int]) -> dict[str, str]:
-    """The fields of a logged call in words, by name. `counts` is there only if the call has such a vector."""
-    described = {
+    """The fields of a logged call in words, by name, but for `shape`, a digest."""
+    return {
         name: _texts.get(value, f"unknown ({value:#x})") if name in _NAMED else str(value)
         for name, value in zip(CALL_FIELDS, fields, strict=True)
+        if name != "shape"
     }
-    if described["counts"] == "0":
-        del described["counts"]
-    return described
 
 
 register_names(ANY_ALGORITHM, *DTYPES)

@@ -12,7 +12,7 @@ from typing import Any
 
 from proxyccl.channels._prepared_calls import PreparedCalls
 from proxyccl.channels.call_log import CALL_DIFFERS, CallLog, encode_fields
-from proxyccl.channels.calls import CALL_FIELDS, CollectiveCall, describe_call
+from proxyccl.channels.calls import CALL_FIELDS, SHAPED, CollectiveCall, describe_call
 from proxyccl.channels.failure import FailureState
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import Array, current_stream
@@ -154,12 +154,15 @@ class Launches:
         field = next(i for i, (a, b) in enumerate(zip(mine, theirs, strict=True)) if a != b)
         name = CALL_FIELDS[field]
         here, there = describe_call(mine), describe_call(theirs)
-        cause = f"{here['collective']} here, {there['collective']} on rank {peer}"
-        if name != "counts":
+        if name != "shape":
             cause = (
                 f"{here['collective']} with {name} {here[name]} here, "
                 f"{there['collective']} with {name} {there[name]} on rank {peer}"
             )
+        elif here["collective"] in SHAPED:
+            cause = f"{here['collective']} with an array of {here['count']} elements in another shape on rank {peer}"
+        else:
+            cause = f"{here['collective']} with other registered arrays on rank {peer}"
         return self._failure.file_mismatch(peer, cause, field)
 
     def _next_stream(self, stream: StreamLike) -> int:

@@ -52,5 +52,7 @@ def run_move(
         return group.runtime.shipped(kernel.file, kernel.name).prepare(team.grid(share), team.threads, *arguments)
 
     count = share // source.dtype.itemsize
-    call = CollectiveCall(name, source.dtype.name, algorithm=request.name, root=root or 0, count=count)
+    call = CollectiveCall(
+        name, source.dtype.name, algorithm=request.name, root=root or 0, count=count, shape=source.shape
+    )
     collectives.plans.run(call, (source, target), plan, stream, key)

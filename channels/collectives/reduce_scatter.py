@@ -52,6 +52,6 @@ def reduce_scatter(collectives: Collectives, x: Any, op: str, out: Any, request:
         shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
         return shipped.prepare(team.grid(source.nbytes), team.threads, *arguments)
 
-    call = CollectiveCall("reduce_scatter", source.dtype.name, op, request.name, count=target.size)
+    call = CollectiveCall("reduce_scatter", source.dtype.name, op, request.name, count=target.size, shape=target.shape)
     collectives.plans.run(call, (source, target), plan, stream, key)
     return result

@@ -162,7 +162,9 @@ def all_to_all_v(
     transfers = [Transfer(peer, source=view) for peer, view in enumerate(sends) if peer != own]
     transfers += [Transfer(peer, target=view) for peer, view in enumerate(receives) if peer != own]
     transfers.append(Transfer(own, sends[own], receives[own]))
-    run_transfers(collectives, transfers, stream, CollectiveCall("all_to_all_v", source.dtype.name))
+    run_transfers(
+        collectives, transfers, stream, CollectiveCall("all_to_all_v", source.dtype.name, shape=source.shape[1:])
+    )
     return result
 
 
@@ -171,7 +173,7 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
     group = collectives.group
     require_root(group, root)
     source, ranks = input_view(group, x, "x"), group.world_size
-    call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size)
+    call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
     if group.rank != root:
         run_transfers(collectives, [Transfer(root, source=source)], stream, call)
         return None
@@ -195,7 +197,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
         target = input_view(group, out, "out")
         if not target.writable:
             raise ArgumentError("out", "the array is read-only")
-        call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size)
+        call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
         run_transfers(collectives, [Transfer(root, target=target)], stream, call)
         return out
     source = input_view(group, x, "x")
@@ -203,7 +205,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
     refuse_partial_overlap(source, target, in_place=root * target.nbytes)
     parts = _rows(source, [target.shape[0]] * ranks)
     transfers = [Transfer(peer, source=part) for peer, part in enumerate(parts) if peer != root]
-    call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size)
+    call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size, shape=target.shape)
     run_transfers(collectives, [*transfers, Transfer(root, parts[root], target)], stream, call)
     return result
 

@@ -160,9 +160,15 @@ class ExecutionPlans:
             raise refusal
         dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes
         group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
-        digests = [memory.digest for memory in given.values()]
         call = CollectiveCall(
-            name, source.dtype.name, op or "sum", plan.call_name, root=root, count=source.size, counts=digests
+            name,
+            source.dtype.name,
+            op or "sum",
+            plan.call_name,
+            root=root,
+            count=source.size,
+            shape=source.shape,
+            registered=tuple(memory.digest for memory in given.values()),
         )
         fields = group.launches.agree(call)
         if source.size == 0:

@@ -662,17 +662,18 @@ def differing(comm: Communicator, field: str) -> None:
         "algorithm": lambda: comm.all_reduce(x, "sum", algorithm="ring"),
         "root": lambda: comm.broadcast(x, 2),
         "count": lambda: comm.all_reduce(x[:11], "sum", algorithm="two_shot"),
+        "shape": lambda: comm.broadcast(on_device(comm, np.ones((4, 3), np.float32)), 0),
     }
     if comm.rank == VICTIM:
         calls[field]()
-    elif field == "root":
+    elif field in ("root", "shape"):
         comm.broadcast(x, 0)
     else:
         comm.all_reduce(x, "sum", algorithm="two_shot")
     comm.synchronize()
 
 
-@pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count"])
+@pytest.mark.parametrize("field", ["collective", "dtype", "op", "algorithm", "root", "count", "shape"])
 @pytest.mark.parametrize("warm", [False, True], ids=["first-call", "later-call"])
 def test_a_difference_between_ranks_is_named_on_every_rank(field: str, warm: bool) -> None:
     def body(comm: Communicator) -> BaseException | None:
