@@ -602,8 +602,8 @@ class Communicator:
         An execution plan decides itself in which order each rank combines, and so whether the bits are the same.
 
         Args:
-            x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape;
-                the same count and type on all ranks.
+            x: float16, bfloat16, float32, float64, or integers of 8 to 64 bits, signed or not, of any contiguous shape,
+                which may differ between ranks; the same count and type on all ranks.
             op: "sum", "prod", "min", "max" or "avg"; of integers also "band", "bor" and "bxor", which combine bits.
                 16-bit floats are accumulated in float32. Integers wrap around; their average truncates.
             out: where the result goes; None for in place.
@@ -646,7 +646,8 @@ class Communicator:
         """Reduces `x` over all ranks and gives each one share of it.
 
         Args:
-            x: shape [world_size * n, …]; this rank gets the reduction of rows rank * n to (rank + 1) * n.
+            x: shape [world_size * n, …], the same on all ranks; this rank gets the reduction of rows rank * n to
+                (rank + 1) * n.
             op: as for `all_reduce`.
             out: shape [n, …]; None for a new array.
             algorithm: "kernels", or "proxy" to have the proxies move the data. None chooses. Or an `ExecutionPlan`.
@@ -784,7 +785,7 @@ class Communicator:
         Args:
             x: shape [world_size * n, …], on `root` alone; any element type.
             root: the rank whose array is shared out.
-            out: shape [n, …]. On `root` None is for a new array, and it may be its rows of `x`.
+            out: shape [n, …], the same on all ranks. On `root` None is for a new array, and it may be its rows of `x`.
             stream: as for `all_reduce`.
 
         Returns:

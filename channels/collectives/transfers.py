@@ -162,9 +162,8 @@ def all_to_all_v(
     transfers = [Transfer(peer, source=view) for peer, view in enumerate(sends) if peer != own]
     transfers += [Transfer(peer, target=view) for peer, view in enumerate(receives) if peer != own]
     transfers.append(Transfer(own, sends[own], receives[own]))
-    run_transfers(
-        collectives, transfers, stream, CollectiveCall("all_to_all_v", source.dtype.name, shape=source.shape[1:])
-    )
+    call = CollectiveCall("all_to_all_v", source.dtype.name, shape=source.shape[1:])
+    run_transfers(collectives, transfers, stream, call)
     return result
 
 
