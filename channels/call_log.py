@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
 CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS
+CALL_DIFFERED: int = lib.PROXYCCL_CALL_DIFFERED
+LOG_ENTRIES: int = lib.PROXYCCL_CALL_LOG_ENTRIES
 
 
 class CallLog:
@@ -57,7 +59,7 @@ class CallLog:
         lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
 
     def agree(self, call: ProxycclCallPointer) -> int:
-        """Logs a call and compares it. 0, or one of CALL_ABORTED and CALL_DIFFERS."""
+        """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""
         return int(lib.proxyccl_calls_agree(self._callers, call))
 
     def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -69,7 +71,7 @@ class CallLog:
         return found
 
     def difference(self) -> tuple[int, tuple[int, ...]]:
-        """After CALL_DIFFERS: the rank that made another call, and the fields of that."""
+        """After CALL_DIFFERS or CALL_DIFFERED: the rank that made another call, and the fields of its last."""
         return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
 
 

@@ -33,6 +33,7 @@ class Presence(IntEnum):
     PRESENT = lib.PROXYCCL_PRESENT
     CLOSING_ANOTHER = lib.PROXYCCL_CLOSING_ANOTHER
     LEFT = lib.PROXYCCL_LEFT
+    STOPPED = lib.PROXYCCL_STOPPED
 
 
 @dataclass(frozen=True)

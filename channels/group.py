@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
+from proxyccl.channels.aftermath import Aftermath
 from proxyccl.channels.bootstrap import Bootstrap
 from proxyccl.channels.call_log import CallLog
 from proxyccl.channels.context_watch import ContextWatch
@@ -101,6 +103,13 @@ class Group:
             self.rank,
         )
         self._kept: list[Shared] = []
+        self._aftermath = Aftermath(
+            self.rank,
+            self.control,
+            self._segments,
+            {peer: meeting.topology.ranks[peer].pid for peer in self._segments},
+            lambda: self.timeout,
+        )
         self._closing = threading.RLock()
         self._released = False
         self._watcher: Watcher
@@ -162,13 +171,21 @@ class Group:
 
     def _stop_work(self) -> None:
         """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
-        with contextlib.suppress(KernelError):
-            self.runtime.synchronize()
+        self._end_kernels()
         with contextlib.suppress(CommunicatorError):
             self.links.drain()
         if self.failure.aborted:
             self.failure.observer.close()  # a report that is being written reads what the proxy has
-            self.links.close()
+            if self.links.close():
+                self.control.set_presence(Presence.STOPPED)
+
+    def _end_kernels(self) -> None:
+        """Waits until this rank's kernels have ended. Where the group has failed or is closed, none begins any more."""
+        self.launches.wait_for_launchers()
+        try:
+            self.runtime.synchronize()
+        except KernelError as error:
+            _logger.warning("rank %d: a kernel failed, as the end of its communicator found: %s", self.rank, error)
 
     def _link_hosts(self) -> dict[int, HostLink]:
         topology = self.links.topology
@@ -207,6 +224,7 @@ class Group:
             parent=None if self._parent is None else self._parent._watcher,
             members=self._meeting.members,
         )
+        self._aftermath.begin()
         self.failure.watch(self._watcher, observer)
         self.exchange.guard(self.failure, self._watcher)
         with _open_lock:
@@ -242,12 +260,16 @@ class Group:
             else:
                 self.runtime.synchronize()
         except KernelError as error:
-            if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
-                self.failure.file_lost_context(error.status)
+            self._file(error)
             if self.failure.aborted:
                 raise self.failure.exception() from error
             raise
         self.failure.check()
+
+    def _file(self, error: KernelError) -> None:
+        """Ends the group if an error has ended this rank's context."""
+        if isinstance(error, DriverError) and error.status in LOST_CONTEXT:
+            self.failure.file_lost_context(error.status)
 
     @contextlib.contextmanager
     def mapping_of(self, peer: int) -> Iterator[None]:
@@ -270,9 +292,16 @@ class Group:
         """What is kept, the oldest first."""
         return tuple(self._kept)
 
-    def let_go(self, shared: Shared) -> None:
-        """Ends `keep`."""
+    def let_go(self, shared: Shared, *owned: object) -> None:
+        """Ends `keep`. After a failure, what it has is kept until no kernel of a peer can reach it.
+
+        Args:
+            shared: what was kept.
+            owned: what it lets go itself.
+        """
         self._kept.remove(shared)
+        if self.failure.aborted:
+            self._aftermath.keep(shared, *owned)
 
     # -- the end ---
 
@@ -316,7 +345,9 @@ class Group:
             return False
         try:
             self.runtime.synchronize()
-        except KernelError:
+        except KernelError as error:
+            self._file(error)
+            self.failure.abort(f"its work failed: {error}")
             return False
         if not collective:
             self.failure.abort("it left without the others")
@@ -440,28 +471,41 @@ class Group:
         if not healthy:
             self._watcher.end_waits()
         # Kernels that were told to stop use the memory that is freed below until they have.
-        with contextlib.suppress(KernelError):
-            self.runtime.synchronize()
+        self._end_kernels()
+        if not healthy:
+            self._aftermath.watch_processes()
         self._watcher.close()
         if not self.links.close():
-            return  # a handler still runs, and its thread still uses the memory: leave it to the process's end
+            _abandoned.append(self)  # a handler still runs, and its thread still uses the memory
+            return
         self.launches.close()
+        reached = [*self._kept, *self.symmetric.memories(), *self.inventory.semaphores(), *self._segments.values()]
         self.symmetric.close()
-        if not healthy:
-            self.control.set_presence(Presence.LEFT)  # for ranks that shrink the communicator: this one will not come
+        if healthy:
+            self._aftermath.end()
+        else:  # a peer's kernel may still write there
+            # This rank reaches no memory any more. And ranks that shrink the communicator don't wait for it.
+            self.control.set_presence(Presence.LEFT)
+            self._aftermath.follow(reached)
+            self._kept.clear()
+        del reached
         self.mappings.close()
         self._mapped.close()
-        if healthy:  # otherwise a peer's kernel may still write there: the last reference frees it
+        if healthy:
             while self._kept:
                 self._kept.pop().close()
-        for segment in self._segments.values():
-            segment.close()
+        if self._aftermath.over:
+            for segment in self._segments.values():
+                segment.close()
         self.runtime.release_control(self.control.device_pointer)
         self.control.close()
         if self._meeting.owns_bootstrap:
             self._meeting.bootstrap.close()
 
 
+_logger = logging.getLogger("proxyccl")
+_abandoned: list[Group] = []
+"""Groups that could not be ended: what they have is kept until the process ends."""
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
 _releasing: list[tuple[Thread, float]] = []

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from proxyccl.channels._prepared_calls import PreparedCalls
-from proxyccl.channels.call_log import CALL_DIFFERS, CallLog, encode_fields
+from proxyccl.channels.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
 from proxyccl.channels.calls import CALL_FIELDS, SHAPED, CollectiveCall, describe_call
+from proxyccl.channels.error_record import DIFFERENT_CALL
 from proxyccl.channels.failure import FailureState
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import Array, current_stream
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
+from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream
 
 Plan = Callable[[StreamLike], None]
 """Launches what a call needs, on a stream."""
@@ -43,7 +46,8 @@ class Launches:
         self._failure = failure
         self._call_log = call_log
         self._lock = threading.RLock()
-        self._last_stream: int | None = None
+        self._launching: list[AbstractContextManager[object]] = [self._lock]
+        self._last: int | ThreadStream | None = None  # the stream of the latest launch
         self._last_stream_owner: StreamLike = None  # a stream's handle is good as long as the stream lives
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
@@ -69,7 +73,8 @@ class Launches:
         self._failure.require_usable()
         fields = call.encode()
         native = encode_fields(fields)
-        self._check(self._call_log.agree(native), native)
+        with self._lock:
+            self._check(self._call_log.agree(native), native)
         return fields
 
     def launch(self, plan: Plan, stream: StreamLike, owners: tuple[object, ...]) -> None:
@@ -80,6 +85,9 @@ class Launches:
         """
         with self._lock:
             handle = self._next_stream(stream)
+            # The last look before the driver is called: since the call was agreed on, a module may have been loaded,
+            # and what peers free after a failure no kernel that begins later may use.
+            self._failure.require_usable()
             plan(handle)
         self._launched(stream, handle, owners)
 
@@ -90,13 +98,13 @@ class Launches:
 
         It is one call into C, the wait included.
         """
-        if self._failure.state != "open":
-            self._failure.require_usable()  # C looks at the abort word itself
         issue = self._call_log.issue if isinstance(launch, Launch) else self._call_log.ring
         with self._lock:
-            if stream is None and self._on_host and self._last_stream == self._default_handle:
+            if self._failure.state != "open":
+                self._failure.require_usable()  # C looks at the abort word itself
+            if stream is None and self._on_host and self._last == self._default_handle:
                 handle = self._default_handle
-            elif type(stream) is int and stream == self._last_stream:
+            elif type(stream) is int and stream == self._last:
                 handle = stream
             else:
                 handle = self._next_stream(stream)
@@ -117,16 +125,28 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of the stream that holds the latest launch, or None where there is none.
+        """Handle of a stream whose end now comes behind the latest launch, or None where there is none.
 
         A program that gives a stream by its number keeps it until the next call.
         """
-        gone = self._failure.closed or getattr(self._last_stream_owner, "closed", False)
-        return None if gone else self._last_stream
+        last = self._last
+        if last is None or self._failure.closed or getattr(self._last_stream_owner, "closed", False):
+            return None
+        return reachable_stream(self._runtime, last)
 
     def recent_calls(self, count: int) -> list[tuple[int, dict[str, str]]]:
         """The last collective calls of this rank in order: each with its number, from 1, and its fields in words."""
         return [(number, describe_call(fields)) for number, fields in self._call_log.recent(count)]
+
+    def add_lock(self, lock: AbstractContextManager[object]) -> None:
+        """Adds a lock that others hold while they look whether the group has failed, and launch."""
+        self._launching.append(lock)
+
+    def wait_for_launchers(self) -> None:
+        """Returns when no thread is about to launch. Where the group has failed or is closed, none will be again."""
+        for lock in self._launching:
+            with lock:
+                pass
 
     def end_repeats(self) -> None:
         """From now on no prepared call is repeated."""
@@ -147,6 +167,13 @@ class Launches:
         if status == CALL_DIFFERS:
             peer, theirs = self._call_log.difference()
             raise self._mismatch(peer, theirs, tuple(call.fields))
+        if status == CALL_DIFFERED:
+            peer, _ = self._call_log.difference()
+            cause = (
+                f"an earlier call here and on rank {peer}, which was not compared: "
+                f"one of the two was more than {LOG_ENTRIES} calls ahead"
+            )
+            raise self._failure.file_mismatch(peer, cause, CALL_FIELDS.index(DIFFERENT_CALL))
         if status:
             raise self._failure.exception()
 
@@ -168,10 +195,11 @@ class Launches:
     def _next_stream(self, stream: StreamLike) -> int:
         on_default = stream is None and self._on_host
         handle = self._default_handle if on_default else self._runtime.stream_handle(stream)
-        if handle != self._last_stream:
-            if self._last_stream is not None:
-                self._runtime.order_streams(self._last_stream, handle)
-            self._last_stream, self._last_stream_owner = handle, stream
+        named = identify_stream(self._runtime, handle)
+        if named != self._last:
+            if self._last is not None:
+                self._runtime.order_streams(reachable_stream(self._runtime, self._last), handle)
+            self._last, self._last_stream_owner = named, stream
             self.prepared_calls.set_stream(handle if on_default else 0)
             if self._failure.closed:  # since this call's check
                 self.end_repeats()

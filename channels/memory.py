@@ -330,7 +330,7 @@ class RegisteredMemory:
         if self._announced is not None:
             self._group.symmetric.withdraw(self._announced)
         if not self._group.failure.closed:
-            self._group.let_go(self)
+            self._group.let_go(self, self._owner)
             for peer in self._opened:
                 self._group.mappings.release(self._offers[peer].handle)
         self._opened.clear()

@@ -490,8 +490,16 @@ class SymmetricMemory:
             return UNREACHED
         return handled.mapped.ptr
 
+    def memories(self) -> list[object]:
+        """Memory that is kept here because peers' kernels may reach it."""
+        with self._lock:
+            announced = [each.memory for each in self._announced.values()]
+            return [memory for memory in (*announced, *self._withdrawn.values()) if memory is not None]
+
     def close(self) -> None:
-        """Ends it. No kernel of any rank uses what was announced any more."""
+        """Ends it. No kernel of this rank uses what peers announced any more, and what this one did is freed with its
+        last reference.
+        """
         with self._following, self._mapping, self._lock:
             self._closed = True
             self._segments.clear()

@@ -566,6 +566,7 @@ class Lib:
     PROXYCCL_PRESENT: Final[int]
     PROXYCCL_CLOSING_ANOTHER: Final[int]
     PROXYCCL_LEFT: Final[int]
+    PROXYCCL_STOPPED: Final[int]
     PROXYCCL_RECORD_EMPTY: Final[int]
     PROXYCCL_RECORD_CLAIMED: Final[int]
     PROXYCCL_RECORD_VALID: Final[int]

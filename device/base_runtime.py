@@ -370,6 +370,18 @@ class BaseRuntime(Protocol):
         """The driver's handle of a stream of any kind. Raises ArgumentError if it is no stream."""
         ...
 
+    @property
+    def thread_stream(self) -> int | None:
+        """The handle that means another stream in each thread, its default stream; None where there is none."""
+        ...
+
+    @property
+    def legacy_stream(self) -> int | None:
+        """The handle of the stream whose work runs behind all that threads' default streams hold; None where those do
+        not exist.
+        """
+        ...
+
     def is_capturing(self, stream: int) -> bool:
         """Whether what is queued on the stream with this handle goes into a graph."""
         ...

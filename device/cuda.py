@@ -62,6 +62,7 @@ class CudaDriver:
     out_of_memory = int(cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY)
     already_mapped = int(cu.CUresult.CUDA_ERROR_ALREADY_MAPPED)
     thread_stream = _PER_THREAD_STREAM
+    legacy_stream = 0
 
     def __init__(self) -> None:
         _initialise()
@@ -249,8 +250,11 @@ class CudaDriver:
         ok("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, event, 0))
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured."""
-        return bool(ok("cuStreamIsCapturing", cu.cuStreamIsCapturing(stream)))
+        """Whether a stream is being captured; of the legacy stream, whether any that it would wait for is."""
+        status, *captured = cu.cuStreamIsCapturing(stream)
+        if status == cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True
+        return bool(ok("cuStreamIsCapturing", (status, *captured)))
 
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""

@@ -87,6 +87,11 @@ class Driver(Protocol):
         """The handle that means the calling thread's own default stream."""
         ...
 
+    @property
+    def legacy_stream(self) -> int:
+        """The handle of the default stream that all threads share, which is ordered with each thread's own."""
+        ...
+
     def versions(self) -> str:
         """Versions of the driver, its binding and the compiler, in words."""
         ...

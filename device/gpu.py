@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -44,6 +43,7 @@ from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names, kernels_of_image, text_with_exports
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.unused_memory import UnusedMemory
 
 
 class _LoadedModule:
@@ -52,7 +52,7 @@ class _LoadedModule:
     As with memory, that waits for the device, and so until its runtime next does.
     """
 
-    def __init__(self, context: DeviceContext, image: bytes, unused: deque[Callable[[], None]]) -> None:
+    def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
         self.handle: int = context.call(context.driver.load_module, image)
         release = functools.partial(context.call, context.driver.unload_module, self.handle)
         self._finalizer = weakref.finalize(self, unused.append, release)
@@ -83,6 +83,8 @@ class GpuRuntime:
         self.device = device
         self.info = driver.device(device)
         self.device_id = self.info.device_id
+        self.thread_stream = driver.thread_stream
+        self.legacy_stream = driver.legacy_stream
         self.in_flight = InFlight(self)
         processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
         self.launch_defaults = LaunchDefaults(
@@ -203,7 +205,7 @@ class GpuRuntime:
 
     def free_later(self, ptr: int) -> None:
         """Frees memory when the device is waited for next."""
-        self._memory.unused.append(functools.partial(self.context.call, self.driver.free, ptr))
+        self._memory.unused.append_allocation(functools.partial(self.context.call, self.driver.free, ptr))
 
     def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
         """Copies between any two addresses; without a stream it returns when it is done, ordered behind nothing."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import mmap
 import os
 import struct
 import weakref
-from collections import deque
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 
@@ -25,6 +23,7 @@ from proxyccl.device.gpu_context import DeviceContext
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.lease_cache import LeaseCache
 from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.device.unused_memory import UnusedMemory, is_held
 
 _PROCESS = os.urandom(16)
 """Tells this process's handles from others': process numbers are used again."""
@@ -38,12 +37,14 @@ class GpuMemory:
     for which those kernels wait.
     """
 
-    def __init__(self, ptr: int, nbytes: int, unused: deque[Callable[[], None]], release: Callable[[], None]) -> None:
+    def __init__(
+        self, ptr: int, nbytes: int, later: Callable[[Callable[[], None]], None], release: Callable[[], None]
+    ) -> None:
         self.ptr = ptr
         self.nbytes = nbytes
         self._release = release
         # Not at exit: the driver takes everything with it, and communicators are closed later than that.
-        self._finalizer = weakref.finalize(self, unused.append, release)
+        self._finalizer = weakref.finalize(self, later, release)
         self._finalizer.atexit = False
 
     @property
@@ -64,27 +65,31 @@ class GpuAllocation(GpuMemory):
         self,
         ptr: int,
         nbytes: int,
-        unused: deque[Callable[[], None]],
+        unused: UnusedMemory,
         release: Callable[[], None],
         in_flight: InFlight,
     ) -> None:
-        super().__init__(ptr, nbytes, unused, release)
+        super().__init__(ptr, nbytes, unused.append_allocation, release)
         self._in_flight = in_flight
 
     def close(self) -> None:
-        """Frees it when what this thread launched is done."""
-        if not self.closed:
+        """Frees it when what this thread launched is done; later, if kernels of another device may still use it."""
+        if self.closed:
+            return
+        if is_held():
+            self._finalizer()
+        else:
             self._in_flight.wait()
-        super().close()
+            super().close()
 
 
 class GpuPinnedMemory(GpuMemory):
     """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
 
     def __init__(
-        self, ptr: int, shared: SharedMemory, unused: deque[Callable[[], None]], release: Callable[[], None]
+        self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]
     ) -> None:
-        super().__init__(ptr, shared.nbytes, unused, release)
+        super().__init__(ptr, shared.nbytes, unused.append, release)
         self.shared = shared
 
     @property
@@ -151,20 +156,18 @@ class GpuMemoryManager:
         in_flight: what is waited for before memory is freed.
 
     Attributes:
-        unused: calls that free what has no reference left; made when the device is waited for next.
+        unused: what has no reference left; freed when the device is waited for next.
     """
 
     _pinned: ClassVar[_Once] = LeaseCache(_undo)
     _imported: ClassVar[_Once] = LeaseCache(_undo)
-    # By runtime and device: a runtime object may be gone before its memory is.
-    _unused_on: ClassVar[dict[tuple[str, int], deque[Callable[[], None]]]] = {}
 
     def __init__(self, context: DeviceContext, device: int, info: DeviceInfo, in_flight: InFlight) -> None:
         self._context, self._driver = context, context.driver
         self._device = device
         self._info = info
         self._in_flight = in_flight
-        self.unused = self._unused_on.setdefault((self._driver.runtime, device), deque())
+        self.unused = UnusedMemory.on(self._driver.runtime, device)
 
     def allocate(self, nbytes: int) -> GpuMemory:
         """Device memory; its contents are undefined.
@@ -200,10 +203,8 @@ class GpuMemoryManager:
             return self._driver.allocate(nbytes)
 
     def free_unused(self) -> None:
-        """Frees memory without a reference left. Waits for the work that may use it."""
-        with contextlib.suppress(IndexError):  # several threads may be at it
-            while True:
-                self.unused.popleft()()
+        """Frees memory without a reference left, unless it is held. Waits for the work that may use it."""
+        self.unused.free()
 
     def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
         """Pins shared memory of the host and maps it for the device. It closes with what this returns."""
@@ -253,7 +254,7 @@ class GpuMemoryManager:
                 if device != self._device:
                     self._driver.enable_peer_access(self._driver.context(device))
                     self._driver.grant_access(base, size, self._device)
-                return GpuMemory(base + offset, nbytes, self.unused, lambda: None)
+                return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
             key = (self._context.handle, handle[: -len(raw)], raw)
             try:
                 mapped, _ = self._imported.acquire(
@@ -264,7 +265,7 @@ class GpuMemoryManager:
                 kind = AlreadyMappedError if meanwhile else ArgumentError
                 raise kind("handle", f"the memory that it names can't be mapped: {error}") from None
         release = functools.partial(self._context.call, self._imported.release, key)
-        memory = GpuMemory(mapped + offset, nbytes, self.unused, release)
+        memory = GpuMemory(mapped + offset, nbytes, self.unused.append, release)
         if not self._holds(mapped, offset + nbytes):
             memory.close()
             raise ArgumentError("handle", f"{nbytes} bytes at {offset} leave the allocation that it names")

@@ -72,6 +72,7 @@ class HipDriver:
     out_of_memory = int(hip.hipError_t.hipErrorOutOfMemory)
     already_mapped = int(hip.hipError_t.hipErrorAlreadyMapped)
     thread_stream = _PER_THREAD_STREAM
+    legacy_stream = 0
 
     def __init__(self) -> None:
         _initialise()
@@ -229,8 +230,14 @@ class HipDriver:
         call("hipStreamWaitEvent", stream, event, 0)
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is being captured."""
-        return bool(call("hipStreamIsCapturing", stream) != hip.hipStreamCaptureStatus.hipStreamCaptureStatusNone)
+        """Whether a stream is being captured; of the legacy stream, whether any that it would wait for is."""
+        try:
+            status = call("hipStreamIsCapturing", stream)
+        except DriverError as error:
+            if error.status == int(hip.hipError_t.hipErrorStreamCaptureImplicit):
+                return True
+            raise
+        return bool(status != hip.hipStreamCaptureStatus.hipStreamCaptureStatusNone)
 
     def relax_capture(self, mode: int | None = None) -> int:
         """Exchanges the thread's capture mode, by default for the relaxed one."""

@@ -8,6 +8,7 @@ from collections import deque
 from typing import Protocol
 
 from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
+from proxyccl.device.thread_streams import thread_number
 
 _BATCH = 16
 
@@ -17,7 +18,7 @@ class Launcher(Protocol):
 
     @property
     def last_stream(self) -> int | None:
-        """The stream that holds the latest launch."""
+        """A stream whose end comes behind the latest launch; its handle in the calling thread."""
         ...
 
 
@@ -31,14 +32,13 @@ class InFlight:
         self._runtime = weakref.proxy(runtime)  # the runtime owns this object
         self._lock = threading.Lock()
         self._launchers: weakref.WeakSet[Launcher] = weakref.WeakSet()
-        # By the stream's handle and the thread: the handle of a thread's default stream is the same on all threads.
-        self._open: dict[tuple[int, int], tuple[StreamLike, list[object]]] = {}
+        self._open: dict[tuple[int, int], tuple[StreamLike, list[object]]] = {}  # by the stream's handle and the thread
         self._batches: deque[tuple[Event, list[object]]] = deque()
 
     def add(self, kept: object, stream: StreamLike, handle: int) -> None:
         """Keeps an object, and the stream, until what is now queued on the stream, with this handle, is done."""
         with self._lock:
-            key = (handle, threading.get_ident())
+            key = (handle, thread_number())
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             # An event that is captured into a graph never comes by itself; the batch waits for a later launch.
@@ -68,7 +68,7 @@ class InFlight:
         with self._lock:
             for (handle, thread), (stream, _) in list(self._open.items()):
                 lives = type(stream) is not int and not getattr(stream, "closed", False)
-                if thread == threading.get_ident() and lives and not self._runtime.is_capturing(handle):
+                if thread == thread_number() and lives and not self._runtime.is_capturing(handle):
                     self._end_batch((handle, thread))
             events = [event for event, _ in self._batches]
             for launcher in self._launchers:

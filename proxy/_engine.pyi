@@ -240,7 +240,7 @@ class ProxycclCall(_ProxycclCall, CData): ...
 class ProxycclCallPointer(_ProxycclCall, ItemPointer[ProxycclCall]): ...
 
 class _ProxycclCallEntry:
-    sequence: int
+    stamp: int
     call: ProxycclCall
 
 class ProxycclCallEntry(_ProxycclCallEntry, CData): ...
@@ -393,6 +393,7 @@ class Lib:
     PROXYCCL_CALL_FIELDS: Final[int]
     PROXYCCL_CALL_ABORTED: Final[int]
     PROXYCCL_CALL_DIFFERS: Final[int]
+    PROXYCCL_CALL_DIFFERED: Final[int]
     PROXYCCL_ANNOUNCEMENTS: Final[int]
     PROXYCCL_ANNOUNCED_HANDLE_BYTES: Final[int]
     PROXYCCL_ANNOUNCEMENT_PEERS: Final[int]

@@ -14,6 +14,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
+from proxyccl.device.thread_streams import ThreadStream, identify_stream
 from proxyccl.proxy.codec import Codec
 
 MOST_TRANSFERS: int = lib.PROXYCCL_MAX_TRANSFERS
@@ -74,15 +75,13 @@ class _Last:
 
     Attributes:
         stream: that holds it: its handle is good as long as the stream lives.
-        handle: the stream's.
-        thread: that launched it; the handle of a thread's default stream is the same on all threads.
+        identity: the stream's (`identify_stream`).
         event: behind it. The stream's end would not do: what was queued there since may wait for the peer.
         captured: whether the event is part of a graph, so that nothing outside the graph can wait for it.
     """
 
     stream: StreamLike
-    handle: int
-    thread: int
+    identity: int | ThreadStream
     event: Event
     captured: bool
 
@@ -125,6 +124,7 @@ class Flows:
         self._kernel = load_kernel(runtime)
         self._failure = group.failure
         self._lock = threading.Lock()
+        group.launches.add_lock(self._lock)
         self._last: dict[tuple[int, bool], _Last] = {}
         self._idle_streams: list[Stream] = []
 
@@ -149,26 +149,30 @@ class Flows:
             self._failure.check()
 
     def _issue(self, transfers: Sequence[Transfer], launches: Sequence[Launch], stream: StreamLike) -> int:
-        handle, thread = self._runtime.stream_handle(stream), threading.get_ident()
+        handle = self._runtime.stream_handle(stream)
+        identity = identify_stream(self._runtime, handle)
         flows = [transfer.flow for transfer in transfers if transfer.peer != self._rank]
         with self._lock:
             captured = self._runtime.is_capturing(handle)
-            self._order(flows, handle, thread, captured=captured)
+            self._order(flows, handle, identity, captured=captured)
+            self._failure.require_usable()  # the last look before the driver is called, as in Launches.launch
             for launch in launches:
                 launch(handle)
             event = self._runtime.create_event()
             event.record(handle)
-            self._last.update(dict.fromkeys(flows, _Last(stream, handle, thread, event, captured)))
+            self._last.update(dict.fromkeys(flows, _Last(stream, identity, event, captured)))
         return handle
 
-    def _order(self, flows: Sequence[tuple[int, bool]], handle: int, thread: int, *, captured: bool) -> None:
+    def _order(
+        self, flows: Sequence[tuple[int, bool]], handle: int, identity: int | ThreadStream, *, captured: bool
+    ) -> None:
         """Makes the stream wait for earlier transfers of the same flows on other streams.
 
         A stream that is being captured into a graph can't wait for one that is not; the graph's own launches are the
         caller's to order.
         """
         known = [last for flow in flows if (last := self._last.get(flow)) is not None and last.captured == captured]
-        for event in {last.event for last in known if (last.handle, last.thread) != (handle, thread)}:
+        for event in {last.event for last in known if last.identity != identity}:
             self._runtime.wait_event(handle, event)
 
     def _prepare(self, transfers: Sequence[Transfer]) -> Launch:

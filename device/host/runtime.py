@@ -26,7 +26,7 @@ from proxyccl.device.base_runtime import (
 )
 from proxyccl.device.compile_cache import KERNEL_DIR, shipped_source
 from proxyccl.device.dtypes import reduction_dtypes
-from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailableError
+from proxyccl.device.errors import ArgumentError, CompileError, KernelError, RuntimeUnavailableError
 from proxyccl.device.host.compiler import load_source, preprocessed
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
@@ -83,6 +83,8 @@ class HostRuntime:
     """
 
     name = "host"
+    thread_stream = None
+    legacy_stream = None
 
     def __init__(
         self, device: int = 0, *, async_copies: bool = False, cxxflags: tuple[str, ...] = (), blocks: int = 1
@@ -299,9 +301,15 @@ class HostRuntime:
     def synchronize(self) -> None:
         """Waits for every stream made by this runtime."""
         done = self.in_flight.take()
+        failed: KernelError | None = None
         for stream in self._all_streams():  # those of other ranks too
-            stream.finish()
+            try:
+                stream.finish()
+            except KernelError as error:  # the others are waited for all the same
+                failed = failed or error
         del done
+        if failed is not None:
+            raise failed
 
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0

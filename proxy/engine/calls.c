@@ -1,33 +1,37 @@
-/* An entry is a sequence lock: its writer zeroes the number, writes the fields, and stores the new number. A reader
- * that does not find the same number before and after its reads ignores them. */
+/* An entry is a sequence lock: its writer zeroes the stamp, writes the fields, and stores the new stamp. A reader that
+ * does not find the same stamp before and after its reads ignores them. */
 #include "calls.h"
 
 #include <string.h>
 
 #include "order.h"
 
-static void write_entry(ProxycclCallEntry *entry, uint64_t sequence, const ProxycclCall *call) {
-  __atomic_store_n(&entry->sequence, 0, __ATOMIC_RELAXED);
+static const uint64_t kNumber = ((uint64_t)1 << PROXYCCL_CALL_NUMBER_BITS) - 1;
+
+static void write_entry(ProxycclCallEntry *entry, uint64_t stamp, const ProxycclCall *call) {
+  __atomic_store_n(&entry->stamp, 0, __ATOMIC_RELAXED);
   /* Pairing 24, release: no field below becomes visible before the 0 above. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     __atomic_store_n(&entry->call.fields[i], call->fields[i], __ATOMIC_RELAXED);
-  /* Pairing 24, release: the fields before the number. */
-  __atomic_store_n(&entry->sequence, sequence, __ATOMIC_RELEASE);
+  /* Pairing 24, release: the fields before the stamp. */
+  __atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);
 }
 
-static int read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
-  /* Pairing 24, acquire: the number before the fields. */
-  if (__atomic_load_n(&entry->sequence, __ATOMIC_ACQUIRE) != sequence) return 0;
+/* Returns the entry's stamp, or 0 if it is not of the call with this number. */
+static uint64_t read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
+  /* Pairing 24, acquire: the stamp before the fields. */
+  const uint64_t stamp = __atomic_load_n(&entry->stamp, __ATOMIC_ACQUIRE);
+  if ((stamp & kNumber) != sequence) return 0;
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     call->fields[i] = __atomic_load_n(&entry->call.fields[i], __ATOMIC_RELAXED);
-  /* Pairing 24, acquire: a reader that has read a later call's field sees that the number was zeroed. */
+  /* Pairing 24, acquire: a reader that has read a later call's field sees that the stamp was zeroed. */
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
-  return __atomic_load_n(&entry->sequence, __ATOMIC_RELAXED) == sequence;
+  return __atomic_load_n(&entry->stamp, __ATOMIC_RELAXED) == stamp ? stamp : 0;
 }
 
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call) {
-  return read_entry(&log[sequence % PROXYCCL_CALL_LOG_ENTRIES], sequence, call);
+  return read_entry(&log[sequence % PROXYCCL_CALL_LOG_ENTRIES], sequence, call) != 0;
 }
 
 void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_t synchronize) {
@@ -35,18 +39,40 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
   callers->synchronize = (int (*)(void *))synchronize;
 }
 
+/* A digest of the calls so far and one more. */
+static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
+  for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i) {
+    history = (history ^ call->fields[i]) * 0x9e3779b97f4a7c15u;
+    history ^= history >> 32;
+  }
+  return history;
+}
+
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;
-  write_entry(&callers->own[slot], sequence, call);
+  const uint64_t stamp = sequence | (callers->history & ~kNumber);
+  callers->history = history_with(callers->history, call);
+  write_entry(&callers->own[slot], stamp, call);
+  /* Pairing 51, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A release and
+   * an acquire alone would let both loads come before both stores. */
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
-    if (read_entry(&callers->peers[peer][slot], sequence, &callers->different) &&
-        memcmp(&callers->different, call, sizeof *call) != 0) {
-      callers->differing = peer;
-      return PROXYCCL_CALL_DIFFERS;
-    }
+    const uint64_t theirs = read_entry(&callers->peers[peer][slot], sequence, &callers->different);
+    if (theirs == 0) continue;
+    const int same = memcmp(&callers->different, call, sizeof *call) == 0;
+    if (same && theirs == stamp) continue;
+    callers->differing = peer;
+    return same ? PROXYCCL_CALL_DIFFERED : PROXYCCL_CALL_DIFFERS;
   }
   return 0;
+}
+
+/* `agree`, and one more look at the failure words: the last before the driver is called. What a peer frees after a
+ * failure, no kernel that begins later may use. */
+static int agree_to_issue(ProxycclCallers *callers, const ProxycclCall *call) {
+  const int status = proxyccl_calls_agree(callers, call);
+  return status == 0 && failure_is_told(callers->control) ? PROXYCCL_CALL_ABORTED : status;
 }
 
 /* Waits for a launch with a status, if calls on its stream do. */
@@ -61,13 +87,13 @@ static int end_call(const ProxycclCallers *callers, uintptr_t stream, int status
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream) {
   if (!proxyccl_is_current(launch)) return PROXYCCL_OTHER_CONTEXT;
-  const int status = proxyccl_calls_agree(callers, call);
+  const int status = agree_to_issue(callers, call);
   return status != 0 ? status : end_call(callers, stream, proxyccl_launch_current(launch, stream));
 }
 
 int proxyccl_calls_ring(ProxycclCallers *callers, const ProxycclCall *call, ProxycclStreamOperations *operations,
                         uintptr_t stream) {
   if (!proxyccl_stream_is_current(operations)) return PROXYCCL_OTHER_CONTEXT;
-  const int status = proxyccl_calls_agree(callers, call);
+  const int status = agree_to_issue(callers, call);
   return status != 0 ? status : end_call(callers, stream, proxyccl_stream_issue_current(operations, stream));
 }

@@ -3,6 +3,10 @@
  *
  * The log is a ring in memory that all ranks of the host map. Of two ranks, the one that makes a call later compares
  * the two entries of its number. No call completes before that, as every collective needs every rank.
+ *
+ * A rank that queues further ahead than the log reaches overwrites entries that a peer has yet to compare. So each entry
+ * also holds a digest of all calls before it: a difference among those is found with the first entry that both ranks
+ * see, as PROXYCCL_CALL_DIFFERED.
  */
 #ifndef PROXYCCL_CALLS_H
 #define PROXYCCL_CALLS_H
@@ -13,7 +17,8 @@
 #include "proxyccl/control.h"
 #include "stream_operations.h"
 
-enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7 };
+/* A rank that makes a call each microsecond takes half a year to need another bit of the number. */
+enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
 
 /* What must agree between ranks, as channels/calls.py names it. */
 typedef struct ProxycclCall {
@@ -21,7 +26,7 @@ typedef struct ProxycclCall {
 } ProxycclCall;
 
 typedef struct ProxycclCallEntry {
-  uint64_t sequence; /* the call's number, from 1; 0 while the entry is being written */
+  uint64_t stamp; /* the call's number, from 1, below a digest of the calls before it; 0 while it is being written */
   ProxycclCall call;
 } ProxycclCallEntry;
 
@@ -31,13 +36,15 @@ typedef struct ProxycclCallers {
   const ProxycclCallEntry *const *peers;
   uint32_t peer_count;
   uint64_t sequence;                /* calls made */
+  uint64_t history;                 /* a digest of them */
   uint32_t differing;               /* index of the peer that made another call … */
   ProxycclCall different;           /* … and that call */
   uintptr_t waited;                 /* the stream of `wait_on` … */
   int (*synchronize)(void *stream); /* … and its call; NULL where no call waits */
 } ProxycclCallers;
 
-enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3 };
+/* DIFFERED: the calls of this number are the same, but earlier ones, which were not compared, are not. */
+enum { PROXYCCL_CALL_ABORTED = -2, PROXYCCL_CALL_DIFFERS = -3, PROXYCCL_CALL_DIFFERED = -4 };
 
 /* From now on, calls on this stream return when they have ended. `synchronize` is the address of the driver's call that
  * waits for a stream. */
@@ -46,7 +53,7 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* The same, then the launch, and the wait for it if it is on the stream of `wait_on`. Returns the driver's status, or
+/* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`. Returns the driver's status, or
  * one of the above: a rank may have failed during the wait, too. PROXYCCL_OTHER_CONTEXT: nothing was done, and the call
  * is not logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxyccl.channels.call_log import CALL_ABORTED, CallLog, encode_fields
+from proxyccl.channels.call_log import CALL_ABORTED, CALL_DIFFERED, CALL_DIFFERS, CallLog, encode_fields
 from proxyccl.channels.control import ControlSegment, create_segment
 from proxyccl.device import _native
 from proxyccl.proxy import _engine
@@ -98,3 +98,49 @@ def test_a_call_behind_an_abort_launches_nothing(driver: Driver, segment: Contro
     control_of(segment).abort = 1
     assert driver.issue(WAITED) == CALL_ABORTED
     assert driver.done == []
+
+
+class Pair:
+    """Two ranks' logs, each a peer of the other's."""
+
+    def __init__(self) -> None:
+        self.segments = [create_segment(rank_runtime(0), rank, TIMEOUT) for rank in range(2)]
+        self.logs = [CallLog(self.segments[rank], {1 - rank: self.segments[1 - rank]}) for rank in range(2)]
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def call_of(value: int) -> Any:
+    return encode_fields((value,) * lib.PROXYCCL_CALL_FIELDS)
+
+
+def test_a_difference_among_calls_that_were_overwritten_is_found_with_the_first_that_is_compared(pair: Pair) -> None:
+    """Rank 0 is further ahead than the log reaches, and only its first call is another."""
+    ahead, behind = pair.logs
+    entries = lib.PROXYCCL_CALL_LOG_ENTRIES
+    assert ahead.agree(call_of(7)) == 0
+    for number in range(2, entries + 3):
+        assert ahead.agree(call_of(number)) == 0
+    assert behind.agree(call_of(1)) == 0  # its peer's entries of these two are gone
+    assert behind.agree(call_of(2)) == 0
+    assert behind.agree(call_of(3)) == CALL_DIFFERED
+    assert behind.difference() == (0, (3,) * lib.PROXYCCL_CALL_FIELDS)
+
+
+def test_calls_that_were_overwritten_and_did_not_differ_are_no_difference(pair: Pair) -> None:
+    ahead, behind = pair.logs
+    entries = lib.PROXYCCL_CALL_LOG_ENTRIES
+    for log in (ahead, behind):
+        for number in range(1, entries + 3):
+            assert log.agree(call_of(number)) == 0
+    assert ahead.agree(call_of(1)) == 0
+    assert behind.agree(call_of(2)) == CALL_DIFFERS

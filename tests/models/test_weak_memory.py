@@ -17,7 +17,7 @@ import pytest
 
 from support.checkers import checkers
 from support.once import made_once, shared_directory
-from support.paths import TESTS
+from support.paths import ROOT, TESTS
 from support.planted_bugs import Bug, copy_sources, plant, replace
 
 pytestmark = pytest.mark.host_only(reason="explores the host's platform header")
@@ -40,6 +40,7 @@ BOUNDS = {
     "record": (2, 3),
     "question": (2, 3),
     "announcements": (2, 3),
+    "calls": (2, 3),
 }
 # Executions at random, which reach further than a bound of switches does.
 RANDOM = {
@@ -60,6 +61,7 @@ RANDOM = {
     "record": 20000,
     "question": 10000,
     "announcements": 20000,
+    "calls": 20000,
 }
 
 TRIGGER_STORES = """\
@@ -350,6 +352,20 @@ BUGS = (
         "__atomic_store_n(&own->version, own->version + 1, __ATOMIC_RELEASE);",
         "__atomic_store_n(&own->version, own->version + 1, __ATOMIC_RELAXED);",
     ),
+    Bug(
+        "calls",
+        "a rank looks at its peers' logs before it has written its own",
+        "calls.c",
+        "__atomic_thread_fence(__ATOMIC_SEQ_CST);",
+        "__atomic_thread_fence(__ATOMIC_ACQ_REL);",
+    ),
+    Bug(
+        "calls",
+        "the fields of a call may come behind its stamp",
+        "calls.c",
+        "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);",
+        "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELAXED);",
+    ),
 )
 
 
@@ -357,7 +373,7 @@ def compile_object(source: str, directory: Path, *flags: str) -> Path:
     """Compiles a file of the models, with the shipped sources that are copied into the directory."""
     made = directory / f"{source}.o"
     compiler = ["g++", "-std=c++17"] if source.endswith(".cpp") else ["gcc", "-std=gnu11"]
-    includes = [f"-I{MODELS}", f"-I{directory}/proxy/engine", f"-I{directory}/device/include"]
+    includes = [f"-I{MODELS}", f"-I{directory}/proxy/engine", f"-I{directory}/device/include", f"-I{ROOT}/device"]
     run([*compiler, "-O1", *WARNINGS, *flags, *includes, "-c", str(MODELS / source), "-o", str(made)])
     return made
 

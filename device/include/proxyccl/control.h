@@ -66,7 +66,8 @@ enum ProxycclWaitKind {
 enum ProxycclPresence {
   PROXYCCL_PRESENT = 0,
   PROXYCCL_CLOSING_ANOTHER = 1, /* it waits for another communicator to close */
-  PROXYCCL_LEFT = 2             /* it has closed the communicator and accesses no memory any more */
+  PROXYCCL_LEFT = 2,            /* it has closed the communicator and accesses no memory any more */
+  PROXYCCL_STOPPED = 3          /* the communicator has failed, and its kernels and its proxy have ended */
 };
 
 enum ProxycclRecordState { PROXYCCL_RECORD_EMPTY = 0, PROXYCCL_RECORD_CLAIMED = 1, PROXYCCL_RECORD_VALID = 2 };

@@ -1,6 +1,8 @@
 /* The shipped engine that the scenarios run: what a worker does in its turn, over the copy transport; and the table by
- * which ranks learn of each other's memory. */
+ * which ranks learn of each other's memory; and their logs of
+ * collective calls. */
 #include "announcements.c"
+#include "calls.c"
 #include "copy_transport.c"
 #include "drain.c"
 #include "poll.c"

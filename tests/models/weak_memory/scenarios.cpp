@@ -8,6 +8,7 @@
 
 extern "C" {
 #include "announcements.h"
+#include "calls.h"
 #include "copy_transport.h"
 #include "transports.h"
 #include "worker.h"
@@ -588,6 +589,49 @@ struct AnnouncementScenario {
   }
 };
 
+// -- calls: each of two ranks logs its call and compares it with what it finds of the other's ---
+
+struct CallScenario {
+  static constexpr uint32_t kEntry = 1;  // of the first call
+
+  static inline ProxycclControl controls[2];
+  static inline ProxycclCallEntry logs[2][PROXYCCL_CALL_LOG_ENTRIES];
+  static inline const ProxycclCallEntry* peers[2][1];
+  static inline ProxycclCallers callers[2];
+  static inline uint64_t differs[2];
+
+  static void begin() {
+    for (uint32_t rank = 0; rank < 2; ++rank) {
+      declareAtomic(controls[rank].abort);
+      ProxycclCallEntry& entry = logs[rank][kEntry];
+      entry = {};
+      checked_atomic(&entry.stamp, sizeof entry.stamp);
+      for (uint64_t& field : entry.call.fields) checked_atomic(&field, sizeof field);
+      peers[rank][0] = logs[1 - rank];
+      callers[rank] = {};
+      callers[rank].control = &controls[rank];
+      callers[rank].own = logs[rank];
+      callers[rank].peers = peers[rank];
+      callers[rank].peer_count = 1;
+      declareAtomic(differs[rank]);
+    }
+  }
+
+  static void run(uint32_t thread) {
+    ProxycclCall call = {};
+    call.fields[0] = 1 + thread;
+    const int status = proxyccl_calls_agree(&callers[thread], &call);
+    CHECK(status == 0 || status == PROXYCCL_CALL_DIFFERS);
+    if (status != 0) CHECK(callers[thread].different.fields[0] == 2 - thread);
+    // Both may find the other's call, but never neither of them: then both would launch and wait for each other.
+    storeRelaxedSystem<uint64_t>(&differs[thread], status == 0 ? 1 : 2);
+    if (thread == 1) return;
+    uint64_t other;
+    while ((other = loadRelaxedSystem(&differs[1])) == 0) checked_yield(CHECKED_HERE);
+    CHECK(status != 0 || other == 2);
+  }
+};
+
 }  // namespace
 
 #define SCENARIO(name, threads, ...) {name, threads, __VA_ARGS__::begin, __VA_ARGS__::run}
@@ -610,5 +654,6 @@ const Scenario kScenarios[] = {
     SCENARIO("record", 3, RecordScenario),
     SCENARIO("question", 2, QuestionScenario),
     SCENARIO("announcements", 2, AnnouncementScenario),
+    SCENARIO("calls", 2, CallScenario),
 };
 const unsigned kScenarioCount = sizeof kScenarios / sizeof kScenarios[0];

@@ -99,6 +99,7 @@ struct Stream {
   void* host = nullptr;
   int device;
   bool destroyed = false;  // while its last work is under way
+  bool of_thread = false;  // a thread's own default stream
 
   explicit Stream(int device_) : device(device_) { proxyccl_host_stream_create(&host, 0); }
   ~Stream() { proxyccl_host_stream_destroy(host); }
@@ -143,18 +144,46 @@ struct ThreadStreams {
   }
   Stream* get() {
     Stream*& stream = by_device[current_device];
-    if (stream == nullptr) stream = createStream();
+    if (stream == nullptr) {
+      stream = createStream();
+      std::lock_guard<std::mutex> lock(mutex);
+      stream->of_thread = true;
+    }
     return stream;
   }
 };
 thread_local ThreadStreams thread_streams;
 
+// The legacy default stream of the current device. What is queued next runs behind what threads' own default streams
+// hold; the reverse, that these wait for it, is left out.
+void* legacyStream() {
+  static auto& by_device = *new std::map<int, Stream*>();
+  std::vector<std::shared_ptr<Stream>> earlier;
+  Stream* legacy;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    Stream*& made = by_device[current_device];
+    if (made == nullptr) {
+      auto stream = std::make_shared<Stream>(current_device);
+      made = streams.emplace(stream.get(), stream).first->first;
+    }
+    legacy = made;
+    for (auto& [pointer, stream] : streams)
+      if (stream->of_thread && stream->device == current_device) earlier.push_back(stream);
+  }
+  for (auto& stream : earlier) {
+    void* event;
+    proxyccl_host_event_create(&event);
+    proxyccl_host_event_record(event, stream->host);
+    proxyccl_host_stream_wait_event(legacy->host, event, 0);
+    proxyccl_host_event_destroy(event);
+  }
+  return legacy->host;
+}
+
 void* hostStream(hipStream_t stream) {
   if (stream == hipStreamPerThread) return thread_streams.get()->host;
-  if (stream == nullptr) {
-    static Stream* legacy = createStream();
-    return legacy->host;
-  }
+  if (stream == nullptr) return legacyStream();
   return static_cast<Stream*>(stream)->host;
 }
 

@@ -1,0 +1,100 @@
+"""Memory and modules of a device that have no reference left: freed when the device is waited for next.
+
+Whoever waits for a device knows of its kernels, but not of those of other devices and processes that reach its memory.
+While a `Hold` says that such kernels may run, no allocation is freed in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+Free = Callable[[], None]
+
+
+class Hold(Protocol):
+    """Something that may keep this process's allocations from being freed."""
+
+    def holds(self) -> bool:
+        """Whether kernels that no call here waits for may use memory of this process now. Any thread may ask."""
+        ...
+
+
+_lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+_holds: list[Hold] = []
+
+
+def add_hold(hold: Hold) -> None:
+    """Asks a hold before anything is freed, until `remove_hold`."""
+    with _lock:
+        _holds.append(hold)
+
+
+def remove_hold(hold: Hold) -> None:
+    """Ends `add_hold`; does nothing if that was ended before."""
+    with _lock, contextlib.suppress(ValueError):
+        _holds.remove(hold)
+
+
+def is_held() -> bool:
+    """Whether any hold holds now. Each of them is asked."""
+    with _lock:
+        holds = list(_holds)
+    return any([hold.holds() for hold in holds])
+
+
+class UnusedMemory:
+    """Calls that free what one device has without a reference left. Objects for the same device share them."""
+
+    _on: ClassVar[dict[tuple[str, int], UnusedMemory]] = {}
+    _kept: ClassVar[list[Free]] = []
+
+    def __init__(self) -> None:
+        self._others: deque[Free] = deque()
+        self._allocations: deque[Free] = deque()
+
+    @classmethod
+    def on(cls, runtime: str, device: int) -> UnusedMemory:
+        """That of a device. A runtime object may be gone before its memory is."""
+        return cls._on.setdefault((runtime, device), cls())
+
+    @classmethod
+    def keep_all(cls) -> int:
+        """Never frees the allocations that are here now, on any device. Returns how many there are."""
+        kept = [free for unused in list(cls._on.values()) for free in unused._take()]
+        cls._kept += kept
+        return len(kept)
+
+    def __bool__(self) -> bool:
+        return bool(self._others or self._allocations)
+
+    def append(self, free: Free) -> None:
+        """Adds what no other device's kernels use: a mapping, a module."""
+        self._others.append(free)
+
+    def append_allocation(self, free: Free) -> None:
+        """Adds memory that was allocated here."""
+        self._allocations.append(free)
+
+    def free(self) -> None:
+        """Frees everything, but for allocations while they are held. The device was waited for."""
+        with contextlib.suppress(IndexError):  # several threads may be at it
+            while True:
+                self._others.popleft()()
+        taken = self._take()
+        # Asked behind that: what is let go after a failure comes later than the failure.
+        if taken and is_held():
+            self._allocations.extend(taken)
+            return
+        for free in taken:
+            free()
+
+    def _take(self) -> list[Free]:
+        taken: list[Free] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._allocations.popleft())
+        return taken

@@ -1,0 +1,305 @@
+"""What peers reach of a failed rank's memory is there until no kernel of theirs can reach it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from proxyccl import AbortedError, Communicator
+from proxyccl.channels.aftermath import Aftermath
+from proxyccl.channels.control import ControlSegment, Presence, create_segment
+from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.device import open_runtime
+from proxyccl.device._native import lib as native
+from proxyccl.device.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
+from support.devices import ON_HOST
+from support.running import TIMEOUT, run_ranks
+
+pytestmark = pytest.mark.hip
+
+
+class Held:
+    """A `Hold` that a test ends."""
+
+    def __init__(self) -> None:
+        self.now = True
+
+    def holds(self) -> bool:
+        return self.now
+
+
+@pytest.fixture
+def held() -> Iterator[Held]:
+    hold = Held()
+    add_hold(hold)
+    yield hold
+    remove_hold(hold)
+
+
+# -- memory that is held ---
+
+
+def test_held_allocations_are_freed_by_the_first_wait_behind_the_hold(held: Held) -> None:
+    unused, freed = UnusedMemory(), []
+    unused.append(lambda: freed.append("mapping"))
+    unused.append_allocation(lambda: freed.append("allocation"))
+    unused.free()
+    assert freed == ["mapping"]
+    held.now = False
+    unused.free()
+    assert freed == ["mapping", "allocation"]
+
+
+@pytest.mark.skipif(ON_HOST, reason="the host's memory is there as long as anybody maps it")
+@pytest.mark.parametrize("how", ["forgotten", "closed"])
+def test_a_gpu_frees_no_memory_that_is_held(held: Held, how: str) -> None:
+    def body(comm: Communicator) -> None:
+        runtime = comm.runtime
+        memory = runtime.allocate(4096)
+        ptr = memory.ptr
+        if how == "closed":
+            memory.close()
+            assert memory.closed
+        del memory
+        runtime.synchronize()
+        assert runtime.allocations(ptr, 4096)
+        held.now = False
+        runtime.synchronize()
+        assert not runtime.allocations(ptr, 4096)
+
+    run_ranks(1, body)
+
+
+# -- what a failed rank knows of its peers ---
+
+
+class Ranks:
+    """Three ranks' segments; rank 0 has an aftermath."""
+
+    def __init__(self, pids: dict[int, int] | None = None, patience: float = TIMEOUT) -> None:
+        runtime = open_runtime("host")
+        self.segments = [create_segment(runtime, rank, TIMEOUT, world_size=3) for rank in range(3)]
+        for rank, segment in enumerate(self.segments):
+            segment.introduce(self.peers_of(rank))
+        pids = pids or dict.fromkeys((1, 2), os.getpid())
+        self.aftermath = Aftermath(0, self.segments[0], self.peers_of(0), pids, lambda: patience)
+        self.aftermath.begin()
+
+    def peers_of(self, rank: int) -> dict[int, ControlSegment]:
+        return {peer: segment for peer, segment in enumerate(self.segments) if peer != rank}
+
+    def fail(self) -> None:
+        self.segments[1].raise_abort(ErrorRecord(native.PROXYCCL_ERROR_LOCAL, 1))
+
+    def end(self) -> None:
+        self.aftermath.end()
+        for segment in self.segments:
+            segment.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("presence", [Presence.LEFT, Presence.STOPPED])
+def test_memory_is_held_from_the_failure_until_all_ranks_have_ended(ranks: Ranks, presence: Presence) -> None:
+    assert not ranks.aftermath.holds()
+    ranks.fail()
+    assert ranks.aftermath.holds()
+    assert is_held()
+    ranks.segments[1].set_presence(presence)
+    assert ranks.aftermath.holds()
+    ranks.segments[2].set_presence(presence)
+    assert not ranks.aftermath.holds()
+
+
+def test_what_peers_reach_is_let_go_when_all_ranks_have_ended(ranks: Ranks) -> None:
+    reached = threading.Event()
+    ref = weakref.ref(reached)
+    ranks.fail()
+    ranks.aftermath.follow([reached])
+    del reached
+    for peer in (1, 2):
+        assert ref() is not None
+        assert not ranks.aftermath.over
+        ranks.segments[peer].set_presence(Presence.LEFT)
+        is_held()
+    assert ref() is None
+    assert ranks.aftermath.over
+
+
+def test_a_rank_whose_process_has_ended_runs_no_kernel() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        ranks = Ranks({1: process.pid, 2: process.pid})
+        ranks.fail()
+        ranks.aftermath.watch_processes()
+        ranks.aftermath.follow([])
+        assert ranks.aftermath.holds()
+        process.communicate(b"\n")
+        assert not ranks.aftermath.holds()
+        assert ranks.aftermath.over
+    ranks.end()
+
+
+def test_behind_the_bound_what_is_held_is_kept_for_good(caplog: pytest.LogCaptureFixture) -> None:
+    ranks, freed = Ranks(patience=0), []
+    reached = threading.Event()
+    ref = weakref.ref(reached)
+    unused = UnusedMemory.on("a test's", 0)
+    ranks.fail()
+    ranks.aftermath.follow([reached])
+    del reached
+    unused.append_allocation(lambda: freed.append("before"))
+    with caplog.at_level(logging.WARNING, "proxyccl"):
+        while ranks.aftermath.holds():
+            pass
+    assert "ranks [1, 2] have not closed the communicator within 0 s of its failure" in caplog.text
+    unused.append_allocation(lambda: freed.append("behind"))
+    unused.free()
+    assert freed == ["behind"]
+    assert ref() is not None
+    for peer in (1, 2):
+        ranks.segments[peer].set_presence(Presence.LEFT)
+    is_held()
+    assert ref() is None
+    ranks.end()
+
+
+# -- communicators ---
+
+
+def collected(ref: Callable[[], object]) -> bool:
+    gc.collect()
+    return ref() is None
+
+
+def use_and_fail(comm: Communicator, what: str) -> Callable[[], object]:
+    """Rank 0's part: it forgets everything when it has closed. Returns a reference to what peers reach."""
+    x = comm.empty(1024, "uint8")
+    registered, channels = comm.register(x), comm.sm_channels(x)
+    announced = comm.group.symmetric.find(x.ptr, x.nbytes)
+    reached = {
+        "array": x,
+        "memory": announced.memory if announced is not None else None,
+        "semaphores": comm.group.inventory.semaphores()[0],
+    }[what]
+    ref = weakref.ref(reached)
+    comm.abort("of the test")
+    del reached, announced
+    comm.deregister(registered)
+    comm.close()
+    del channels
+    return ref
+
+
+@pytest.mark.parametrize("what", ["array", "memory", "semaphores"])
+def test_a_failed_rank_keeps_what_a_peers_kernel_may_still_reach(what: str) -> None:
+    """Rank 1 has work queued that nothing stops; rank 0 fails, closes, and forgets everything."""
+    closed, looked = threading.Event(), threading.Event()
+
+    def body(comm: Communicator) -> tuple[bool, bool] | None:
+        if comm.rank == 0:
+            ref = use_and_fail(comm, what)
+            kept = not collected(ref)
+            closed.set()
+            assert looked.wait(TIMEOUT)
+            comm.runtime.synchronize()
+            return kept, collected(ref)
+        word, stream = comm.runtime.allocate(8), comm.runtime.create_stream()
+        comm.register(x := comm.empty(1024, "uint8"))
+        comm.sm_channels(x)
+        comm.runtime.wait_value(word.ptr, 1, stream)
+        try:
+            assert closed.wait(TIMEOUT)
+        finally:
+            opener = comm.runtime.create_stream()
+            comm.runtime.write_value(word.ptr, 1, opener)
+            opener.synchronize()
+        comm.close()
+        looked.set()
+        return None
+
+    assert run_ranks(2, body)[0] == (True, True)
+
+
+def test_ranks_that_shrink_say_that_their_kernels_have_ended() -> None:
+    """Rank 2 closes; the others keep the failed communicator's place until the new one is there."""
+    closed, shrunk = threading.Event(), threading.Barrier(2)
+
+    def body(comm: Communicator) -> list[Presence] | None:
+        if comm.rank == 2:
+            comm.abort("of the test")
+            comm.close()
+            closed.set()
+            return None
+        assert closed.wait(TIMEOUT)
+        comm.group._stop_work()
+        presence = comm.group.control.presence
+        shrunk.wait(TIMEOUT)
+        return [presence]
+
+    assert run_ranks(3, body)[:2] == [[Presence.STOPPED]] * 2
+
+
+def test_nothing_is_launched_once_a_rank_has_failed() -> None:
+    """Between the ranks' comparison of a call and its launch a module may be loaded, and a peer may fail and free."""
+    compared = threading.Event()
+
+    def body(comm: Communicator) -> list[int]:
+        launched: list[int] = []
+        if comm.rank == 0:
+            assert compared.wait(TIMEOUT)
+            comm.abort("of the test")
+            return launched
+        compared.set()
+        while not comm.group.failure.aborted:
+            pass
+        with pytest.raises(AbortedError):
+            comm.group.launches.launch(launched.append, None, ())
+        return launched
+
+    assert run_ranks(2, body) == [[], []]
+
+
+FAILS = """
+extern "C" __global__ void half_a_barrier() {
+  if (threadIdx.x == 0) return;
+  if (threadIdx.x == 1) __syncwarp(3);
+  __syncthreads();
+  if (threadIdx.x == 2) __shfl_sync(8, 1, 0);
+}
+"""
+
+
+@pytest.mark.host_only(reason="on a GPU the kernel would end the context")
+def test_a_kernels_failure_that_nobody_asked_for_ends_the_communicator_and_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def body(comm: Communicator) -> str:
+        kernels, stream = comm.compile('#include "proxyccl/proxyccl.h"\n' + FAILS), comm.runtime.create_stream()
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            kernels.half_a_barrier(1, 4, stream=stream)
+            comm.close()
+            return ""
+        with pytest.raises(AbortedError) as caught:
+            comm.all_gather_bytes(b"")
+        assert "rank 0" in str(caught.value)
+        kernels.half_a_barrier(1, 4, stream=stream)
+        comm.close()
+        return str(caught.value)
+
+    with caplog.at_level(logging.WARNING, "proxyccl"):
+        run_ranks(2, body)
+    assert "rank 1: a kernel failed, as the end of its communicator found" in caplog.text

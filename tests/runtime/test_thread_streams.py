@@ -1,0 +1,129 @@
+"""Launches of a communicator follow one another whichever threads make them, also on the threads' own default streams."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from proxyccl import Communicator
+from proxyccl.device.thread_streams import identify_stream, thread_number
+from support.devices import ON_HOST
+from support.running import TIMEOUT, run_ranks
+
+pytestmark = [
+    pytest.mark.hip,
+    pytest.mark.skipif(ON_HOST, reason="the host runtime has no streams that belong to threads"),
+]
+
+
+def in_another_thread(action: Callable[[], object]) -> None:
+    """Runs it in a thread that lives on meanwhile, so that its stream does too."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+    for error in errors:
+        raise error
+
+
+def test_the_same_handle_names_another_stream_in_each_thread() -> None:
+    def body(comm: Communicator) -> None:
+        runtime, found = comm.runtime, []
+        handle = runtime.stream_handle(None)
+        in_another_thread(lambda: found.append(identify_stream(runtime, handle)))
+        assert found[0] != identify_stream(runtime, handle) == (handle, thread_number())
+
+    run_ranks(1, body)
+
+
+@pytest.mark.parametrize("given", [None, "number"])
+def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
+    """Thread A's launch is held up; thread B's, which copies what A's writes, must come behind it."""
+
+    def body(comm: Communicator) -> None:
+        runtime, launches = comm.runtime, comm.group.launches
+        words = comm.empty(3, "int64").fill(0)
+        gate, source, target = (words.ptr + 8 * i for i in range(3))
+        stream = None if given is None else runtime.stream_handle(None)
+
+        def first(handle: int) -> None:
+            runtime.wait_value(gate, 1, handle)
+            runtime.write_value(source, 7, handle)
+
+        held, queued = threading.Event(), threading.Event()
+
+        def thread_a() -> None:
+            launches.launch(first, stream, ())
+            held.set()
+            queued.wait(TIMEOUT)  # its stream goes with the thread
+            runtime.synchronize()
+
+        a = threading.Thread(target=thread_a)
+        a.start()
+        try:
+            assert held.wait(TIMEOUT)
+            launches.launch(lambda handle: runtime.copy(target, source, 8, handle), stream, ())
+            end = runtime.create_event()
+            end.record(runtime.stream_handle(None))
+            deadline = time.monotonic() + 0.3
+            while not end.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
+        finally:
+            opener = runtime.create_stream()
+            runtime.write_value(gate, 1, opener)
+            opener.synchronize()
+            queued.set()
+            a.join(TIMEOUT)
+        end.synchronize()
+        assert words.numpy().tolist() == [1, 7, 7]
+
+    run_ranks(1, body)
+
+
+def test_what_waits_for_all_launches_waits_for_another_threads() -> None:
+    """Memory is freed, and a module loaded, by a thread that did not launch last."""
+
+    def body(comm: Communicator) -> None:
+        runtime, launches = comm.runtime, comm.group.launches
+        words = comm.empty(2, "int64").fill(0)
+        held, done = threading.Event(), threading.Event()
+
+        def thread_a() -> None:
+            launches.launch(lambda handle: runtime.wait_value(words.ptr, 1, handle), None, ())
+            held.set()
+            done.wait(TIMEOUT)
+
+        waited = threading.Event()
+
+        def wait() -> None:
+            runtime.in_flight.wait()
+            waited.set()
+
+        a, b = threading.Thread(target=thread_a), threading.Thread(target=wait)
+        a.start()
+        try:
+            assert held.wait(TIMEOUT)
+            b.start()
+            early = waited.wait(0.3)
+        finally:
+            opener = runtime.create_stream()
+            runtime.write_value(words.ptr, 1, opener)
+            opener.synchronize()
+            assert waited.wait(TIMEOUT)
+            done.set()
+            a.join(TIMEOUT)
+            b.join(TIMEOUT)
+        assert not early
+
+    run_ranks(1, body)
