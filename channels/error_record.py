@@ -102,7 +102,12 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
     if code == lib.PROXYCCL_ERROR_PEER_LOST:
         return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
     if code == lib.PROXYCCL_ERROR_PROXY_LOST:
-        return ProxyLostError(_join(f"the node daemon of {who} is lost", cause), operation="watch", **details)
+        message = f"the node daemon of {who} is lost"
+        if record.channel is not None:
+            message = f"a handler{on} holds up the proxy of {who}"
+        elif record.status:
+            message = f"the proxy of {who} hangs"
+        return ProxyLostError(_join(message, cause), operation="watch", **details)
     operation = operation_name(Operation(record.operation & 15))
     if code == lib.PROXYCCL_ERROR_TRANSPORT:
         operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
@@ -112,9 +117,8 @@ def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> Commu
         cause = cause or text_of_status(record.status)
         return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
     if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
-        message = (
-            f"{who} pushed a trigger that was refused: {operation} of {record.size} bytes at offset {record.offset}{on}"
-        )
+        extent = f" of {record.size} bytes at offset {record.offset}" if record.operation & Operation.DATA else ""
+        message = f"{who} pushed a trigger that was refused: {operation}{extent}{on}"
         return TriggerError(_join(message, cause), operation=operation, offset=record.offset, **details)
     if code == lib.PROXYCCL_ERROR_BAD_PLAN:
         message = f"the proxy of {who} refused plan {record.expected}{peer and f' with rank {record.peer}'}"

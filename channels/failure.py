@@ -183,7 +183,7 @@ class FailureState:
                 operation=int(trigger.operation) if trigger else 0,
                 channel=failure.channel,
                 status=failure.status,
-                offset=trigger.dst_offset if trigger else 0,
+                offset=failure.offset,
                 size=trigger.size if trigger else 0,
             )
         )

@@ -205,6 +205,8 @@ class Group:
 
         def each_turn() -> None:
             self.symmetric.update()
+            if (proxy := self.links.proxy_if_started) is not None:
+                proxy.check_turns(self.timeout)
             if self._parent is None:
                 context.look()
 

@@ -109,6 +109,7 @@ class _ProxycclExitInfo:
     connection: PointerField[ProxycclConnectionPointer]
     plan: int
     wait: int
+    of_source: int
 
 class ProxycclExitInfo(_ProxycclExitInfo, CData): ...
 class ProxycclExitInfoPointer(_ProxycclExitInfo, ItemPointer[ProxycclExitInfo]): ...
@@ -154,11 +155,19 @@ class _ProxycclPlanReceive:
 class ProxycclPlanReceive(_ProxycclPlanReceive, CData): ...
 class ProxycclPlanReceivePointer(_ProxycclPlanReceive, ItemPointer[ProxycclPlanReceive]): ...
 
+class _ProxycclTurns:
+    count: int
+
+class ProxycclTurns(_ProxycclTurns, CData): ...
+class ProxycclTurnsPointer(_ProxycclTurns, ItemPointer[ProxycclTurns]): ...
+
 class _ProxycclPlanWords:
     bell: int
+    running: int
     done: int
     gate: int
     stages: ArrayField[int, Uint64Pointer]
+    turns: ArrayField[ProxycclTurns, ProxycclTurnsPointer]
 
 class ProxycclPlanWords(_ProxycclPlanWords, CData): ...
 class ProxycclPlanWordsPointer(_ProxycclPlanWords, ItemPointer[ProxycclPlanWords]): ...
@@ -356,6 +365,7 @@ class ProxycclFabricOptionsPointer(_ProxycclFabricOptions, ItemPointer[ProxycclF
 class Lib:
     PROXYCCL_PLACE_HANDLER: Final[int]
     PROXYCCL_PLAN_WAIT_SHIFT: Final[int]
+    PROXYCCL_NO_MORE_TURNS: Final[int]
     PROXYCCL_NO_ID: Final[int]
     PROXYCCL_UNREACHED: Final[int]
     PROXYCCL_NO_MEMORY: Final[int]
@@ -378,6 +388,7 @@ class Lib:
     PROXYCCL_MAX_CONNECTIONS: Final[int]
     PROXYCCL_PLAN_STAGES: Final[int]
     PROXYCCL_MAX_PLANS: Final[int]
+    PROXYCCL_MAX_WORKERS: Final[int]
     PROXYCCL_VERBS_QP_OFFSET: Final[int]
     PROXYCCL_VERBS_FOUND: Final[int]
     PROXYCCL_VERBS_NO_OBJECT: Final[int]
@@ -788,6 +799,12 @@ class FFI(BaseFFI):
         self, cdecl: Literal["ProxycclPlanReceive[]"], init: int | Sequence[Initial[ProxycclPlanReceive]], /
     ) -> Array[ProxycclPlanReceive, ProxycclPlanReceivePointer]: ...
     @overload
+    def new(self, cdecl: Literal["ProxycclTurns *"], init: Initial[ProxycclTurns] = ..., /) -> ProxycclTurnsPointer: ...
+    @overload
+    def new(
+        self, cdecl: Literal["ProxycclTurns[]"], init: int | Sequence[Initial[ProxycclTurns]], /
+    ) -> Array[ProxycclTurns, ProxycclTurnsPointer]: ...
+    @overload
     def new(
         self, cdecl: Literal["ProxycclPlanWords *"], init: Initial[ProxycclPlanWords] = ..., /
     ) -> ProxycclPlanWordsPointer: ...
@@ -1033,6 +1050,8 @@ class FFI(BaseFFI):
     @overload
     def cast(self, cdecl: Literal["ProxycclPlanReceive *"], value: CData | int, /) -> ProxycclPlanReceivePointer: ...
     @overload
+    def cast(self, cdecl: Literal["ProxycclTurns *"], value: CData | int, /) -> ProxycclTurnsPointer: ...
+    @overload
     def cast(self, cdecl: Literal["ProxycclPlanWords *"], value: CData | int, /) -> ProxycclPlanWordsPointer: ...
     @overload
     def cast(self, cdecl: Literal["uint64_t *"], value: CData | int, /) -> Uint64Pointer: ...
@@ -1130,6 +1149,7 @@ class FFI(BaseFFI):
             "ProxycclPlanPost",
             "ProxycclPlanSend",
             "ProxycclPlanReceive",
+            "ProxycclTurns",
             "ProxycclPlanWords",
             "uint64_t",
             "ProxycclPlanSteps",

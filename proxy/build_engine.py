@@ -61,7 +61,7 @@ typedef struct ProxycclWorker ProxycclWorker;
 typedef struct {
   ProxycclWorker *worker;
   ProxycclTrigger trigger; uint64_t ticket; uint32_t channel; uint32_t code; int32_t status; const char *reason;
-  ProxycclConnection *connection; uint32_t plan; uint32_t wait; ...;
+  ProxycclConnection *connection; uint32_t plan; uint32_t wait; uint32_t of_source; ...;
 } ProxycclExitInfo;
 typedef struct { uint64_t spin_ns; uint64_t yield_ns; uint64_t max_sleep_ns; ...; } ProxycclIdlePolicy;
 enum { PROXYCCL_MAX_RINGS, PROXYCCL_MAX_CONNECTIONS, PROXYCCL_PLAN_STAGES, ... };
@@ -77,7 +77,8 @@ int proxyccl_service_set_channel(ProxycclService *service, uint32_t id, Proxyccl
                                  uint64_t *remote_semaphore, uint64_t *flushed, uint64_t *completed);
 uint64_t proxyccl_word_acquire(const uint64_t *word);
 int proxyccl_service_set_handler(ProxycclService *service, uint32_t id, uint64_t *flushed, uint64_t *completed);
-enum { PROXYCCL_MAX_PLANS, ... };
+enum { PROXYCCL_MAX_PLANS, PROXYCCL_MAX_WORKERS, ... };
+#define PROXYCCL_NO_MORE_TURNS ...
 #define PROXYCCL_NO_ID ...
 typedef struct { uint32_t channel; uint32_t memory; uint64_t offset; ...; } ProxycclPlanPost;
 typedef struct {
@@ -85,7 +86,10 @@ typedef struct {
   uint64_t dst_offset; uint64_t bytes; uint64_t gate; ...;
 } ProxycclPlanSend;
 typedef struct { uint32_t channel; uint32_t sends; uint32_t stage; ...; } ProxycclPlanReceive;
-typedef struct { uint64_t bell; uint64_t done; uint64_t gate; uint64_t stages[...]; ...; } ProxycclPlanWords;
+typedef struct { uint64_t count; ...; } ProxycclTurns;
+typedef struct {
+  uint64_t bell; uint64_t running; uint64_t done; uint64_t gate; uint64_t stages[...]; ProxycclTurns turns[...]; ...;
+} ProxycclPlanWords;
 typedef struct {
   const ProxycclPlanPost *posts; const ProxycclPlanSend *sends; const ProxycclPlanReceive *receives;
   uint32_t post_count; uint32_t send_count; uint32_t receive_count; ...;

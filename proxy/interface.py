@@ -80,6 +80,7 @@ class ProxyFailure:
         exception: what a handler raised, or None.
         peer: the peer of the connection that failed or that the trigger named; None if there is none.
         plan: number of the plan that failed; 0 if none is concerned.
+        offset: of a trigger that was refused: in the memory that it is refused for, source or destination.
         wait: after a time-out, what was waited for: a ProxycclWaitKind (control.h).
     """
 
@@ -92,6 +93,7 @@ class ProxyFailure:
     peer: int | None = None
     plan: int = 0
     wait: int = 0
+    offset: int = 0
 
 
 class RdmaEndpointInfo(Message, frozen=True):
@@ -387,6 +389,17 @@ class Proxy(Protocol):
 
     def remove_plan(self, number: int) -> None:
         """Frees a plan. No stream may ring it any more. Raises ResourceError if it runs."""
+        ...
+
+    def check_turns(self, timeout: float) -> None:
+        """Fails the proxy if a stream has waited for a plan for that long while a worker took no turn at all.
+
+        Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that itself. One takes
+        none while its process is stopped, while a call of the driver does not return, and while a Python handler runs.
+
+        Args:
+            timeout: in seconds. One thread calls this every few milliseconds.
+        """
         ...
 
     def end_waits(self) -> None:

@@ -7,7 +7,9 @@ nothing of ranks and collectives.
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -33,7 +35,8 @@ from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
 from proxyccl.proxy.transports.table import find_copying_transport, find_transport
-from proxyccl.proxy.trigger import MAX_CHANNELS, Trigger
+from proxyccl.proxy.trigger import MAX_CHANNELS, Operation, Trigger
+from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import OwnThreads, Worker, Workers, require_rings
 
 ffi, lib = _engine.ffi, _engine.lib
@@ -116,6 +119,7 @@ class ProxyService:
             self._memories = MemoryTable(self._service, self._shared)
             semaphores = None if semaphores_offset is None else shared.host_ptr + semaphores_offset
             self._plans = PlanTable(self._service, self._shared, semaphores)
+            self._turns, self._turns_missed = TurnWatch(self._shared.plan_words, threads), False
             self._channels = ChannelTable(
                 self._service,
                 self._shared,
@@ -312,6 +316,19 @@ class ProxyService:
             if not self._closed:
                 self._plans.remove(number)
 
+    def check_turns(self, timeout: float) -> None:
+        """See `Proxy.check_turns`."""
+        if self._turns.look_for_streams() <= timeout or self._turns_missed:
+            return
+        self._turns_missed = True
+        began = self.handling
+        slowest = min(began, key=began.__getitem__, default=None)
+        what = "a call of the driver does not return"
+        if slowest is not None:
+            what = f"it has run for {time.monotonic() - began[slowest]:.1f} s"
+        reason = f"{what}, and a stream has waited for {timeout:g} s"
+        self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
+
     def end_waits(self) -> None:
         """See `Proxy.end_waits`."""
         self._shared.end_waits()
@@ -416,15 +433,22 @@ class ProxyService:
             transport = find_transport(connection.transport)
             meaning = filter(None, (transport.status_text(info.status), transport.error_text(connection.pointer)))
             reason = ": ".join((reason, *meaning))
+        trigger = Trigger.decode(info.trigger.word0, info.trigger.word1) if of_trigger else None
+        offset = 0
+        if trigger is not None:
+            offset = trigger.src_offset if info.of_source else trigger.dst_offset
+            if info.code == native.PROXYCCL_ERROR_BAD_TRIGGER and trigger.operation & Operation.DATA:
+                reason += f" (source: {_place_of_source(trigger)}; destination: {_place_of_destination(trigger)})"
         return ProxyFailure(
             code=info.code,
             channel=info.channel if of_trigger else None,
-            trigger=Trigger.decode(info.trigger.word0, info.trigger.word1) if of_trigger else None,
+            trigger=trigger,
             status=info.status,
             reason=reason,
             peer=connection.peer if connection is not None else None,
             plan=info.plan,
             wait=info.wait,
+            offset=offset,
         )
 
     def _connection_at(self, pointer: _engine.ProxycclConnectionPointer) -> Connection | None:
@@ -492,3 +516,11 @@ class ProxyService:
         for ring in self._rings:
             ring.close()
         return True
+
+
+def _place_of_source(trigger: Trigger) -> str:
+    return "a value" if trigger.value is not None else f"memory id {trigger.src_memory}, offset {trigger.src_offset}"
+
+
+def _place_of_destination(trigger: Trigger) -> str:
+    return f"memory id {trigger.dst_memory}, offset {trigger.dst_offset}"

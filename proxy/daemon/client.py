@@ -56,6 +56,7 @@ from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import find_transport
+from proxyccl.proxy.turns import TurnWatch
 from proxyccl.proxy.workers import require_rings
 
 __all__ = ["DaemonClient", "daemon_process", "missing_in_daemon"]
@@ -113,6 +114,8 @@ class DaemonClient:
         self._runtime = runtime
         self._segment = shared
         self._shared = SharedWords(shared, shared_offset)
+        self._threads = threads
+        self._turns = self._watch_turns()
         self._own_options: dict[str, Any] = {
             "fifos": fifos,
             "threads": threads,
@@ -164,6 +167,9 @@ class DaemonClient:
         self._daemon.request_report(cause)
 
     # -- what is read here, in shared memory ---
+
+    def _watch_turns(self) -> TurnWatch:
+        return TurnWatch(self._shared.plan_words, self._threads)
 
     def _words_of(self, channel: int) -> SharedWords | ProxyService:
         return self._own if self._own is not None and channel in self._own_channels else self._shared
@@ -228,6 +234,11 @@ class DaemonClient:
     def plan_pointers(self) -> PlanPointers:
         """The words through which streams ring plans."""
         return self._shared.plan_pointers
+
+    def check_turns(self, timeout: float) -> None:
+        """Loses the daemon, as `Proxy.check_turns` fails a proxy. Handlers run elsewhere, and hold up no plan."""
+        if self._daemon.is_open and self._turns.look_for_streams() > timeout:
+            self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
 
     def end_waits(self) -> None:
         """Ends the waits of streams for plans and their stages, for after a failure."""
@@ -381,7 +392,7 @@ class DaemonClient:
         if self._own is not None and not self._own.drain(timeout, given_up):
             return False
         try:
-            return self._daemon.ask(Drain(timeout), Drained, takes=timeout).drained
+            return self._daemon.ask(Drain(timeout), Drained, takes=timeout, turns=self._watch_turns()).drained
         except ProxyLostError:
             return False
 
@@ -395,7 +406,7 @@ class DaemonClient:
                 return True
             own_ended = self._own is None or self._own.close(timeout)
             try:
-                ended = self._daemon.close_service(timeout)
+                ended = self._daemon.close_service(timeout, self._watch_turns())
             finally:
                 self._free()
             if own_ended and self._own_words is not None:

@@ -89,6 +89,9 @@ class _Ending:
     def ends(self, daemon: Daemon) -> None:
         """The daemon, whose `serve` returns at once if a signal has come."""
         self._daemon = daemon
+        # A signal that the system gives to another thread would not end the main thread's poll(): that happens where a
+        # process that was stopped is told to go on and then to end.
+        signal.set_wakeup_fd(daemon.wake_descriptor, warn_on_full_buffer=False)
         if self._asked:
             daemon.stop()
 
@@ -98,4 +101,7 @@ def _serve(daemon: Daemon, ending: _Ending) -> None:
     ending.ends(daemon)
     if daemon.reporter.enabled:
         on_signal.install(daemon.reporter.write)
-    daemon.serve()
+    try:
+        daemon.serve()
+    finally:
+        signal.set_wakeup_fd(-1)  # the descriptor goes with the daemon

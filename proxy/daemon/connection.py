@@ -50,11 +50,13 @@ from proxyccl.proxy.daemon.protocol import (
     socket_path,
 )
 from proxyccl.proxy.interface import ProxyFailure
-from proxyccl.proxy.processes import start_of
+from proxyccl.proxy.processes import is_stopped, start_of
 from proxyccl.proxy.transports.table import TRANSPORTS
+from proxyccl.proxy.turns import TurnWatch
 
 _MARGIN = 10.0  # seconds that an answer may take beside what was asked for
 _HELLO_SECONDS = 10.0
+_LOOK_SECONDS = 0.05  # between two looks at the workers' turns
 _DAEMON = "the node daemon"
 
 A = TypeVar("A", bound=Reply)
@@ -96,6 +98,10 @@ class NodeDaemon:
         """See `DaemonAddress.connect`."""
         try:
             connection, answer = introduce(os.fspath(self._path), timeout)
+        except BlockingIOError:
+            raise RuntimeUnavailableError(
+                f"the node daemon at {self} has not answered within {timeout:g} s; is its process stopped?"
+            ) from None
         except (OSError, ProtocolError) as error:
             raise RuntimeUnavailableError(
                 f"no node daemon answers at {self} ({error}); start one with: proxyccl daemon --socket {self}"
@@ -246,7 +252,13 @@ class DaemonConnection:
         return self._closed
 
     def ask(
-        self, request: AnyRequest, answer_type: type[A], *, takes: float = 0.0, descriptors: Sequence[int] = ()
+        self,
+        request: AnyRequest,
+        answer_type: type[A],
+        *,
+        takes: float = 0.0,
+        descriptors: Sequence[int] = (),
+        turns: TurnWatch | None = None,
     ) -> A:
         """Sends a request and waits for its answer.
 
@@ -255,6 +267,7 @@ class DaemonConnection:
             answer_type: of the answer.
             takes: seconds that the daemon may take to do it.
             descriptors: that go with it.
+            turns: of this rank's workers. If they take none for the time-out, the answer is not waited for any longer.
 
         Raises:
             ClosedError: this end has hung up.
@@ -264,7 +277,7 @@ class DaemonConnection:
         with self._lock:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
-            answer = self._exchange(request, takes, descriptors) if not self._lost else None
+            answer = self._exchange(request, takes, descriptors, turns) if not self._lost else None
         if isinstance(answer, Refused):
             raise answer.exception()
         if not isinstance(answer, answer_type):
@@ -273,23 +286,31 @@ class DaemonConnection:
             raise ProxyLostError(f"the node daemon is lost: {self._lost}", operation=request.name)
         return answer
 
-    def _exchange(self, request: AnyRequest, takes: float, descriptors: Sequence[int]) -> AnyReply | None:
+    def _exchange(
+        self, request: AnyRequest, takes: float, descriptors: Sequence[int], turns: TurnWatch | None
+    ) -> AnyReply | None:
         """The answer to a request; None where the daemon is lost."""
         number = next(self._numbers)
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
-            return self._answer_to(number, takes + min(self._timeout, _MARGIN))
+            return self._answer_to(number, takes + min(self._timeout, _MARGIN), turns)
         except BrokenPipeError:
             self._reader.join(_MARGIN)  # it finds out why
         except (OSError, queue.Empty) as error:
-            self._lose(f"process {self.daemon} does not answer a request to {request.name}: {error or 'too late'}")
+            self.give_up(f"does not answer a request to {request.name}: {str(error) or 'too late'}")
         return None
 
-    def _answer_to(self, number: int, timeout: float) -> AnyReply | None:
+    def _answer_to(self, number: int, timeout: float, turns: TurnWatch | None) -> AnyReply | None:
         """None where the daemon is lost. The answer to a request that was interrupted (Ctrl-C) may come before."""
         deadline = time.monotonic() + timeout
         while True:
-            answer = self._answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            left = max(0.0, deadline - time.monotonic())
+            try:
+                answer = self._answers.get(timeout=left if turns is None else min(left, _LOOK_SECONDS))
+            except queue.Empty:
+                if turns is None or left == 0 or turns.look() > self._timeout:
+                    raise
+                continue
             if answer is None or answer.request in (None, number):
                 return answer
 
@@ -323,14 +344,19 @@ class DaemonConnection:
         self._answers.put(None)
         self._on_failure(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, None, None, 0, reason))
 
-    def close_service(self, timeout: float) -> bool:
+    def give_up(self, what: str) -> None:
+        """Loses a daemon that lives, or may live. `what` it does, or does not do, follows the name of its process."""
+        stopped = "; it is stopped, and SIGCONT lets it go on" if is_stopped(self.daemon) else ""
+        self._lose(f"process {self.daemon} {what}{stopped}")
+
+    def close_service(self, timeout: float, turns: TurnWatch) -> bool:
         """Has the daemon drain the rings and free all that it was given, and hangs up.
 
         False if a worker did not end in time. Where the daemon is lost nothing of it runs, or nothing can be done.
         """
         with self._lock:
             try:
-                return self.ask(Close(timeout), Closed, takes=2 * timeout).ended
+                return self.ask(Close(timeout), Closed, takes=2 * timeout, turns=turns).ended
             except ProxyLostError:
                 return True
             finally:

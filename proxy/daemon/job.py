@@ -18,6 +18,7 @@ from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.connection import introduce
 from proxyccl.proxy.daemon.frames import limit_waits
 from proxyccl.proxy.daemon.listeners import BACKLOG, abstract
+from proxyccl.proxy.processes import start_of
 
 _HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 """Variables by which a launcher shows each rank its own device only."""
@@ -28,6 +29,8 @@ _START_SECONDS = 30.0
 """What a start may take at least, however short the time-out: that is for peers, and a busy machine starts slowly."""
 _POLL_SECONDS = 0.002
 _MOST_WORDS = 2000
+_served: dict[str, tuple[int, int | None]] = {}
+"""By name, the process of the daemon that this process used last, and when that began."""
 _WAY_OUT = "PROXYCCL_PROXY=thread runs the proxies in the ranks instead"
 
 
@@ -73,24 +76,33 @@ class JobDaemon:
 
     def connect(self, timeout: float) -> tuple[socket.socket, int]:
         """See `DaemonAddress.connect`. Starts the daemon if there is none."""
-        patience = max(timeout, _START_SECONDS)
-        deadline = time.monotonic() + patience
+        start_seconds = max(timeout, _START_SECONDS)
+        deadline = time.monotonic() + start_seconds
         while True:
+            patience = timeout if self._runs() else start_seconds
             try:
                 connection, answer = introduce(abstract(self._name), patience)
             except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError) as error:  # none, or it is ending
                 if time.monotonic() > deadline:
-                    raise _no_daemon(f"none answered within {patience:g} s: {error}") from None
-                if not self._start(patience):
+                    raise _no_daemon(f"none answered within {start_seconds:g} s: {error}") from None
+                if not self._start(start_seconds):
                     time.sleep(_POLL_SECONDS)
+            except BlockingIOError:
+                raise _no_daemon(f"it has not answered within {patience:g} s; is its process stopped?") from None
             except (OSError, ProtocolError) as error:
                 raise _no_daemon(str(error)) from None
             else:
                 limit_waits(connection, timeout, 0)
+                _served[self._name] = answer.pid, start_of(answer.pid)
                 # The system would name the process that began to listen, which is the rank that started the daemon.
                 with contextlib.suppress(OSError):  # it may have ended; then it is lost without words
                     self._errors = os.open(f"/proc/{answer.pid}/fd/2", os.O_RDONLY | os.O_CLOEXEC)
                 return connection, answer.pid
+
+    def _runs(self) -> bool:
+        """Whether the daemon that served this process before still runs: then there is no start to be patient with."""
+        pid, started = _served.get(self._name, (0, None))
+        return started is not None and start_of(pid) == started
 
     def _start(self, timeout: float) -> bool:
         """Starts the daemon. False if another rank is about to."""

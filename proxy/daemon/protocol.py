@@ -37,7 +37,7 @@ from proxyccl.proxy.trigger import MAX_CHANNELS, MAX_MEMORIES, Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 from proxyccl.proxy.workers import MAX_RINGS
 
-VERSION = 9
+VERSION = 10
 LONGEST_FRAME = 64 * 1024
 MOST_DESCRIPTORS = MAX_RINGS + 1
 """In a frame: the control segment's and the rings'."""
@@ -451,6 +451,7 @@ class Failed(Reply, frozen=True):
     peer: Uint64 | None
     plan: Uint32 = 0
     wait: Uint32 = 0
+    offset: Uint64 = 0
 
     @classmethod
     def of(cls, failure: ProxyFailure) -> Failed:
@@ -465,6 +466,7 @@ class Failed(Reply, frozen=True):
             failure.peer,
             failure.plan,
             failure.wait,
+            failure.offset,
         )
 
     def failure(self) -> ProxyFailure:
@@ -479,6 +481,7 @@ class Failed(Reply, frozen=True):
             peer=self.peer,
             plan=self.plan,
             wait=self.wait,
+            offset=self.offset,
         )
 
 

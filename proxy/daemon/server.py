@@ -112,6 +112,11 @@ class Daemon:
         with self._lock:
             return len(self._sessions)
 
+    @property
+    def wake_descriptor(self) -> int:
+        """A byte that is written to it makes `serve` look around."""
+        return self._wake_write
+
     def stop(self) -> None:
         """Makes `serve` return. Callable from any thread and from signal handlers."""
         self._stopping = True

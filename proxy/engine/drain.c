@@ -2,13 +2,19 @@
 #include "clock.h"
 #include "worker.h"
 
-/* Which check a refused transfer fails. */
-static const char *trigger_error(const ProxycclMemory *dst, const ProxycclMemory *src, uint64_t src_offset,
-                                 uint64_t bytes) {
-  if (src->bytes == 0) return "the source memory id is not registered";
-  if (dst->bytes == 0) return "the destination memory id is not registered";
-  if (src_offset + bytes > src->bytes) return "the transfer leaves the source memory";
-  return "the transfer leaves the destination memory";
+static ProxycclExit refuse(ProxycclExitInfo *info, const char *reason) {
+  return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
+}
+
+/* Refuses a transfer by the first check that it fails, the source's before the destination's. */
+static __attribute__((noinline)) ProxycclExit refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
+                                                              uint64_t src_offset, uint64_t bytes,
+                                                              ProxycclExitInfo *info) {
+  info->of_source = src->bytes == 0 || (dst->bytes != 0 && src_offset + bytes > src->bytes);
+  if (src->bytes == 0) return refuse(info, "the source memory id is not registered");
+  if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
+  return refuse(info, info->of_source ? "the transfer leaves the source memory"
+                                      : "the transfer leaves the destination memory");
 }
 
 /* Bytes of the value that a trigger carries; 0 if its source is a memory. */
@@ -95,13 +101,12 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
   route->dst = &service->memories[trigger_field(trigger.word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
   if (route->channel->is_handler) return PROXYCCL_EXIT_HANDLER;
   if (route->channel->connection == NULL)
-    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the channel id is not in use");
+    return refuse(info, "the channel id is not in use");
   if (route->op == PROXYCCL_OP_CUSTOM)
-    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, "the trigger carries no operation");
+    return refuse(info, "the trigger carries no operation");
   const ProxycclTransport *transport = route->channel->connection->transport;
   if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(transport, route))
-    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
-                           "only RDMA reaches a memory that the trigger names, but its channel copies");
+    return refuse(info, "only RDMA reaches a memory that the trigger names, but its channel copies");
   route->transfer = route->op & PROXYCCL_OP_GET ? transport->get : transport->put;
   route->names = names_of(trigger);
   return CONTINUE;
@@ -118,8 +123,8 @@ static __attribute__((noinline)) ProxycclExit put_value(ProxycclConnection *conn
                                                         ProxycclTrigger trigger, ProxycclExitInfo *info) {
   const uint64_t offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
   const uint32_t bytes = value_bytes(trigger);
-  if (dst->bytes == 0 || offset + bytes > dst->bytes)
-    return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, dst, 0, 0));
+  if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
+  if (offset + bytes > dst->bytes) return refuse(info, "the value leaves the destination memory");
   const int status = connection->transport->put_value(connection, dst, offset, trigger.word0, bytes);
   if (status == PROXYCCL_TRANSPORT_WAITS) return HELD;
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
@@ -141,7 +146,7 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
     /* The fields have 32 bits, so no sum overflows. The ids of values are no memories, so their bytes are 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
       if (value_bytes(trigger) == 0)
-        return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, trigger_error(dst, src, src_offset, bytes));
+        return refuse_transfer(dst, src, src_offset, bytes, info);
       const ProxycclExit result = put_value(connection, dst, trigger, info);
       if (result != CONTINUE) return result;
       route->bytes += value_bytes(trigger);
@@ -160,8 +165,7 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
     uint64_t count = previous + 1;
     if (!(route->op & PROXYCCL_OP_DATA) && value_bytes(trigger) != 0) {
       if (trigger.word0 <= previous)
-        return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0,
-                               "a signal's value is not above the count of the channel's signals");
+        return refuse(info, "a signal's value is not above the count of the channel's signals");
       count = trigger.word0;
     }
     channel->outbound = count;

@@ -57,6 +57,7 @@ typedef struct ProxycclExitInfo {
   ProxycclConnection *connection; /* the connection that failed, or the trigger's; NULL if none is concerned */
   uint32_t plan;                  /* number of the plan that failed; 0 if none is concerned */
   uint32_t wait;                  /* after a time-out: the ProxycclWaitKind */
+  uint32_t of_source;             /* 1: the trigger is refused for its source, otherwise for its destination */
 } ProxycclExitInfo;
 
 typedef struct ProxycclIdlePolicy {

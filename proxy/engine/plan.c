@@ -409,6 +409,7 @@ static ProxycclExit find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitI
   if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
+  word_store(&service->words->running, number); /* before the bell falls silent: one of the two tells that a stream waits */
   word_store(&service->words->bell, 0);
   *plan = number < PROXYCCL_MAX_PLANS ? plan_load(&service->plans[number]) : NULL;
   if (*plan == NULL) {
@@ -454,7 +455,9 @@ static void note_progress(ProxycclWorker *worker) {
 
 static void end_part(ProxycclWorker *worker) {
   worker->run.plan = NULL;
-  if (part_end(&worker->service->parts) == 0) word_store(&worker->service->words->done, 1);
+  if (part_end(&worker->service->parts) != 0) return;
+  word_store(&worker->service->words->running, 0);
+  word_store(&worker->service->words->done, 1);
 }
 
 ProxycclExit proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,

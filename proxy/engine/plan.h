@@ -15,16 +15,27 @@
 
 enum {
   PROXYCCL_MAX_PLANS = 65536, /* numbers from 1 to one less than this */
-  PROXYCCL_PLAN_STAGES = 16
+  PROXYCCL_PLAN_STAGES = 16,
+  PROXYCCL_MAX_WORKERS = 64 /* of a service that has plans */
 };
+
+/* The count of a worker that takes no turns any more. */
+#define PROXYCCL_NO_MORE_TURNS UINT64_MAX
+
+/* The turns that a worker has taken. A worker whose thread is stopped, or does not return from a call, takes none. */
+typedef struct ProxycclTurns {
+  _Alignas(128) uint64_t count;
+} ProxycclTurns;
 
 /* Through which streams and workers meet, in pinned memory: each writer has lines of its own. A stream resets what it
  * and the workers have written when the plan is complete. */
 typedef struct ProxycclPlanWords {
   _Alignas(128) uint64_t bell;                         /* a stream writes the number of a plan, worker 0 resets it */
+  _Alignas(128) uint64_t running;                      /* the number of the plan that runs; 0: none does */
   _Alignas(128) uint64_t done;                         /* 1: the plan is complete */
   _Alignas(128) uint64_t gate;                         /* a stream counts up how far gated sends may go */
   _Alignas(128) uint64_t stages[PROXYCCL_PLAN_STAGES]; /* receives of each stage that are complete */
+  ProxycclTurns turns[PROXYCCL_MAX_WORKERS];           /* by worker, for whoever waits for any of it */
 } ProxycclPlanWords;
 
 /* Lets a peer write. It writes nothing before, and only in plans in which this rank posts to it. */

@@ -124,6 +124,15 @@ static int enter_context(ProxycclThread *thread, const ProxycclWorker *worker) {
   return status;
 }
 
+static void count_turn(ProxycclWorker *worker) {
+  if (worker->service->words != NULL) counter_add(&worker->service->words->turns[worker->number].count, 1);
+}
+
+static void end_turns(ProxycclWorker *worker) {
+  if (worker->service->words != NULL)
+    counter_set(&worker->service->words->turns[worker->number].count, PROXYCCL_NO_MORE_TURNS);
+}
+
 /* A worker's turn: steps of a plan, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. CONTINUE,
  * or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
  * *any_outstanding if work is. */
@@ -134,6 +143,7 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   const int stop = flags_load(&worker->stop);
   uint32_t done = 0;
   int held = 0, outstanding, running = 0;
+  count_turn(worker);
   /* Before any trigger is taken: those behind an abort may name memory that is gone, or carry garbage of a kernel that
    * was stopped. */
   if (abort_is_up(worker->service->control)) {
@@ -180,7 +190,10 @@ static ProxycclExit run_round(ProxycclThread *thread, Round *round, ProxycclExit
     const ProxycclExit result = take_turn(thread, worker, info, &round->progress, &round->busy, &round->outstanding);
     if (result != CONTINUE) {
       info->worker = worker;
-      if (result != PROXYCCL_EXIT_HANDLER) *thread->at = worker->next;
+      if (result != PROXYCCL_EXIT_HANDLER) {
+        *thread->at = worker->next;
+        end_turns(worker);
+      }
       if (*thread->at == NULL) thread->at = &thread->first;
       return result;
     }

@@ -7,6 +7,7 @@
 #include "clock.h"
 
 ProxycclWorker *proxyccl_worker_create(ProxycclService *service, ProxycclWorkerStats *stats) {
+  if (service->worker_count == PROXYCCL_MAX_WORKERS) return NULL;
   ProxycclWorker *worker = calloc(1, sizeof *worker);
   if (worker == NULL) return NULL;
   worker->service = service;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import re
@@ -386,6 +387,77 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
 
 
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])  # all_reduce: with stages and a gate
+def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(
+    own_daemon: RunningDaemon, collective: str
+) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        x = comm.empty(5000, "float32").fill(1.0)
+        out = comm.empty(5000 * comm.world_size, "float32")
+
+        def call() -> None:
+            if collective == "all_gather":
+                comm.all_gather(x, out=out, algorithm="proxy")
+            else:
+                comm.all_reduce(x, algorithm="proxy")
+            comm.synchronize()
+
+        for _ in range(4):  # from then on calls need no answer of the daemon
+            call()
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            stopped.enter_context(own_daemon.stopped())
+        comm.all_gather_bytes(b"")
+        started = time.monotonic()
+        error = caught(call)
+        assert SHORT - 0.1 < time.monotonic() - started < 2 * SHORT
+        return error
+
+    with contextlib.ExitStack() as stopped:
+        errors = run_ranks(2, body, timeout=SHORT)
+    assert all(isinstance(error, ProxyLostError) for error in errors), errors
+    reason = f"process {own_daemon.process.pid} has run none of the proxy for 3 s while a stream waited; it is stopped"
+    assert any(reason in str(error) for error in errors), errors
+
+
+def test_a_daemon_that_is_stopped_for_less_than_the_time_out_is_not_lost(own_daemon: RunningDaemon) -> None:
+    resumed = threading.Event()
+
+    def body(comm: Communicator) -> float:
+        all_reduce(comm)
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            stopped.enter_context(own_daemon.stopped())
+            threading.Timer(1.0, lambda: (stopped.close(), resumed.set())).start()
+        comm.all_gather_bytes(b"")
+        assert all_reduce(comm) == 3.0
+        assert resumed.is_set()
+        return all_reduce(comm)
+
+    with contextlib.ExitStack() as stopped:
+        assert run_ranks(2, body) == [3.0, 3.0]
+
+
+def test_closing_waits_one_time_out_for_a_stopped_daemon(own_daemon: RunningDaemon) -> None:
+    def body(comm: Communicator) -> None:
+        all_reduce(comm)
+        comm.all_gather_bytes(b"")
+        with own_daemon.stopped():
+            started = time.monotonic()
+            comm.close()
+            assert time.monotonic() - started < 2 * SHORT
+
+    run_ranks(1, body, timeout=SHORT)
+
+
+def test_a_signal_that_another_thread_gets_ends_the_daemon(own_daemon: RunningDaemon) -> None:
+    pid = own_daemon.process.pid
+    others = {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()} - {pid}
+    assert ctypes.CDLL(None).tgkill(pid, max(others), int(signal.SIGTERM)) == 0
+    own_daemon.wait()
+    assert own_daemon.ended == 0
+
+
 def test_a_daemon_that_is_told_to_end_says_so(own_daemon: RunningDaemon) -> None:
     errors = _wait_while(own_daemon, signal.SIGTERM)
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
@@ -453,7 +525,7 @@ def test_a_silent_daemon_is_lost_within_the_time_out(own_daemon: RunningDaemon) 
             assert isinstance(caught(proxy.connect_copy), ProxyLostError)
             assert isinstance(caught(comm.check), ProxyLostError)
             comm.close()
-            with pytest.raises(RuntimeUnavailableError, match="no node daemon answers"):
+            with pytest.raises(RuntimeUnavailableError, match="has not answered within 3 s; is its process stopped?"):
                 run_ranks(1, lambda _: None, timeout=SHORT)
 
     run_ranks(1, body, timeout=SHORT)

@@ -20,7 +20,17 @@ from support.processes import processes_with
 
 pytestmark = pytest.mark.host_only(reason="its ranks are on the host runtime")
 
-WITH_FAULTS = ("kill", "exit", "wrong arguments", "garbage", "fork", "signals", "full disk", "clock jumps")
+WITH_FAULTS = (
+    "kill",
+    "exit",
+    "wrong arguments",
+    "garbage",
+    "fork",
+    "signals",
+    "full disk",
+    "clock jumps",
+    "daemon stopped",
+)
 CASES = [Case.of(FAULTS.index(fault)) for fault in WITH_FAULTS]
 
 

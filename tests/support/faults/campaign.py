@@ -3,8 +3,9 @@
 With --hosts the ranks are on two hosts, which are network namespaces of this machine, and their link has faults too.
 With --jobs so many cases run at once. SIGTERM and Ctrl-C end the campaign and what it runs; its report has what ended.
 
-A finding is a process that did not end in time or ended by what has no name, a wrong result, ranks that disagree who
-goes on, a harmless fault that somebody noticed, or something that is left behind: a process, a descriptor, a file.
+A finding is a process that did not end in time or ended by what has no name, a stopped daemon that a rank did not
+notice within two time-outs, a wrong result, ranks that disagree who goes on, a harmless fault that somebody noticed, or
+something that is left behind: a process, a descriptor, a file.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from support.processes import processes_with
 _RANK = Path(__file__).parent / "rank.py"
 _SETTLES_SECONDS = 10.0
 _DIES_SECONDS = 5.0
+_NOTICES_SECONDS = 10.0
+"""That a busy machine may add to the two time-outs within which a stopped daemon is noticed."""
 _MARK = "PROXYCCL_FAULTS_CASE"
 _MOST_OUTPUT = 12_000
 """Characters that a finding shows of a rank's errors and of a report. Where threads hang stands at the errors' end."""
@@ -176,8 +179,8 @@ class Campaign:
             rank.ready.wait(max(0, deadline - time.monotonic()))
         self._stopped.wait(case.delay)
         with self._surroundings.link_fault(case):
-            self._strike(case, ranks)
-            findings = self._await_end(ranks, deadline)
+            findings = self._strike(case, ranks)
+            findings += self._await_end(ranks, deadline)
         for number, reader in enumerate(readers):
             reader.join(_SETTLES_SECONDS)  # a process that is left may hold the pipe open
             ranks[number].errors = (here / f"stderr-{number}").read_text(errors="replace")
@@ -202,8 +205,8 @@ class Campaign:
             )
         return Rank(process)
 
-    def _strike(self, case: Case, ranks: list[Rank]) -> None:
-        """What happens to the victim, or to its daemon, from outside."""
+    def _strike(self, case: Case, ranks: list[Rank]) -> list[str]:
+        """What happens to the victim, or to its daemon, from outside. Returns findings."""
         victim = ranks[case.victim].process.pid
         daemon = (ranks[case.victim].said("ready") or {}).get("daemon")
         strikes = {
@@ -211,17 +214,39 @@ class Campaign:
             "stop": (victim, [signal.SIGSTOP, signal.SIGCONT], 3 * case.timeout),
             "pause": (victim, [signal.SIGSTOP, signal.SIGCONT], case.timeout / 6),
             "daemon killed": (daemon, [signal.SIGKILL], 0.0),
-            "daemon stopped": (daemon, [signal.SIGSTOP, signal.SIGKILL], 3 * case.timeout),
+            "daemon stopped": (daemon, [signal.SIGSTOP, signal.SIGKILL], 0.0),
         }
+        findings: list[str] = []
         if case.fault not in strikes:
-            return
+            return findings
         target, signals, pause = strikes[case.fault]
         for i, number in enumerate(signals):
-            if i > 0:
+            if i > 0 and case.fault == "daemon stopped" and daemon is not None:
+                findings = self._await_notice(case, ranks)  # while it is stopped: its end tells everybody at once
+            elif i > 0:
                 self._stopped.wait(pause)
             if target is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(target, number)
+        return findings
+
+    def _await_notice(self, case: Case, ranks: list[Rank]) -> list[str]:
+        """Waits until every rank has met an error, or is done with what needs no daemon."""
+        deadline = time.monotonic() + 2 * case.timeout + _NOTICES_SECONDS
+        while unaware := [
+            number
+            for number, rank in enumerate(ranks)
+            if rank.process.poll() is None and not (rank.said("error") or rank.said("done"))
+        ]:
+            if time.monotonic() > deadline:
+                return [
+                    f"rank {number} did not notice within two time-outs that the daemon is stopped\n"
+                    f"{where_threads_wait(ranks[number].process.pid)}"
+                    for number in unaware
+                ]
+            if self._stopped.wait(0.05):
+                break
+        return []
 
     @staticmethod
     def _await_end(ranks: list[Rank], deadline: float) -> list[str]:

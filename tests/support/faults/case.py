@@ -86,6 +86,11 @@ class Case:
         return cls(seed, ranks, place, nodes, hosts, fault, rng.randrange(ranks), rng.uniform(0, 1.0), timeout)
 
     @property
+    def repeats(self) -> bool:
+        """Whether the ranks make the same calls again and again, so that only their streams wait for the daemon."""
+        return self.fault == "daemon stopped" and self.delay > 0.4
+
+    @property
     def arguments(self) -> list[str]:
         """Of rank.py: what gives this case again."""
         return [str(self.seed), self.fault, *(["hosts"] if self.hosts else [])]

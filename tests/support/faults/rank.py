@@ -150,7 +150,7 @@ def work_until_the_end(case: Case, comm: Communicator, work: Work, rng: random.R
     while not work.agree(time.monotonic() - began > case.work):
         if victim and time.monotonic() - began > case.delay:
             in_step_fault(case, comm, rng)
-        work.step()
+        (work.repeat if case.repeats else work.step)()
         steps += 1
     if timer is not None:
         timer.join()

@@ -58,6 +58,8 @@ class Work:
         self._numbers = np.random.default_rng(seed)
         self._layer: EPAll2AllLayer | None = None
         self._channels: Any = None
+        self._repeated: dict[str, tuple[Any, Values]] = {}  # by collective, its input and the result
+        self._outputs: dict[str, Any] = {}
         self._other: Communicator | None = None
         self._kinds: list[Callable[[], None]] = [
             self._all_reduce,
@@ -75,6 +77,21 @@ class Work:
     def step(self) -> None:
         """Does one thing. Raises what the library raises, and WrongResultError."""
         self._rng.choice(self._kinds)()
+
+    def repeat(self) -> None:
+        """Collectives by proxy of the same arrays each time: from the second time on only the stream asks the proxy."""
+        comm, size, count = self.comm, self.comm.world_size, 3000
+        if not self._repeated:
+            values = self._everyone(size, count)
+            self._repeated = {
+                "all_gather": (self._array(values[comm.rank]), values),
+                "all_to_all": (self._array(values[comm.rank]), values[:, comm.rank]),
+                "reduce_scatter": (self._array(values[comm.rank]), values.sum(axis=0)[comm.rank]),
+            }
+        for name, (x, expected) in self._repeated.items():
+            out = {"out": self._outputs[name]} if name in self._outputs else {}
+            self._outputs[name] = getattr(comm, name)(x, algorithm="proxy", **out)
+            _require(comm, self._outputs[name], expected, name)
 
     def agree(self, flag: bool) -> bool:
         """Whether any rank's flag is set."""

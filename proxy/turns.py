@@ -1,0 +1,47 @@
+"""Whether a proxy's workers take turns. Whoever waits for them asks: their process may be stopped, or a call may hang.
+
+A worker counts its turns in shared memory (engine/plan.h), so the question costs the proxy nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from proxyccl.proxy._engine import lib
+
+_LONGEST_STEP = 0.25
+"""Seconds that one look counts at most: if the one who looks was stopped too, that is not held against the workers."""
+
+
+class TurnWatch:
+    """For how long somebody has waited while a worker took no turn. For one thread, which looks every few milliseconds.
+
+    Args:
+        plan_words: the ProxycclPlanWords that the workers count in.
+        workers: number of workers.
+    """
+
+    def __init__(self, plan_words: Any, workers: int) -> None:
+        self._words = plan_words
+        self._counts = [0] * workers
+        self._idle = [0.0] * workers
+        self._looked = time.monotonic()
+
+    def look(self, *, awaited: bool = True) -> float:
+        """The longest time, in seconds, for which a worker that has not ended has taken no turn.
+
+        Args:
+            awaited: whether anybody waits now; otherwise the time begins again.
+        """
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, _LONGEST_STEP), now
+        for worker, before in enumerate(self._counts):
+            self._counts[worker] = count = self._words.turns[worker].count
+            idles = awaited and count == before and count != lib.PROXYCCL_NO_MORE_TURNS
+            self._idle[worker] = self._idle[worker] + passed if idles else 0.0
+        return max(self._idle)
+
+    def look_for_streams(self) -> float:
+        """The same while a stream waits for a plan; otherwise 0."""
+        return self.look(awaited=bool(self._words.bell or self._words.running))
