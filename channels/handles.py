@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from proxyccl.device._native import ffi
+from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Memory, Runtime
 
 if TYPE_CHECKING:
@@ -40,6 +41,12 @@ class Channel:
 
 
 C = TypeVar("C", bound=Channel)
+
+
+class NoChannelError(ArgumentError, KeyError):
+    """The set has no channel to that rank. A KeyError too, as of any mapping."""
+
+    __str__ = Exception.__str__  # a KeyError's would quote the message
 
 
 class ChannelSet(Sequence[C], Generic[C]):
@@ -77,8 +84,11 @@ class ChannelSet(Sequence[C], Generic[C]):
         return len(self._channels)
 
     def to(self, peer: int) -> C:
-        """The channel to a rank. Raises KeyError if there is none."""
-        return self._by_peer[peer]
+        """The channel to a rank. Raises NoChannelError, an ArgumentError and a KeyError, if there is none."""
+        try:
+            return self._by_peer[peer]
+        except KeyError:
+            raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}") from None
 
     @property
     def peers(self) -> list[int]:

@@ -431,6 +431,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Copies a rank's tensor to all ranks."""
         tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        self._require_rank(root, "root")
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -444,6 +445,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def reduce(self, tensors: Tensors, opts: Any) -> Any:
         """Reduces a tensor over all ranks, in place on one."""
         tensors = in_memory(tensors)
+        self._require_rank(opts.rootRank, "root")
         (tensor,) = tensors
         device = tensor.device
         return self._issue(
@@ -514,6 +516,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
         """Every rank's tensor into a list on one rank."""
+        self._require_rank(opts.rootRank, "root")
         (x,) = inputs
         parts = outputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
@@ -529,6 +532,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
         """A tensor of one rank's list for each rank."""
+        self._require_rank(opts.rootRank, "root")
         (output,) = outputs
         parts = inputs[0] if self._rank == opts.rootRank else []
         if self._rank == opts.rootRank:
@@ -674,6 +678,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         tensors = in_memory(tensors)
+        self._require_rank(peer, "peer")
         if peer == self._rank:
             raise ValueError(f"peer: rank {peer} is this rank itself; expected another")
         (tensor,) = tensors
@@ -712,6 +717,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self.end_coalescing(device)
 
     # -- arguments ---
+
+    def _require_rank(self, rank: int, argument: str) -> None:
+        # Before anything is made or queued: nobody would answer, and a wait would end by the time-out.
+        if not 0 <= rank < self._size:
+            raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {self._size - 1}")
 
     def _require_one_each(self, tensors: Tensors, argument: str) -> None:
         if len(tensors) != self._size:

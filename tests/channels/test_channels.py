@@ -467,8 +467,9 @@ def test_channels_come_in_the_order_of_their_peers() -> None:
             assert [channel.peer for channel in channels[1:]] == others[1:]
             assert f"to rank {others[0]}" in repr(channels[0])
             assert repr(others) in repr(channels)
-            with pytest.raises(KeyError):
+            with pytest.raises(ArgumentError, match=rf"no channel leads to rank {comm.rank}; expected one of") as none:
                 channels.to(comm.rank)
+            assert isinstance(none.value, KeyError)
             partner = comm.proxy_channels(comm.empty(16), peers=[comm.rank ^ 1])
             assert partner.peers == [comm.rank ^ 1]
             assert partner[0].transport == "copy"

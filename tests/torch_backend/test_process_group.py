@@ -205,6 +205,29 @@ def test_an_asynchronous_call_returns_before_the_others_come() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("rank", [RANKS, -1])
+def test_a_rank_that_does_not_exist_is_refused_at_once(rank: int) -> None:
+    group = ProcessGroupProxyCCL(dist.HashStore(), 0, RANKS, TIMEOUT)  # no other rank comes, so any wait would be long
+    x = torch.ones(1)
+    refused = pytest.raises(ValueError, match=f"{rank} is not a rank of the group; expected 0 to {RANKS - 1}")
+    for transfer in (group.send, group.recv):
+        with refused:
+            transfer([x], rank, 0)
+    group.start_coalescing()
+    with refused:
+        group.send([x], rank, 0)
+    group.end_coalescing().wait()
+    with refused:
+        group.broadcast([x], options("Broadcast", rootRank=rank))
+    with refused:
+        group.reduce([x], options("Reduce", rootRank=rank))
+    with refused:
+        group.gather([], [x], options("Gather", rootRank=rank))
+    with refused:
+        group.scatter([x], [], options("Scatter", rootRank=rank))
+    group.shutdown()
+
+
 def test_sends_and_receives_cross() -> None:
     """Each rank sends to both sides before it receives, more than fits into scratch memory; alone and coalesced."""
     size = 1 << 20
