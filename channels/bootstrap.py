@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from proxyccl.channels.program_end import watch_mpi
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
 
 
@@ -96,6 +97,8 @@ class MpiBootstrap:
         from mpi4py import MPI
 
         require_mpi(comm)
+        if hasattr(MPI, "_set_abort_status"):  # of mpi4py's runner
+            watch_mpi(MPI)
         parent = MPI.COMM_WORLD if comm is None else comm
         self._mpi = MPI
         self._parent = parent

@@ -5,13 +5,12 @@ from __future__ import annotations
 import atexit
 import numbers
 import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from proxyccl.channels import kernel_languages, proxy_channel, sm_channel
+from proxyccl.channels import kernel_languages, program_end, proxy_channel, sm_channel
 from proxyccl.channels.bootstrap import TorchBootstrap, as_bootstrap, require_mpi
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.all_gather import all_gather
@@ -173,6 +172,7 @@ class Communicator:
             raise
 
     def _take(self, group: Group, cta_policy: CtaPolicy) -> None:
+        program_end.watch()
         self._group = group
         self._collectives = Collectives(group, cta_policy)
         self._group.open(Reporter(self._group))
@@ -227,6 +227,7 @@ class Communicator:
             PeerLostError: more ranks were lost than the call can bear while it waits for them.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
         """
+        self._group.failure.require_own_process()
         if self.closed:
             raise ClosedError("the communicator is closed; expected it to be shrunk before that")
         excluded = self._excluded(exclude)
@@ -995,4 +996,4 @@ class Communicator:
 
 @atexit.register
 def _close_at_exit() -> None:
-    close_at_exit(failed=hasattr(sys, "last_type"))
+    close_at_exit(failed=program_end.failed())

@@ -1,0 +1,81 @@
+"""Whether the program ends by a failure: by an exception, or by an exit with a status that is not 0.
+
+Python tells its exit handlers nothing of a status. So `sys.exit` and `exit` raise a SystemExit here that notes when it
+has left the program: then Python asks it for its code, and no frame of the program is left. mpi4py's runner says how
+the program ended, whatever it raised. A SystemExit that is raised without `sys.exit` and without that runner goes
+unnoticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+_CODE: Any = SystemExit.__dict__["code"]  # the descriptor of a field of C
+_status_failed = False
+
+
+def failed() -> bool:
+    """Whether the program, which has ended, failed."""
+    return _status_failed or hasattr(sys, "last_type")
+
+
+def _note(code: object) -> None:
+    """Notes how the program ended: `code` is as of `sys.exit`."""
+    global _status_failed  # noqa: PLW0603  a program ends once
+    _status_failed = code not in (None, 0)
+
+
+class _ProgramExit(SystemExit):
+    """A SystemExit that notes how the program ends."""
+
+    @property
+    def code(self) -> Any:
+        """The status that was given."""
+        code = _CODE.__get__(self)
+        if sys._getframe().f_back is None:
+            _note(code)
+        return code
+
+    @code.setter
+    def code(self, value: Any) -> None:
+        _CODE.__set__(self, value)
+
+
+def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
+    """What raises SystemExit, made to raise one that notes the end. In other threads it ends the thread, as before."""
+
+    @functools.wraps(leave)
+    def raise_noting(*arguments: Any) -> NoReturn:
+        try:
+            leave(*arguments)
+        except SystemExit as error:
+            if threading.current_thread() is not threading.main_thread():
+                raise
+            raise _ProgramExit(*error.args) from None
+        raise AssertionError("it returned")
+
+    return raise_noting
+
+
+@functools.cache
+def watch() -> None:
+    """Has the program's end be noted from now on."""
+    sys.exit = _noting(sys.exit)
+    if (site := sys.modules.get("_sitebuiltins")) is not None:  # of `exit` and `quit`
+        site.Quitter.__call__ = _noting(site.Quitter.__call__)
+
+
+@functools.cache
+def watch_mpi(mpi: Any) -> None:
+    """The same for programs that mpi4py's runner runs. `mpi` is the module mpi4py.MPI."""
+    tell = mpi._set_abort_status
+
+    def note(status: int) -> None:
+        _note(status)
+        tell(status)
+
+    mpi._set_abort_status = note

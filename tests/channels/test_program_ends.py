@@ -1,0 +1,45 @@
+"""Programs that end with a communicator open: with a status that is not 0 the peers are told, as after an exception."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+
+from proxyccl.channels import program_end
+from support.paths import TESTS
+from support.processes import run_processes
+from support.running import run_mpi
+
+PROGRAM = TESTS / "support" / "programs" / "ends.py"
+
+
+@pytest.mark.parametrize(("how", "status"), [("sys.exit", 3), ("exit", 1)])
+def test_peers_hear_of_an_exit_with_a_status(how: str, status: int) -> None:
+    survivor, victim = run_processes(2, PROGRAM, how)
+    assert victim.returncode == status, victim.stderr
+    assert "AbortedError: rank 1" in survivor.stdout, survivor.stdout + survivor.stderr
+    assert "after no time" in survivor.stdout
+
+
+def test_an_exit_that_the_program_catches_is_not_its_end() -> None:
+    survivor, other = run_processes(2, PROGRAM, "caught")
+    assert other.returncode == 0, other.stderr
+    assert "caught" in other.stdout
+    assert survivor.stdout == "after no time\n", survivor.stderr
+
+
+def test_peers_hear_of_a_system_exit_under_mpi4py() -> None:
+    assert "AbortedError: rank 1" in run_mpi(2, PROGRAM, "raise").stdout
+
+
+def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: raised.append(arguments.exc_type))
+    program_end.watch()
+    thread = threading.Thread(target=sys.exit, args=(3,))
+    thread.start()
+    thread.join()
+    assert not program_end.failed()
+    assert raised == [SystemExit]  # itself, of which Python's own hook says nothing

@@ -1,0 +1,46 @@
+"""Rank 1's program ends as the first argument says, with its communicator open; rank 0 says how its next call ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+
+import numpy as np
+
+from proxyccl import Bootstrap, Communicator, MpiBootstrap, ProxyCCLError
+from support.processes import FileBootstrap
+
+how = sys.argv[1]
+bootstrap: Bootstrap = FileBootstrap.from_environment() if "RENDEZVOUS" in os.environ else MpiBootstrap()
+comm = Communicator(bootstrap, timeout=30)
+x = np.ones(4)
+comm.all_reduce(x)
+bootstrap.all_gather(b"", 30, lambda: None)  # the call is over on both ranks
+if comm.rank == 0:
+    began = time.monotonic()
+    try:
+        if how == "caught":
+            comm.close()
+        else:
+            comm.all_reduce(x)
+    except ProxyCCLError as error:
+        sys.stdout.write(f"{type(error).__name__}: {error}\n")
+    sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
+    sys.stdout.flush()
+    os._exit(0)  # what the other rank's status ends is its own program, not this one
+match how:
+    case "sys.exit":
+        sys.exit(3)
+    case "exit":
+        exit("a message")
+    case "raise":
+        raise SystemExit(3)
+    case "caught":
+        try:
+            sys.exit(3)
+        except SystemExit:
+            sys.stdout.write("caught\n")
