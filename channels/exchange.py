@@ -85,14 +85,21 @@ class Exchange:
         try:
             with observing:
                 everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
-                for peer, theirs in enumerate(everyone):
-                    if not theirs.startswith(tag):
-                        there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
-                        raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
+                self._require_purpose(everyone, purpose, tag)
         except CommunicatorError as error:
             self._file(error)
             raise
+        except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
+            if self._guard is not None:
+                self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
+            raise
         return [theirs[len(tag) :] for theirs in everyone]
+
+    def _require_purpose(self, everyone: list[bytes], purpose: str, tag: bytes) -> None:
+        for peer, theirs in enumerate(everyone):
+            if not theirs.startswith(tag):
+                there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
+                raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
 
     def _check(self, purpose: str) -> None:
         if self._guard is None:

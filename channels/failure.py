@@ -9,9 +9,13 @@ from typing import Protocol
 from proxyccl.channels.control import ControlSegment
 from proxyccl.channels.error_record import ErrorRecord, exception_from
 from proxyccl.channels.watcher import Watcher
+from proxyccl.device import forks
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, WaitTimeoutError
+from proxyccl.device.interrupts import raise_interrupt
 from proxyccl.proxy.interface import ProxyFailure
+
+_OWNED = "the communicator"
 
 
 class Observer(Protocol):
@@ -67,9 +71,10 @@ class FailureState:
         self._parent = parent
         self._control = control
         self.state = "opening"
+        self._process = forks.here()
         self._watcher: Watcher | None = None
         self._exception: CommunicatorError | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may ask while it is held
         self.cause = ""
         self.observer: Observer = _NoObserver()
 
@@ -83,6 +88,19 @@ class FailureState:
 
     def close(self) -> None:
         """Ends: from now on everything is refused with ClosedError."""
+        self.state = "closed"
+
+    def require_own_process(self) -> None:
+        """Raises ClosedError, which names the fork, in a fork's child."""
+        self._process.require(_OWNED)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a fork's child, and the group the parent's."""
+        return not self._process.is_here
+
+    def leave_to_parent(self) -> None:
+        """In a fork's child: ends, as the group is the parent's. From now on everything is refused by that name."""
         self.state = "closed"
 
     @property
@@ -106,19 +124,25 @@ class FailureState:
         return self._control.aborted
 
     def check(self) -> None:
-        """Raises the exception that ended the group, if a rank has failed."""
+        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a fork's child."""
+        self.require_own_process()
         if self.state != "closed" and self._control.aborted:
             raise self.exception()
 
     def require_usable(self) -> None:
         """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
         if self.state == "closed":
+            self.require_own_process()
             raise ClosedError("the communicator is closed")
         if self.state == "open" and self._control.aborted:
             raise self.exception()
 
     def exception(self) -> CommunicatorError:
-        """The exception that ended the group. A rank must have failed."""
+        """The exception that ended the group. A rank must have failed.
+
+        Raises what a signal's handler has raised, where that ended it.
+        """
+        raise_interrupt()
         with self._lock:
             if self._exception is None:
                 self._pass_on()
@@ -133,7 +157,8 @@ class FailureState:
         return self._parent.exception() if self._parent.aborted else None
 
     def abort(self, reason: str) -> None:
-        """Ends the group on all ranks. Waits for nobody."""
+        """Ends the group on all ranks. Waits for nobody. Raises ClosedError in a fork's child."""
+        self.require_own_process()
         if self.state == "open":
             self.cause = self.cause or reason
             self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -24,6 +25,7 @@ from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
 from proxyccl.channels.watcher import Watcher
+from proxyccl.device import forks
 from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
@@ -35,6 +37,7 @@ from proxyccl.device.errors import (
     WaitTimeoutError,
 )
 from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.interrupts import in_handler
 from proxyccl.device.lost_context import LOST_CONTEXT
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.threads import Thread
@@ -256,9 +259,11 @@ class Group:
 
     def synchronize(self, stream: StreamLike = None) -> None:
         """Waits for a stream (None: all of them), and raises what went wrong on it or in the group."""
+        if self.failure.closed:
+            self.failure.check()  # refuses a fork's child
         try:
-            if stream is not None and hasattr(stream, "synchronize"):
-                stream.synchronize()
+            if stream is not None:
+                self.runtime.synchronize_stream(stream)
             else:
                 self.runtime.synchronize()
         except KernelError as error:
@@ -312,7 +317,8 @@ class Group:
 
         Memory that peers reach is freed when they have closed the communicator too. The call waits for that, but not
         for a peer that waits for the end of another communicator: then a thread waits in its place. So communicators
-        may be closed in different orders on different ranks. After a failure it waits for nobody.
+        may be closed in different orders on different ranks. After a failure it waits for nobody. Called by a signal's
+        handler that interrupts a wait, it ends the group on all ranks, and leaves the rest to a later call.
 
         Args:
             collective: the others close it too; otherwise they are told to stop.
@@ -322,6 +328,11 @@ class Group:
             WaitTimeoutError: a peer did not close it within the time-out.
             CommunicatorError: a rank failed meanwhile.
         """
+        if in_handler():  # what was interrupted goes on, and uses what would be freed
+            self.failure.abort("a signal's handler closed it")
+            return
+        if self.failure.closed:  # in a fork's child another thread's lock may be held for ever
+            return
         with self._closing:
             if self.failure.closed:
                 return
@@ -334,6 +345,9 @@ class Group:
             except CommunicatorError:
                 self._release(healthy=False)
                 raise
+            except BaseException:  # of a signal's handler; the peers know that this rank has left
+                self._release_later()
+                raise
             if healthy:
                 self._release(healthy=True)
             else:
@@ -345,14 +359,14 @@ class Group:
             child._leave_with_parent(collective=collective)
         if not self.failure.usable:
             return False
+        if not collective:  # nothing is waited for: what is queued here may wait for the others
+            self.failure.abort("it left without the others")
+            return False
         try:
             self.runtime.synchronize()
         except KernelError as error:
             self._file(error)
             self.failure.abort(f"its work failed: {error}")
-            return False
-        if not collective:
-            self.failure.abort("it left without the others")
             return False
         self.links.drain_for_peers()
         if not self.failure.usable:
@@ -510,15 +524,28 @@ _abandoned: list[Group] = []
 """Groups that could not be ended: what they have is kept until the process ends."""
 _open_groups: list[Group] = []
 _open_lock = threading.Lock()
+forks.hold_while_forking(_open_lock)
 _releasing: list[tuple[Thread, float]] = []
 """Threads that wait for peers, each with what its group's `linger` was."""
+
+
+def _leave_to_parent() -> None:
+    """In a fork's child: the groups are the parent's, which goes on with them. Nothing is told, freed or waited for."""
+    for group in _open_groups:
+        group.failure.leave_to_parent()
+        group.launches.end_repeats()
+    _open_groups.clear()
+    _releasing.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def close_at_exit(*, failed: bool) -> None:
     """Ends the groups that the program left open, whatever order the ranks made them in.
 
     A program that ends well ends together with its peers, which may still need what this rank holds. One that ends by
-    an exception tells them to stop.
+    an exception, or with a status that is not 0, tells them to stop.
     """
     with _open_lock:
         groups = [group for group in _open_groups if group._parent is None]  # the others end with these

@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from proxyccl.channels.control import Presence
 from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.device import forks
 from proxyccl.device.errors import PeerLostError
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
 
@@ -82,6 +83,7 @@ class HostLink:
         self.peer = peer
         self._socket = connection
         self._socket.setblocking(False)
+        forks.keep_from_children(connection)
         for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network says nothing
             self._socket.setsockopt(*option, value)
         self._received = b""

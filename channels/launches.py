@@ -18,6 +18,8 @@ from proxyccl.channels.error_record import DIFFERENT_CALL
 from proxyccl.channels.failure import FailureState
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import Array, current_stream
+from proxyccl.device.errors import KernelError
+from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
@@ -52,6 +54,7 @@ class Launches:
         self.default_stream: Stream = runtime.create_stream(in_caller=True)
         self._default_handle = self.default_stream.handle
         self.prepared_calls = PreparedCalls(Array, "identity", self._lock, self._refuse)
+        when_interrupted(self._default_handle, lambda error: failure.abort(f"interrupted by {type(error).__name__}"))
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
 
@@ -155,6 +158,7 @@ class Launches:
     def close(self) -> None:
         """Frees the default stream."""
         self.default_stream.close()
+        forget(self._default_handle)
 
     def _refuse(self, status: int, kept: tuple[Any, Launch | StreamOperations]) -> None:
         """Raises what a call's status means that is not 0."""
@@ -211,7 +215,9 @@ class Launches:
         if stream is None and self._on_host:
             try:
                 self.default_stream.synchronize()
-            finally:
+            except KernelError:
                 self._failure.check()
+                raise
+            self._failure.check()
         elif owners:
             self._runtime.in_flight.add(owners, stream, handle)

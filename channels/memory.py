@@ -80,6 +80,7 @@ def register(group: Group, array: Any, *, symmetric: bool = False, argument: str
 
 def deregister(group: Group, array: Any) -> None:
     """Closes the registration of an array. See `Communicator.deregister`."""
+    group.failure.require_own_process()
     if isinstance(array, RegisteredMemory):
         array.close()
         return
@@ -315,7 +316,7 @@ class RegisteredMemory:
 
         Peers' memory stays mapped for a while, in case it is registered again.
         """
-        if self._closed:
+        if self._closed or self._group.failure.inherited:
             return
         self._closed = True
         service = self._group.links.proxy_if_started

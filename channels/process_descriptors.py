@@ -6,7 +6,10 @@ import os
 import select
 import threading
 
+from proxyccl.device import forks
+
 _lock = threading.Lock()
+forks.hold_while_forking(_lock)
 _of_process: dict[int, int] = {}
 _users: dict[int, int] = {}
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from proxyccl.channels.announcements import ENTRIES, LONGEST_HANDLE, MOST_RANKS, NO_MEMORY, UNREACHED, Announcements
 from proxyccl.channels.topology import Topology
+from proxyccl.device import forks
 from proxyccl.device.allocation_guard import AllocationGuard
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ProxyCCLError, ResourceError
@@ -106,8 +107,7 @@ class SymmetricArrayMemory:
 
     def __init__(self, memory: Memory, retire: Callable[[], None]) -> None:
         self.ptr, self.nbytes = memory.ptr, memory.nbytes
-        self._finalizer = weakref.finalize(self, retire)
-        self._finalizer.atexit = False  # communicators are closed later than that
+        self._finalizer = forks.finalizer(self, retire)
 
     @property
     def closed(self) -> bool:

@@ -406,6 +406,10 @@ class BaseRuntime(Protocol):
         """Waits for all work of the device's default stream and the streams made here."""
         ...
 
+    def synchronize_stream(self, stream: StreamLike) -> None:
+        """Waits for all work that was queued on a stream. Raises KernelError if any of it failed."""
+        ...
+
     def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
         """Queues the store of a value to a word, behind all earlier work of the stream, without a kernel.
 

@@ -170,19 +170,20 @@ typedef struct {
 } ProxycclCombine;
 
 enum { PROXYCCL_HOST_SUCCESS, PROXYCCL_HOST_INVALID_VALUE, PROXYCCL_HOST_NOT_FOUND, PROXYCCL_HOST_NOT_READY,
-       PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK, PROXYCCL_HOST_MAX_RESIDENT_BLOCKS,
-       PROXYCCL_HOST_MAX_SHARED_BYTES, PROXYCCL_HOST_BUFFER_ID, ... };
+       PROXYCCL_HOST_IN_HANDLER, PROXYCCL_HOST_LAUNCH_FAILED, PROXYCCL_HOST_MAX_THREADS_PER_BLOCK,
+       PROXYCCL_HOST_MAX_RESIDENT_BLOCKS, PROXYCCL_HOST_MAX_SHARED_BYTES, PROXYCCL_HOST_BUFFER_ID, ... };
 enum { PROXYCCL_HOST_QUEUED, PROXYCCL_HOST_INLINE, PROXYCCL_HOST_IN_CALLER, ... };
 int proxyccl_host_stream_create(void **stream, int kind);
 int proxyccl_host_stream_destroy(void *stream);
 int proxyccl_host_stream_query(void *stream);
 int proxyccl_host_stream_synchronize(void *stream);
+int proxyccl_host_stream_await(void *stream, uint64_t *target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void *stream, void *event, unsigned flags);
 int proxyccl_host_event_create(void **event);
 int proxyccl_host_event_destroy(void *event);
 int proxyccl_host_event_record(void *event, void *stream);
 int proxyccl_host_event_query(void *event);
-int proxyccl_host_event_synchronize(void *event);
+int proxyccl_host_event_await(void *event, uint64_t *target, unsigned milliseconds);
 int proxyccl_host_event_elapsed(float *milliseconds, void *start, void *end);
 int proxyccl_host_copy(void *dst, const void *src, size_t bytes, void *stream);
 void proxyccl_memmove(void *dst, const void *src, size_t bytes);
@@ -244,6 +245,9 @@ typedef struct {
 } ProxycclStreamOperations;
 void proxyccl_host_add_helper(int (*help)(void *, int), void *argument);
 void proxyccl_host_remove_helper(void *argument);
+void proxyccl_host_look_around(uint64_t thread, void (*look)(void *));
+int proxyccl_host_is_looking(void);
+int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned milliseconds);
 int proxyccl_host_stream_operations(void *stream, unsigned count, ProxycclStreamOperation *operations, unsigned flags);
 void proxyccl_stream_operations_fill(ProxycclStreamOperations *operations, uintptr_t batch, uintptr_t write64,
                                      uintptr_t wait64, uintptr_t copy, uintptr_t is_capturing, uintptr_t current);
@@ -268,6 +272,9 @@ int proxyccl_control_wait(const ProxycclControl *control, uint32_t place, uint32
 ffi.set_source(
     "proxyccl.device._native",
     """
+#include <sched.h>
+#include <time.h>
+
 #include "proxyccl/handles.h"
 #include "proxyccl/platform_host_memmove.h"
 #include "arrived.h"
@@ -307,6 +314,20 @@ static void proxyccl_pool_calls_fill(ProxycclPoolCalls *calls, uintptr_t allocat
   calls->current = (int (*)(uint64_t *))current;
   calls->make_current = (int (*)(uintptr_t))make_current;
   calls->exchange_capture_mode = (int (*)(int *))exchange_capture_mode;
+}
+/* Asks a driver for a stream or an event until that is done, for some milliseconds at most. query is cuStreamQuery,
+ * cuEventQuery or hip's. Returns its last status; they all answer PROXYCCL_HOST_NOT_READY while it is not done. */
+static int proxyccl_driver_await(uintptr_t query, uintptr_t handle, unsigned milliseconds) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  const int64_t end = now.tv_sec * 1000000000ll + now.tv_nsec + milliseconds * 1000000ll;
+  for (;;) {
+    const int status = ((int (*)(void *))query)((void *)handle);
+    if (status != PROXYCCL_HOST_NOT_READY) return status;
+    sched_yield();
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    if (now.tv_sec * 1000000000ll + now.tv_nsec > end) return status;
+  }
 }
 static void proxyccl_allocation_guard_fill(ProxycclAllocationGuard *guard, uintptr_t pointer_attribute) {
   guard->pointer_attribute = (int (*)(void *, int, uint64_t))pointer_attribute;

@@ -69,6 +69,7 @@ def _name(key_parts: tuple[str, ...], suffix: str) -> str:
 
 
 _building: dict[str, threading.Lock] = {}
+os.register_at_fork(after_in_child=_building.clear)  # who held them is not there
 _unsaved: dict[str, bytes] = {}  # what the cache could not take, by its name there
 
 

@@ -346,6 +346,10 @@ class CudaDriver:
             relaxed=int(cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED),
         )
 
+    def stream_query_address(self) -> int:
+        """cuStreamQuery's."""
+        return _address("cuStreamQuery")
+
     def launch_address(self) -> int:
         """cuLaunchKernel."""
         return _address("cuLaunchKernel")
@@ -368,6 +372,7 @@ def _pointer_attribute() -> Any:
     return kind(_address("cuPointerGetAttribute"))
 
 
+@functools.cache
 def _address(name: str) -> int:
     # The version names the signature: 12.0's, the oldest driver's.
     return int(ok(f"cuGetProcAddress({name})", cu.cuGetProcAddress(name.encode(), _OLDEST_DRIVER, 0))[0])

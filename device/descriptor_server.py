@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 
+from proxyccl.device import forks
 from proxyccl.device.threads import Thread
 
 NAME_BYTES = 16
@@ -44,6 +45,7 @@ class DescriptorServer:
         self._supply = supply
         self._failures = failures
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        forks.keep_from_children(self._socket)
         self._socket.bind(_address(self.name))
         self._socket.listen(64)
         Thread(self._run, "proxyccl-descriptors").start()

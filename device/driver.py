@@ -294,6 +294,10 @@ class Driver(Protocol):
         """The calls that allocate and number memory; the context is left to the caller."""
         ...
 
+    def stream_query_address(self) -> int:
+        """The address of `stream_query`'s call."""
+        ...
+
     def launch_address(self) -> int:
         """The address of the launch call, with cuLaunchKernel's signature."""
         ...

@@ -11,10 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from proxyccl.device import forks
 from proxyccl.device._native import ffi
 from proxyccl.device.base_runtime import (
     AllocationCalls,
@@ -37,8 +37,9 @@ from proxyccl.device.driver import Driver
 from proxyccl.device.errors import ArgumentError, CompileError, DriverError, RuntimeUnavailableError
 from proxyccl.device.gpu_context import DeviceContext
 from proxyccl.device.gpu_memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
-from proxyccl.device.gpu_streams import GpuEvent, GpuStream, stream_handle
+from proxyccl.device.gpu_streams import GpuEvent, GpuStream, stream_handle, synchronize
 from proxyccl.device.in_flight import InFlight
+from proxyccl.device.interrupts import wait_elsewhere
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names, kernels_of_image, text_with_exports
 from proxyccl.device.shared_memory import SharedMemory
@@ -55,8 +56,7 @@ class _LoadedModule:
     def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
         self.handle: int = context.call(context.driver.load_module, image)
         release = functools.partial(context.call, context.driver.unload_module, self.handle)
-        self._finalizer = weakref.finalize(self, unused.append, release)
-        self._finalizer.atexit = False
+        self._finalizer = forks.finalizer(self, unused.append, release)
 
 
 class GpuRuntime:
@@ -277,11 +277,13 @@ class GpuRuntime:
 
     def synchronize(self) -> None:
         """Waits for all work of the device's context, other libraries' in this process included."""
-        done = self.in_flight.take()
-        with self.current():
-            self.driver.synchronize()
-        del done
+        with self.in_flight.ending():
+            wait_elsewhere(functools.partial(self.context.call, self.driver.synchronize))
         self._memory.free_unused()
+
+    def synchronize_stream(self, stream: StreamLike) -> None:
+        """Waits for all work of a stream of any library."""
+        synchronize(self.context, self.stream_handle(stream))
 
     # -- kernels ---
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import mmap
-import os
 import struct
-import weakref
 from collections.abc import Callable, Hashable
 from typing import ClassVar
 
+from proxyccl.device import forks
 from proxyccl.device.base_runtime import Allocations
 from proxyccl.device.driver import DeviceInfo
 from proxyccl.device.errors import (
@@ -24,9 +23,6 @@ from proxyccl.device.in_flight import InFlight
 from proxyccl.device.lease_cache import LeaseCache
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.device.unused_memory import UnusedMemory, is_held
-
-_PROCESS = os.urandom(16)
-"""Tells this process's handles from others': process numbers are used again."""
 
 
 class GpuMemory:
@@ -43,9 +39,8 @@ class GpuMemory:
         self.ptr = ptr
         self.nbytes = nbytes
         self._release = release
-        # Not at exit: the driver takes everything with it, and communicators are closed later than that.
-        self._finalizer = weakref.finalize(self, later, release)
-        self._finalizer.atexit = False
+        self._process = forks.here()
+        self._finalizer = forks.finalizer(self, later, release)
 
     @property
     def closed(self) -> bool:
@@ -54,7 +49,7 @@ class GpuMemory:
 
     def close(self) -> None:
         """Frees or unmaps it. Waits for the work that may use it."""
-        if self._finalizer.detach() is not None:
+        if self._finalizer.detach() is not None and self._process.is_here:
             self._release()
 
 
@@ -122,7 +117,7 @@ class MemoryHandle:
     @classmethod
     def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
         """A handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
-        return cls._LAYOUT.pack(cls._MAGIC, _PROCESS, device, base, allocation, offset, nbytes, raw)
+        return cls._LAYOUT.pack(cls._MAGIC, forks.here().token, device, base, allocation, offset, nbytes, raw)
 
     @classmethod
     def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, int, bytes]:
@@ -134,7 +129,7 @@ class MemoryHandle:
         magic, process, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
         if magic != cls._MAGIC:
             raise ArgumentError("handle", "expected a handle of device memory: these bytes begin otherwise")
-        return process == _PROCESS, device, base, allocation, offset, nbytes, raw
+        return process == forks.here().token, device, base, allocation, offset, nbytes, raw
 
 
 _Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]

@@ -7,6 +7,7 @@ from typing import Any
 from proxyccl.device.base_runtime import StreamLike, foreign_stream_handle
 from proxyccl.device.driver import Driver
 from proxyccl.device.gpu_context import DeviceContext
+from proxyccl.device.interrupts import await_driver
 from proxyccl.device.owned import Owned, OwnedStream
 
 
@@ -22,8 +23,7 @@ class GpuStream(OwnedStream):
     def synchronize(self) -> None:
         """Waits until all that was queued is done."""
         self._require_open()
-        with self._context.current():
-            self._driver.stream_synchronize(self.handle)
+        synchronize(self._context, self.handle)
 
     def query(self) -> bool:
         """Whether all that was queued is done."""
@@ -60,12 +60,20 @@ class GpuEvent(Owned):
     def synchronize(self) -> None:
         """Waits for the marked point."""
         with self._context.current():
+            await_driver(self._driver.engine_functions().event_query, self.handle)
             self._driver.event_synchronize(self.handle)
 
     def elapsed(self, start: Any) -> float:
         """Milliseconds from `start` to this event; both were reached."""
         with self._context.current():
             return self._driver.event_elapsed(start.handle, self.handle)
+
+
+def synchronize(context: DeviceContext, stream: int) -> None:
+    """Waits until all that was queued on the stream with this handle is done."""
+    with context.current():
+        await_driver(context.driver.stream_query_address(), stream)
+        context.driver.stream_synchronize(stream)
 
 
 def stream_handle(driver: Driver, stream: StreamLike) -> int:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
+from proxyccl.device import forks
 from proxyccl.device.base_runtime import Memory
 from proxyccl.device.errors import AlreadyMappedError, ArgumentError
 from proxyccl.device.lease_cache import LeaseCache
@@ -99,3 +100,6 @@ class _Leased:
         if not self.closed:
             self.closed = True
             self._cache.release(self._handle)
+
+
+forks.hold_while_forking(HandleCache._caches_lock)

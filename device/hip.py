@@ -332,6 +332,10 @@ class HipDriver:
             relaxed=int(hip.hipStreamCaptureMode.hipStreamCaptureModeRelaxed),
         )
 
+    def stream_query_address(self) -> int:
+        """hipStreamQuery's."""
+        return address_of("hipStreamQuery")
+
     def launch_address(self) -> int:
         """hipModuleLaunchKernel."""
         return address_of("hipModuleLaunchKernel")

@@ -72,6 +72,7 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(os.fsdecode(get_library_path("amdhip64")))
 
 
+@functools.cache
 def address_of(name: str) -> int:
     """The address of a function in it."""
     return int(ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0)

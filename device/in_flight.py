@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
+from proxyccl.device.errors import KernelError
 from proxyccl.device.thread_streams import thread_number
 
 _BATCH = 16
@@ -78,12 +81,22 @@ class InFlight:
         for event in events:
             event.synchronize()
 
-    def take(self) -> object:
-        """Hands over all that is kept now to a caller that lets it go when it has waited for all streams."""
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Around a wait for all streams: lets go of all that is kept now, unless a signal's handler ends the wait."""
         with self._lock:
-            taken = (self._open, self._batches)
+            opened, batches = self._open, self._batches
             self._open, self._batches = {}, deque()
-            return taken
+        try:
+            yield
+        except KernelError:
+            raise
+        except BaseException:
+            with self._lock:
+                self._batches.extendleft(batches)
+                for key, (stream, kept) in opened.items():
+                    self._open.setdefault(key, (stream, []))[1].extend(kept)
+            raise
 
     def _end_batch(self, key: tuple[int, int]) -> None:
         _, kept = self._open.pop(key)

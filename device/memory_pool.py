@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import weakref
 from dataclasses import dataclass
 
+from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import BaseRuntime
 from proxyccl.device.errors import ArgumentError
@@ -43,8 +43,7 @@ class SegmentHold:
     """Keeps a segment's memory until it is closed, or has no reference left."""
 
     def __init__(self, runtime: BaseRuntime, number: int) -> None:
-        self._finalizer = weakref.finalize(self, _release, runtime, number)
-        self._finalizer.atexit = False
+        self._finalizer = forks.finalizer(self, _release, runtime, number)
 
     def close(self) -> None:
         """Ends the hold. If the library has freed the segment, and this was the last hold, the memory is freed."""

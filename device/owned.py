@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+from proxyccl.device import forks
 from proxyccl.device.errors import ArgumentError
 
 
@@ -13,9 +13,8 @@ class Owned:
     """An object that `release(*args)` gives back, once."""
 
     def __init__(self, release: Callable[..., Any], *args: Any) -> None:
-        self._finalizer = weakref.finalize(self, release, *args)
-        # Not at exit: the communicators are closed later than that.
-        self._finalizer.atexit = False
+        self._process = forks.here()
+        self._finalizer = forks.finalizer(self, release, *args)
 
     @property
     def closed(self) -> bool:
@@ -31,5 +30,6 @@ class OwnedStream(Owned):
     """A stream that refuses to be used when it is closed."""
 
     def _require_open(self) -> None:
+        self._process.require("the stream")
         if self.closed:
             raise ArgumentError("stream", "the stream is closed")

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 
+from proxyccl.device import forks
 from proxyccl.device.driver import Compiler, Driver
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
@@ -22,6 +23,7 @@ _AMD_NODES = ("/dev/kfd", "/dev/dxg")
 
 # A module that fails to import must not be imported by two threads at once: the second would see it half made.
 _opening = threading.RLock()
+forks.hold_while_forking(_opening)
 
 
 def _require_gpu(name: str) -> None:

@@ -13,6 +13,7 @@ import threading
 import weakref
 from typing import ClassVar
 
+from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 
@@ -73,6 +74,9 @@ class _Mapping:
         lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
         if descriptor >= 0:
             os.close(descriptor)
+
+
+forks.hold_while_forking(_Mapping._lock)
 
 
 class SharedMemory:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.runtime import PinnedMemory, Runtime
@@ -100,6 +101,7 @@ class ProxyService:
         self._handlers = Handlers()
         self._connections: list[Connection] = []
         self._closed = self._freed = False
+        self._process = forks.here()
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             self.fifos: list[Fifo] = []
@@ -219,7 +221,7 @@ class ProxyService:
     def remove_memory(self, first: int, nbytes: int) -> None:
         """Frees a memory's ids. No trigger may name them any more."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._process.is_here:
                 self._memories.remove(first, nbytes)
 
     def connect_copy(self, *, peer: int | None = None, transport: str = "copy", private: bool = False) -> Connection:
@@ -296,7 +298,7 @@ class ProxyService:
     def free_channels(self, channels: Iterable[int], connection: Connection) -> None:
         """Frees channel ids of a connection. Their triggers must be drained, and nobody may signal their words."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._process.is_here:
                 self._channels.free(channels, connection.worker)
 
     @property
@@ -313,7 +315,7 @@ class ProxyService:
     def remove_plan(self, number: int) -> None:
         """See `Proxy.remove_plan`."""
         with self._lock:
-            if not self._closed:
+            if not self._closed and self._process.is_here:
                 self._plans.remove(number)
 
     def check_turns(self, timeout: float) -> None:
@@ -460,6 +462,7 @@ class ProxyService:
             self._on_failure(failure)
 
     def _require_open(self) -> None:
+        self._process.require("the proxy service")
         if self._closed:
             raise ClosedError("the proxy service is closed")
 
@@ -473,6 +476,7 @@ class ProxyService:
 
     def drain(self, timeout: float, given_up: Callable[[], bool] = lambda: False) -> bool:
         """See `Proxy.drain`. The workers go on."""
+        self._process.require("the proxy service")
         with self._lock:
             if self._closed:
                 return False
@@ -489,6 +493,8 @@ class ProxyService:
         Returns:
             False if a worker did not end in time. What it uses is then kept, and another call waits again.
         """
+        if not self._process.is_here:  # the workers, and what they use, are the parent's
+            return True
         with self._lock:
             if self._freed:
                 return True

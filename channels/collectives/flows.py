@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import ArrayView
+from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
 from proxyccl.device.thread_streams import ThreadStream, identify_stream
@@ -144,9 +146,17 @@ class Flows:
         try:
             self._issue(transfers, launches, own)
             own.synchronize()
+        except KernelError:
+            self._failure.check()
+            raise
+        except BaseException as error:  # of a signal's handler, behind which the caller's arrays may go
+            self._failure.abort(f"interrupted by {type(error).__name__}")
+            with contextlib.suppress(KernelError):
+                own.synchronize()
+            raise
         finally:
             self._idle_streams.append(own)
-            self._failure.check()
+        self._failure.check()
 
     def _issue(self, transfers: Sequence[Transfer], launches: Sequence[Launch], stream: StreamLike) -> int:
         handle = self._runtime.stream_handle(stream)

@@ -171,10 +171,10 @@ class ElasticBuffer(Connected):
         self._usable()
         on_gpu = self._stream is not None
         if on_gpu and with_cpu_sync:
-            torch.cuda.synchronize()
+            self.communicator.synchronize()
         self.communicator.barrier(stream=torch.cuda.current_stream() if on_gpu else None)
         if on_gpu and with_cpu_sync:
-            torch.cuda.synchronize()
+            self.communicator.synchronize()
 
     get_engram_storage_size_hint = _refused("get_engram_storage_size_hint", _ENGRAM)
     engram_write = _refused("engram_write", _ENGRAM)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from proxyccl.device import forks
 from proxyccl.device.errors import CommunicatorError
 from proxyccl.torch import pools
 from proxyccl.torch import tensor_collectives as on_tensors
@@ -86,6 +87,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 else whole._endpoints.part(store, members, seconds)
             )
         self._endpoints: Endpoints = endpoints
+        self._process = forks.here()
         self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
         self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
         self._lock = threading.Lock()
@@ -262,6 +264,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             blocks: whether the end of a device's call is waited for on the CPU.
             flow: of a single transfer the peer and whether it is a send: it runs beside other calls.
         """
+        with torch_errors():
+            self._process.require("the process group")
         self._sequence += 1
         waits = opts is not None and not getattr(opts, "asyncOp", True)
         if device.type == "cpu":

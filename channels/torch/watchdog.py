@@ -12,6 +12,7 @@ import time
 import weakref
 from typing import Protocol
 
+from proxyccl.device import forks
 from proxyccl.device.threads import Thread
 from proxyccl.torch.endpoints import Endpoints
 
@@ -33,6 +34,7 @@ class Watched(Protocol):
 
 
 _lock = threading.Lock()
+forks.hold_while_forking(_lock)
 _watched: weakref.WeakSet[Watched] = weakref.WeakSet()
 _thread: Thread | None = None
 

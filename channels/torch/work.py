@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -181,10 +182,10 @@ class DeviceWork(dist.Work):
         self._wait_until_issued(deadline, timeout)
         if deadline is not None:
             self._wait_on_host(deadline, timeout)
+        elif self._blocks:
+            self._wait_on_host(math.inf, timeout)
         if self._on_own_stream and self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
-        if self._blocks and self._event is not None:
-            self._event.synchronize()
         with torch_errors():
             self._check()
         return True

@@ -141,6 +141,7 @@ struct Block {
   uint32_t live, runnable, at_barrier;
   uint32_t idle_turns, idle_rounds;
   bool deadlocked;
+  FiberState* interrupted;  // the fiber that the thread goes on with when it has looked around
   void* host_stack_pointer;
   void* host_sanitizer;
   uint64_t started, ended;  // addresses by which the sanitizer knows that all fibers start after, and end before, this
@@ -330,6 +331,10 @@ void spin(Fiber* base, uint32_t spins) {
   if (++block->idle_turns >= block->runnable) {  // every fiber has spun since anything happened
     block->idle_turns = 0;
     backOff(block->idle_rounds++);
+    if (timeToLook(block->idle_rounds)) {
+      block->interrupted = fiber;  // a fiber's stack is too small for what is called then
+      leaveToHost(fiber);
+    }
   }
   resume(fiber, fiber->next);
 }
@@ -410,6 +415,7 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
   block.runnable = 0;
   block.at_barrier = block.idle_turns = block.idle_rounds = 0;
   block.deadlocked = false;
+  block.interrupted = nullptr;
   if (__tsan_get_current_fiber) block.host_sanitizer = __tsan_get_current_fiber();
 
   for (uint32_t i = 0; i < count; ++i) {
@@ -440,6 +446,11 @@ BlockResult runBlock(const Launch& launch, uint32_t block_index) {
 
   if (__tsan_release) __tsan_release(&block.started);
   switchTo(&block.host_stack_pointer, block.fibers[0]->stack_pointer, block.fibers[0]->sanitizer);
+  while (FiberState* fiber = block.interrupted) {
+    block.interrupted = nullptr;
+    lookAround();
+    switchTo(&block.host_stack_pointer, fiber->stack_pointer, fiber->sanitizer);
+  }
   if (__tsan_acquire) __tsan_acquire(&block.ended);
 
   bool overflowed = false;

@@ -1,6 +1,7 @@
 // Runs one block of a launch on the calling OS thread. Internal to the host runtime.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 #include "proxyccl/platform_host.h"
@@ -23,6 +24,23 @@ enum class BlockResult { kDone, kDeadlock, kStackOverflow };
 // work to do. Otherwise gives the core away: at first by yielding, which costs the waiter least, then by sleeping, so
 // that many waiting ranks on few cores do not starve the one that works.
 void backOff(uint32_t rounds);
+
+// Marks that the calling thread runs work of a stream itself, which it may interrupt to look around.
+class RunsHere {
+ public:
+  explicit RunsHere(void* stream);
+  ~RunsHere();
+  RunsHere(const RunsHere&) = delete;
+  RunsHere& operator=(const RunsHere&) = delete;
+};
+
+// Whether the calling thread is to look around now, in a wait of which `rounds` have passed. Then it calls
+// lookAround(), on its own stack and without locks but the stream's.
+bool timeToLook(uint32_t rounds);
+void lookAround();
+// The same in a wait that sleeps for kBetweenLooks at a time.
+bool mayLook();
+constexpr std::chrono::milliseconds kBetweenLooks(50);
 
 // For what the proxy is to do for a kernel that ends.
 void helpOut();

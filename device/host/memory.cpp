@@ -10,6 +10,7 @@
 #include <new>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -59,6 +60,10 @@ Mappings& mappings() {
   static Mappings& all = *new Mappings();  // never destroyed: memory is unmapped until the process has ended
   return all;
 }
+
+// A fork's child has the mappings, and no other thread that could let go of the lock.
+[[maybe_unused]] const int kForksWait = pthread_atfork(
+    [] { mappings().mutex.lock(); }, [] { mappings().mutex.unlock(); }, [] { mappings().mutex.unlock(); });
 
 uintptr_t roundUp(uintptr_t value, uintptr_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

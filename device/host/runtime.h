@@ -27,6 +27,7 @@ enum {
   PROXYCCL_HOST_INVALID_VALUE = 1,
   PROXYCCL_HOST_NOT_FOUND = 500,
   PROXYCCL_HOST_NOT_READY = 600,
+  PROXYCCL_HOST_IN_HANDLER = 601, /* a signal's handler may not use what it interrupts */
   PROXYCCL_HOST_LAUNCH_FAILED = 719,
   PROXYCCL_HOST_MAX_THREADS_PER_BLOCK = 1024,
   PROXYCCL_HOST_MAX_RESIDENT_BLOCKS = 512,
@@ -49,6 +50,9 @@ int proxyccl_host_stream_create(void** stream, int kind);
 int proxyccl_host_stream_destroy(void* stream); /* waits for what was queued */
 int proxyccl_host_stream_query(void* stream);
 int proxyccl_host_stream_synchronize(void* stream);
+/* The same for some milliseconds at most, after which it returns PROXYCCL_HOST_NOT_READY: the caller looks around and
+ * calls again. *target is 0 in the first call, and says from then on what is waited for. */
+int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds);
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned flags);
 
 int proxyccl_host_event_create(void** event);
@@ -56,6 +60,7 @@ int proxyccl_host_event_destroy(void* event);
 int proxyccl_host_event_record(void* event, void* stream);
 int proxyccl_host_event_query(void* event);
 int proxyccl_host_event_synchronize(void* event);
+int proxyccl_host_event_await(void* event, uint64_t* target, unsigned milliseconds); /* as for a stream */
 int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end);
 
 int proxyccl_host_copy(void* dst, const void* src, size_t bytes, void* stream);
@@ -70,6 +75,13 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
  * time is in it, and it may be on a kernel's stack. */
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument);
 void proxyccl_host_remove_helper(void* argument); /* nobody is in it any more */
+
+/* Has one thread call look(stream) every 50 ms while what it runs itself on a stream (PROXYCCL_HOST_IN_CALLER) waits.
+ * It is called on the thread's own stack, between two steps of that work, which goes on when it returns. Meanwhile
+ * what runs in its caller is refused to this thread. */
+void proxyccl_host_look_around(uint64_t thread, void (*look)(void* stream));
+/* Whether the calling thread is in look(). */
+int proxyccl_host_is_looking(void);
 
 /* A module is one use of a shared object, which stays loaded: several modules of one have different control blocks. */
 int proxyccl_host_module_load(void** module, const char* path); /* error text by dlerror */

@@ -238,6 +238,7 @@ class HostRuntime:
     def stream_handle(self, stream: StreamLike) -> int:
         """The handle of a `HostStream`, or of the default stream for None."""
         if stream is None:
+            self._default_stream._require_open()  # a fork's child lacks its thread
             return self._default_stream.handle
         if isinstance(stream, HostStream):
             stream._require_open()
@@ -300,16 +301,20 @@ class HostRuntime:
 
     def synchronize(self) -> None:
         """Waits for every stream made by this runtime."""
-        done = self.in_flight.take()
         failed: KernelError | None = None
-        for stream in self._all_streams():  # those of other ranks too
-            try:
-                stream.finish()
-            except KernelError as error:  # the others are waited for all the same
-                failed = failed or error
-        del done
+        with self.in_flight.ending():
+            for stream in self._all_streams():  # those of other ranks too
+                try:
+                    stream.finish()
+                except KernelError as error:  # the others are waited for all the same
+                    failed = failed or error
         if failed is not None:
             raise failed
+
+    def synchronize_stream(self, stream: StreamLike) -> None:
+        """Waits for a stream that this runtime made, or for the default stream."""
+        handle = self.stream_handle(stream)
+        next(own for own in (self._default_stream, *self._all_streams()) if own.handle == handle).synchronize()
 
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0

@@ -9,6 +9,8 @@ _MESSAGES = {
     lib.PROXYCCL_HOST_INVALID_VALUE: "a value is out of range",
     lib.PROXYCCL_HOST_NOT_FOUND: "not found",
     lib.PROXYCCL_HOST_NOT_READY: "not ready",
+    lib.PROXYCCL_HOST_IN_HANDLER: "a signal's handler can't use a stream while it interrupts a call that waits; "
+    "expected it to return, to raise or to abort the communicator",
     lib.PROXYCCL_HOST_LAUNCH_FAILED: "the kernel failed: its threads deadlocked at a barrier "
     "that not all of them reach, or one overflowed its stack",
 }

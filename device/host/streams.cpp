@@ -33,10 +33,10 @@ namespace {
 class BlockThreads {
  public:
   // Never destroyed: at exit, detached threads may still be parked in it.
-  static BlockThreads& instance() {
-    static BlockThreads* threads = new BlockThreads();
-    return *threads;
-  }
+  static BlockThreads& instance() { return *current(); }
+
+  // In a fork's child: the threads are the parent's.
+  static void startAnew() { current() = new BlockThreads(); }
 
   void submit(std::function<void()> task) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -49,6 +49,11 @@ class BlockThreads {
   }
 
  private:
+  static BlockThreads*& current() {
+    static BlockThreads* threads = new BlockThreads();
+    return threads;
+  }
+
   void work() {
     pthread_setname_np(pthread_self(), "proxyccl-blocks");  // what top and a debugger show
     std::unique_lock<std::mutex> lock(mutex_);
@@ -71,6 +76,22 @@ class BlockThreads {
   std::deque<std::function<void()>> tasks_;
   size_t idle_ = 0;
 };
+
+[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, BlockThreads::startAnew);
+
+// Waits for a condition. A thread that runs a stream's work itself looks around meanwhile.
+template <class Condition>
+void waitFor(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Condition condition) {
+  if (!mayLook()) {
+    changed.wait(lock, condition);
+    return;
+  }
+  while (!changed.wait_for(lock, kBetweenLooks, condition)) {
+    lock.unlock();
+    lookAround();
+    lock.lock();
+  }
+}
 
 struct Module;
 
@@ -112,7 +133,7 @@ int runLaunch(const Launch& launch) {
     });
   work(0);
   std::unique_lock<std::mutex> lock(mutex);
-  done.wait(lock, [&] { return running == 0; });
+  waitFor(lock, done, [&] { return running == 0; });
   return failed ? PROXYCCL_HOST_LAUNCH_FAILED : PROXYCCL_HOST_SUCCESS;
 }
 
@@ -139,7 +160,9 @@ class Stream {
   int enqueue(Operation operation) {
     if (kind_ == PROXYCCL_HOST_INLINE) return operation();
     if (kind_ == PROXYCCL_HOST_IN_CALLER) {
+      if (proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
       std::lock_guard<std::mutex> lock(mutex_);
+      RunsHere here(this);
       noteStatus(operation());
       return PROXYCCL_HOST_SUCCESS;
     }
@@ -163,13 +186,40 @@ class Stream {
   }
 
   int synchronize() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const uint64_t target = queued_;
-    changed_.wait(lock, [&] { return completed_ >= target; });
+    uint64_t target = 0;
+    int status;
+    do {
+      status = await(&target, std::chrono::hours(1));
+    } while (status == PROXYCCL_HOST_NOT_READY);
+    return status;
+  }
+
+  // Waits for `longest` at most. *target is one more than how many operations must be done, or 0 for those so far.
+  int await(uint64_t* target, std::chrono::milliseconds longest) {
+    if (kind_ == PROXYCCL_HOST_IN_CALLER && proxyccl_host_is_looking()) return PROXYCCL_HOST_IN_HANDLER;
+    std::unique_lock<std::mutex> lock(mutex_, std::defer_lock);
+    if (!lockWithin(lock, longest)) return PROXYCCL_HOST_NOT_READY;
+    if (*target == 0) *target = queued_ + 1;
+    if (!changed_.wait_for(lock, longest, [&] { return completed_ + 1 >= *target; })) return PROXYCCL_HOST_NOT_READY;
     return takeStatus();
   }
 
  private:
+  // While an operation runs in another caller, this returns false in the end.
+  bool lockWithin(std::unique_lock<std::mutex>& lock, std::chrono::milliseconds longest) const {
+    if (kind_ != PROXYCCL_HOST_IN_CALLER) {
+      lock.lock();
+      return true;
+    }
+    constexpr std::chrono::microseconds kPause(100);
+    const auto deadline = std::chrono::steady_clock::now() + longest;
+    while (!lock.try_lock()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(kPause);
+    }
+    return true;
+  }
+
   void noteStatus(int status) {
     if (status_ == PROXYCCL_HOST_SUCCESS) status_ = status;
   }
@@ -229,7 +279,14 @@ class Event {
   }
   void waitFor(uint64_t record) {
     std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [&] { return completed_ >= record; });
+    host::waitFor(lock, changed_, [&] { return completed_ >= record; });
+  }
+  // Waits for `longest` at most. *target is one more than the record, or 0 for the last so far.
+  int await(uint64_t* target, std::chrono::milliseconds longest) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (*target == 0) *target = recorded_ + 1;
+    const bool reached = changed_.wait_for(lock, longest, [&] { return completed_ + 1 >= *target; });
+    return reached ? PROXYCCL_HOST_SUCCESS : PROXYCCL_HOST_NOT_READY;
   }
   std::chrono::steady_clock::time_point time() {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -265,6 +322,9 @@ int proxyccl_host_stream_destroy(void* stream) {
 }
 int proxyccl_host_stream_query(void* stream) { return asStream(stream)->query(); }
 int proxyccl_host_stream_synchronize(void* stream) { return asStream(stream)->synchronize(); }
+int proxyccl_host_stream_await(void* stream, uint64_t* target, unsigned milliseconds) {
+  return asStream(stream)->await(target, std::chrono::milliseconds(milliseconds));
+}
 int proxyccl_host_stream_wait_event(void* stream, void* event, unsigned) {
   EventHolder holder = asEvent(event);
   const uint64_t record = holder->lastRecord();
@@ -294,6 +354,9 @@ int proxyccl_host_event_query(void* event) { return asEvent(event)->query(); }
 int proxyccl_host_event_synchronize(void* event) {
   asEvent(event)->waitFor(asEvent(event)->lastRecord());
   return PROXYCCL_HOST_SUCCESS;
+}
+int proxyccl_host_event_await(void* event, uint64_t* target, unsigned milliseconds) {
+  return asEvent(event)->await(target, std::chrono::milliseconds(milliseconds));
 }
 int proxyccl_host_event_elapsed(float* milliseconds, void* start, void* end) {
   if (asEvent(start)->query() != PROXYCCL_HOST_SUCCESS || asEvent(end)->query() != PROXYCCL_HOST_SUCCESS)
@@ -334,7 +397,10 @@ int proxyccl_host_stream_operations(void* stream, unsigned count, ProxycclStream
         __atomic_store_n(word, operation.value, __ATOMIC_RELEASE);  // as write64
       } else {
         // Pairs with the release of whoever stores the word: later work sees what was done before.
-        for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) backOff(rounds);
+        for (uint32_t rounds = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) < operation.value; ++rounds) {
+          backOff(rounds);
+          if (timeToLook(rounds)) lookAround();
+        }
       }
     }
     return 0;

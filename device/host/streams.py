@@ -9,6 +9,7 @@ from typing import Any
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.base_runtime import StreamLike
 from proxyccl.device.host.status import check_status
+from proxyccl.device.interrupts import SLICE_MS
 from proxyccl.device.owned import Owned, OwnedStream
 
 
@@ -31,6 +32,8 @@ class HostStream(OwnedStream):
     def close(self) -> None:
         """Ends the stream when what is queued is done, and when nobody waits for that in `finish`."""
         with self._end:
+            if not self.closed and self._process.is_here:
+                self._await()  # first, as nothing could interrupt the stream's end
             super().close()
 
     def finish(self) -> None:
@@ -42,7 +45,15 @@ class HostStream(OwnedStream):
     def synchronize(self) -> None:
         """Waits for all that was queued."""
         self._require_open()
-        check_status(lib.proxyccl_host_stream_synchronize(self._stream), "stream synchronize")
+        check_status(self._await(), "stream synchronize")
+
+    def _await(self) -> int:
+        # In slices: handlers of signals run in between.
+        target = ffi.new("uint64_t *")
+        while True:
+            status = lib.proxyccl_host_stream_await(self._stream, target, SLICE_MS)
+            if status != lib.PROXYCCL_HOST_NOT_READY:
+                return status
 
     def query(self) -> bool:
         """Whether all that was queued is done."""
@@ -83,7 +94,10 @@ class HostEvent(Owned):
 
     def synchronize(self) -> None:
         """Waits for the marked point."""
-        check_status(lib.proxyccl_host_event_synchronize(self._event), "event synchronize")
+        self._process.require("the event")
+        target = ffi.new("uint64_t *")
+        while lib.proxyccl_host_event_await(self._event, target, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
+            pass  # handlers of signals run here
 
     def elapsed(self, start: Any) -> float:
         """Milliseconds from `start` to this event."""

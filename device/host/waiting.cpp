@@ -5,13 +5,17 @@
 // have to give its core to the proxy's thread, and to get it back. It does the proxy's work itself instead. A kernel
 // that finds its peers' data there does not wait. What it pushed would lie in its ring until the proxy's thread wakes,
 // while the peers wait for it.
+//
+// And it looks around: Python runs the handlers of signals in its main thread alone, which may be what waits.
 #include "link_old_symbols.h"
 
+#include <pthread.h>
 #include <sched.h>
 #include <time.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <mutex>
 #include <vector>
 
@@ -27,10 +31,10 @@ namespace {
 class Helpers {
  public:
   // Never destroyed: at exit, threads may still wait.
-  static Helpers& instance() {
-    static Helpers* helpers = new Helpers();
-    return *helpers;
-  }
+  static Helpers& instance() { return *current(); }
+
+  // In a fork's child: the proxies are the parent's. The lock may be another thread's, which is not there.
+  static void startAnew() { current() = new Helpers(); }
 
   void add(int (*help)(void*, int), void* argument) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -58,6 +62,11 @@ class Helpers {
   }
 
  private:
+  static Helpers*& current() {
+    static Helpers* helpers = new Helpers();
+    return helpers;
+  }
+
   struct Helper {
     int (*help)(void*, int);
     void* argument;
@@ -68,10 +77,20 @@ class Helpers {
   std::atomic<size_t> count_{0};
 };
 
+[[maybe_unused]] const int kForksStartAnew = pthread_atfork(nullptr, nullptr, Helpers::startAnew);
+
+constexpr uint32_t kYields = 200;
+
+using Clock = std::chrono::steady_clock;
+std::atomic<pthread_t> looking_thread{};
+std::atomic<void (*)(void*)> look{nullptr};
+thread_local void* running_here = nullptr;  // in the thread that looks around, the stream whose work it runs
+thread_local bool is_looking = false;
+thread_local Clock::time_point looked;  // when this work last looked around; 0 before it has waited for long
+
 }  // namespace
 
 void backOff(uint32_t rounds) {
-  constexpr uint32_t kYields = 200;
   constexpr long kFirstSleepNs = 2000, kLongestSleepNs = 100000;
   if (Helpers::instance().help(true)) return;
   if (rounds < kYields) {
@@ -86,10 +105,40 @@ void backOff(uint32_t rounds) {
 
 void helpOut() { Helpers::instance().help(false); }
 
+RunsHere::RunsHere(void* stream) {
+  if (look.load(std::memory_order_relaxed) == nullptr) return;
+  if (!pthread_equal(pthread_self(), looking_thread.load(std::memory_order_relaxed))) return;
+  running_here = stream;
+  looked = {};
+}
+RunsHere::~RunsHere() { running_here = nullptr; }
+
+bool mayLook() { return running_here != nullptr; }
+
+bool timeToLook(uint32_t rounds) {
+  if (rounds < kYields || !mayLook()) return false;
+  const Clock::time_point now = Clock::now();
+  if (looked == Clock::time_point{}) looked = now;  // most waits end before there is anything to look for
+  if (now - looked < kBetweenLooks) return false;
+  looked = now;
+  return true;
+}
+
+void lookAround() {
+  is_looking = true;
+  look.load(std::memory_order_relaxed)(running_here);
+  is_looking = false;
+}
+
 }  // namespace host
 }  // namespace proxyccl
 
 using namespace proxyccl::host;
 
 void proxyccl_host_add_helper(int (*help)(void*, int), void* argument) { Helpers::instance().add(help, argument); }
+void proxyccl_host_look_around(uint64_t thread, void (*function)(void*)) {
+  looking_thread.store(static_cast<pthread_t>(thread), std::memory_order_relaxed);
+  look.store(function, std::memory_order_relaxed);
+}
+int proxyccl_host_is_looking(void) { return is_looking; }
 void proxyccl_host_remove_helper(void* argument) { Helpers::instance().remove(argument); }

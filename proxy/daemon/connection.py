@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 
 from msgspec import structs
 
+from proxyccl.device import forks
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import (
     ClosedError,
@@ -230,8 +231,10 @@ class DaemonConnection:
         self._numbers = itertools.count()
         self._lost = ""
         self._closed = False
+        self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
         self._socket, self.daemon = self.address.connect(timeout)
+        forks.keep_from_children(self._socket)
         self.daemon_started = start_of(self.daemon)
         self._reader = Thread(self._read, f"{name}-daemon")
         try:
@@ -270,10 +273,11 @@ class DaemonConnection:
             turns: of this rank's workers. If they take none for the time-out, the answer is not waited for any longer.
 
         Raises:
-            ClosedError: this end has hung up.
+            ClosedError: this end has hung up, or this process is a fork of the one that has it.
             ProxyLostError: the daemon is lost, or breaks the protocol.
             ProxyCCLError: what the daemon raised.
         """
+        self._process.require("the proxy service")
         with self._lock:
             if self._closed:
                 raise ClosedError("the proxy service is closed")
@@ -354,6 +358,8 @@ class DaemonConnection:
 
         False if a worker did not end in time. Where the daemon is lost nothing of it runs, or nothing can be done.
         """
+        if not self._process.is_here:
+            return True
         with self._lock:
             try:
                 return self.ask(Close(timeout), Closed, takes=2 * timeout, turns=turns).ended

@@ -1,0 +1,93 @@
+"""What belongs to one process: a fork's child has copies of its objects, but neither its threads nor its place.
+
+In the child such an object does nothing at its end, and is refused where it is used. The child may make its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from proxyccl.device.errors import ClosedError
+
+
+@dataclass(frozen=True, eq=False)
+class Process:
+    """A process that makes objects. There is one instance in each process (`here`).
+
+    Attributes:
+        pid: its number, which the system gives again to a later process.
+        token: 16 bytes that no other process has.
+    """
+
+    pid: int = field(default_factory=os.getpid)
+    token: bytes = field(default_factory=lambda: os.urandom(16))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is the calling process, and not one that this process is a fork of."""
+        return self is _here
+
+    def require(self, owned: str) -> None:
+        """Raises ClosedError, which names the fork, in any other process. `owned` names what is used."""
+        if self is not _here:
+            raise ClosedError(self.refusal(owned))
+
+    def refusal(self, owned: str) -> str:
+        """Why another process may not use what this one has made."""
+        return (
+            f"{owned} belongs to process {self.pid}; this process, {_here.pid}, is a fork of it and must make its own"
+        )
+
+
+_here = Process()
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def here() -> Process:
+    """The calling process, for an object that it makes to keep."""
+    return _here
+
+
+def finalizer(owner: Any, release: Callable[..., Any], *arguments: Any) -> weakref.finalize[..., Any]:
+    """A `weakref.finalize` that only the process which made it carries out.
+
+    The end of the process does not call it: communicators are closed later than that.
+    """
+    made = weakref.finalize(owner, _release, _here, release, arguments)
+    made.atexit = False
+    return made
+
+
+def _release(process: Process, release: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    if process.is_here:
+        release(*arguments)
+
+
+def keep_from_children(connection: socket.socket) -> None:
+    """Closes a socket in forks' children: whoever is at its other end would not learn of this process's end."""
+    _sockets.add(connection)
+
+
+class _Lock(Protocol):
+    def acquire(self) -> bool: ...
+    def release(self) -> None: ...
+
+
+def hold_while_forking(lock: _Lock) -> None:
+    """Has a fork wait for a lock of the process: no other thread of the child could release it. It is held briefly."""
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+def _begin() -> None:
+    global _here  # noqa: PLW0603  the process that this module's objects are made in
+    _here = Process()
+    for connection in list(_sockets):
+        connection.close()  # not shut down: the parent goes on
+
+
+os.register_at_fork(after_in_child=_begin)

@@ -1,0 +1,144 @@
+"""Has Python's handlers of signals run while the main thread waits in C, so that Ctrl-C ends any wait at once.
+
+Python runs them in the main thread alone, and only when that is back from C. So waits come back from time to time. What
+can't, as a kernel that the host runtime runs in its caller, calls `_look`; what a handler then raises is kept, whoever
+is waited for is told, and `raise_interrupt` raises it when the wait has ended by that. A driver's wait for a whole
+device runs in another thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.threads import Thread
+
+SLICE_MS = 50
+"""How long a wait stays in C at a time."""
+
+_interrupted: BaseException | None = None
+_when_interrupted: dict[int, Callable[[BaseException], None]] = {}
+
+
+def _look(stream: object) -> None:
+    """Called from C. The handlers of signals that have come run before a Python function's first statement."""
+
+
+def _keep(_kind: type[BaseException], error: BaseException, trace: TracebackType) -> None:
+    """Called when a handler raised in `_look`."""
+    global _interrupted  # noqa: PLW0603  the main thread's, of which there is one
+    if _interrupted is None:
+        _interrupted = error
+    stream = int(ffi.cast("uintptr_t", trace.tb_frame.f_locals["stream"]))
+    _when_interrupted[stream](error)
+
+
+_callback = ffi.callback("void(void *)", _look, onerror=_keep)
+
+
+def _look_from_main_thread() -> None:
+    identity = threading.main_thread().ident
+    assert identity is not None
+    lib.proxyccl_host_look_around(identity, _callback)
+
+
+_look_from_main_thread()
+os.register_at_fork(after_in_child=_look_from_main_thread)
+
+
+def when_interrupted(stream: int, end: Callable[[BaseException], None]) -> None:
+    """Says how the waits end of what a stream of the host runtime runs in its caller.
+
+    Args:
+        stream: the stream's handle.
+        end: called with what a handler raised. Afterwards, what waits on the stream finds that it must end.
+    """
+    _when_interrupted[stream] = end
+
+
+def forget(stream: int) -> None:
+    """Ends `when_interrupted`, for a stream that is closed."""
+    _when_interrupted.pop(stream, None)
+
+
+def raise_interrupt() -> None:
+    """In the main thread, raises what a handler of a signal has raised in a wait in C."""
+    global _interrupted
+    if _interrupted is not None and threading.current_thread() is threading.main_thread():
+        error, _interrupted = _interrupted, None
+        raise error
+
+
+def in_handler() -> bool:
+    """Whether the caller is a handler that interrupts a wait in C. What was interrupted goes on when it returns."""
+    return bool(lib.proxyccl_host_is_looking())
+
+
+def await_driver(query: int, handle: int) -> None:
+    """In the main thread, waits until a driver has done what it is asked for. How it ended tells the driver's own wait.
+
+    Args:
+        query: address of the driver's call that asks for a stream or an event.
+        handle: of that.
+    """
+    if threading.current_thread() is threading.main_thread():
+        while lib.proxyccl_driver_await(query, handle, SLICE_MS) == lib.PROXYCCL_HOST_NOT_READY:
+            pass  # handlers of signals run here
+
+
+class _Outcome:
+    """What a call in another thread came to."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.error: BaseException | None = None
+
+
+class _Helper:
+    """A thread that makes calls for the main thread, one at a time."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], None], _Outcome]] = queue.SimpleQueue()
+        Thread(self._run, "proxyccl-waits").start()
+
+    def call(self, function: Callable[[], None]) -> _Outcome:
+        """Begins a call."""
+        outcome = _Outcome()
+        self._calls.put((function, outcome))
+        return outcome
+
+    def _run(self) -> None:
+        while True:
+            function, outcome = self._calls.get()
+            try:
+                function()
+            except BaseException as error:  # raised where the call is waited for
+                outcome.error = error
+            del function
+            _idle.append(self)
+            outcome.done.set()
+
+
+_idle: list[_Helper] = []
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def wait_elsewhere(wait: Callable[[], None]) -> None:
+    """Makes a call that waits in C for long, and raises what that raises. For the main thread another thread makes it,
+    where it goes on if the main thread is interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        wait()
+        return
+    try:
+        helper = _idle.pop()
+    except IndexError:
+        helper = _Helper()
+    outcome = helper.call(wait)
+    outcome.done.wait()
+    if outcome.error is not None:
+        raise outcome.error

@@ -1,0 +1,36 @@
+"""Forks of a rank's process: the child's ends and calls leave the communicator alone, which is the parent's."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from proxyccl.device import forks
+from support.paths import TESTS
+from support.processes import run_processes
+
+
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_a_child_of_a_fork_leaves_the_communicator_alone(place: str) -> None:
+    ends = run_processes(2, TESTS / "support" / "programs" / "forks.py", env={"PROXYCCL_PROXY": place})
+    for end in ends:
+        assert end.returncode == 0, end.stderr
+        assert end.stdout.endswith("went on\n")
+
+
+def test_a_child_closes_the_sockets_that_tell_of_the_parents_end() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        forks.keep_from_children(ours)
+        told = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(told[1], b"closed" if ours.fileno() < 0 else b"open")
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert os.read(told[0], 10) == b"closed"
+        ours.send(b"x")  # closed, not shut down
+        assert theirs.recv(1) == b"x"
+        for descriptor in told:
+            os.close(descriptor)

@@ -1,0 +1,216 @@
+"""Signals in waits: their handlers run at once. What they raise ends the wait, and the peers' as any exception does.
+
+Rank 0 is this process's main thread, where Python runs handlers, and rank 1 another, which comes late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import AbortedError, Communicator, KernelError, ThreadBootstrap
+from proxyccl.device.runtimes import find_runtime
+from support.device_arrays import on_device, on_host
+from support.devices import require_devices
+from support.running import TIMEOUT
+
+AT_ONCE = 5.0
+"""Seconds: a handler runs within 0.2 on a machine that is not busy, and without looking within TIMEOUT."""
+Call = Callable[[Communicator], object]
+
+
+class Interrupt(BaseException):
+    """What the handler raises, as Ctrl-C raises KeyboardInterrupt."""
+
+
+@contextlib.contextmanager
+def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
+    """Has a signal come soon, and its handler called. Yields the times of the calls."""
+    times: list[float] = []
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        times.append(time.monotonic())
+        handler()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        yield times
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt() -> None:
+    raise Interrupt
+
+
+class Peer:
+    """Rank 1: it makes the same communicator, and does in its own thread what it is told."""
+
+    def __init__(self, make: Callable[[int], Any] = lambda _: None) -> None:
+        require_devices(2)
+        bootstraps = ThreadBootstrap.create(2)
+        self._todo: list[Call] = []
+        self._told = threading.Event()
+        self.outcome: object = None
+        self._thread = threading.Thread(target=self._run, args=(bootstraps[1], make), daemon=True)
+        self._thread.start()
+        self.comm = Communicator(bootstraps[0], make(0), timeout=TIMEOUT)
+
+    def _run(self, bootstrap: ThreadBootstrap, make: Callable[[int], Any]) -> None:
+        comm = Communicator(bootstrap, make(1), timeout=TIMEOUT)
+        every_call(comm)
+        self._told.wait()
+        try:
+            self.outcome = self._todo[0](comm)
+        except Exception as error:
+            self.outcome = error
+        comm.close(wait=False)
+
+    def come(self, call: Call) -> None:
+        """Has rank 1 make a call."""
+        self._todo.append(call)
+        self._told.set()
+
+    def ended(self) -> object:
+        """What came of it."""
+        self._thread.join(TIMEOUT)
+        return self.outcome
+
+
+def every_call(comm: Communicator) -> None:
+    """The calls of CALLS, so that none of them makes anything later."""
+    array = on_device(comm, np.ones(100000, np.float32))
+    for algorithm in ("one_shot", "ring", "proxy"):
+        comm.all_reduce(array, algorithm=algorithm)
+    comm.all_gather(array)
+    comm.gather(array)
+    with comm.transfers() as transfers:
+        transfers.send(array, 1 - comm.rank)
+        transfers.recv(on_device(comm, np.ones(100000, np.float32)), 1 - comm.rank)
+    comm.barrier()
+    comm.synchronize()
+
+
+def reduced(comm: Communicator, algorithm: str, count: int) -> Any:
+    array = on_device(comm, np.ones(count, np.float32))
+    comm.all_reduce(array, algorithm=algorithm)
+    comm.synchronize()
+    return on_host(array)
+
+
+def on_stream(wait: Callable[[Communicator, Any], object]) -> Call:
+    def call(comm: Communicator) -> None:
+        stream = comm.runtime.create_stream()
+        comm.all_reduce(on_device(comm, np.ones(10, np.float32)), stream=stream)
+        wait(comm, stream)
+
+    return call
+
+
+def event_behind(comm: Communicator, stream: Any) -> None:
+    event = comm.runtime.create_event()
+    event.record(stream)
+    event.synchronize()
+
+
+def then_synchronize(call: Call) -> Call:
+    def waiting(comm: Communicator) -> None:
+        call(comm)
+        comm.synchronize()
+
+    return waiting
+
+
+CALLS: dict[str, Call] = {
+    "kernel": lambda comm: reduced(comm, "one_shot", 100),
+    "ring": lambda comm: reduced(comm, "ring", 100000),
+    "proxy": lambda comm: reduced(comm, "proxy", 100000),
+    "all_gather": then_synchronize(lambda comm: comm.all_gather(on_device(comm, np.ones(10)))),
+    "gather": then_synchronize(lambda comm: comm.gather(on_device(comm, np.ones(10)))),
+    "recv": then_synchronize(lambda comm: comm.recv(on_device(comm, np.ones(10)), 1)),
+    "send": then_synchronize(lambda comm: comm.send(on_device(comm, np.ones(1 << 22)), 1)),
+    "barrier": then_synchronize(lambda comm: comm.barrier()),
+    "stream": on_stream(lambda _, stream: stream.synchronize()),
+    "stream by communicator": on_stream(lambda comm, stream: comm.synchronize(stream)),
+    "all streams": on_stream(lambda comm, _: comm.synchronize()),
+    "event": on_stream(event_behind),
+    "exchange": lambda comm: comm.all_gather_bytes(b""),
+    "split": lambda comm: comm.split([0, 1]),
+    "shrink": lambda comm: comm.shrink(),
+    "close": lambda comm: comm.close(),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
+    peer = Peer()
+    with contextlib.suppress(Interrupt), peer.comm as comm:  # as a program: what is raised leaves the block
+        every_call(comm)
+        with handling(interrupt) as times:
+            with pytest.raises(Interrupt):
+                CALLS[name](comm)
+            assert time.monotonic() - times[0] < AT_ONCE
+        raise Interrupt
+    peer.come(lambda comm: comm.close() if name == "close" else comm.barrier())
+    outcome = peer.ended()
+    assert outcome is None if name == "close" else isinstance(outcome, AbortedError), outcome
+
+
+@pytest.mark.skipif(find_runtime() != "host", reason="a GPU's kernel has as many blocks as it needs")
+def test_a_wait_for_other_blocks_is_interrupted() -> None:
+    from proxyccl.device.host import HostRuntime
+
+    peer = Peer(lambda _: HostRuntime(blocks=3))
+    every_call(peer.comm)
+    with handling(interrupt) as times:
+        with pytest.raises(Interrupt):
+            reduced(peer.comm, "ring", 100000)
+        assert time.monotonic() - times[0] < AT_ONCE
+    peer.come(lambda comm: comm.barrier())
+    assert isinstance(peer.ended(), AbortedError)
+    peer.comm.close()
+
+
+@pytest.mark.parametrize("name", ["kernel", "ring", "proxy"])
+def test_a_wait_goes_on_when_the_handler_returns(name: str) -> None:
+    peer = Peer()
+    every_call(peer.comm)
+    with handling(lambda: peer.come(CALLS[name])) as times:  # rank 1 comes when it has run
+        assert (CALLS[name](peer.comm) == 2).all()
+    assert len(times) == 1
+    assert (peer.ended() == 2).all()
+    peer.comm.close()
+
+
+def test_a_handler_may_abort_or_close_what_it_interrupts() -> None:
+    for end in (lambda comm: comm.abort("by a handler"), lambda comm: comm.close()):
+        peer = Peer()
+        every_call(peer.comm)
+        with handling(lambda end=end, comm=peer.comm: end(comm)), pytest.raises(AbortedError):  # type: ignore[misc]
+            CALLS["kernel"](peer.comm)
+        peer.come(lambda comm: comm.barrier())
+        assert isinstance(peer.ended(), AbortedError)
+        peer.comm.close()
+
+
+@pytest.mark.skipif(find_runtime() != "host", reason="a GPU's stream takes it")
+def test_a_handler_is_refused_what_it_interrupts() -> None:
+    peer = Peer()
+    every_call(peer.comm)
+    with handling(lambda: CALLS["ring"](peer.comm)), pytest.raises(KernelError, match="a signal's handler can't use"):
+        CALLS["kernel"](peer.comm)
+    peer.come(lambda comm: comm.barrier())
+    assert isinstance(peer.ended(), AbortedError)
+    peer.comm.close()
