@@ -69,8 +69,8 @@ def _name(key_parts: tuple[str, ...], suffix: str) -> str:
 
 
 _building: dict[str, threading.Lock] = {}
-os.register_at_fork(after_in_child=_building.clear)  # who held them is not there
 _unsaved: dict[str, bytes] = {}  # what the cache could not take, by its name there
+os.register_at_fork(after_in_child=_building.clear)  # who held them is not there
 
 
 def loaded_object(key_parts: tuple[str, ...], build: Callable[[], bytes], load: Callable[[Path], T]) -> T:

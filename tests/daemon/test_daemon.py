@@ -38,7 +38,7 @@ from support.observing import wait_for
 from support.paths import EXAMPLES, PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.running import TIMEOUT, run_alone, run_mpi, run_ranks
+from support.running import SHORT, TIMEOUT, run_alone, run_mpi, run_ranks
 from support.span_calls import SpanCalls
 
 PROGRAM = PROGRAMS / "failure.py"
@@ -388,9 +388,7 @@ def test_a_killed_daemon_ends_the_waits_of_streams(own_daemon: RunningDaemon) ->
 
 
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])  # all_reduce: with stages and a gate
-def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(
-    own_daemon: RunningDaemon, collective: str
-) -> None:
+def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: RunningDaemon, collective: str) -> None:
     def body(comm: Communicator) -> BaseException | None:
         x = comm.empty(5000, "float32").fill(1.0)
         out = comm.empty(5000 * comm.world_size, "float32")

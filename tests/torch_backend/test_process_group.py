@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl.torch import StoreBootstrap  # noqa: E402
+from proxyccl.torch import ProcessGroupProxyCCL, StoreBootstrap  # noqa: E402
 from proxyccl.torch.reductions import REDUCIBLE  # noqa: E402
 from support.torch_groups import RANKS, TIMEOUT, options, run  # noqa: E402
 
