@@ -1,4 +1,4 @@
-"""Launches of a communicator follow one another whichever threads make them, on the threads' own default streams too."""
+"""A communicator's launches follow one another whichever threads make them, on the threads' own default streams too."""
 
 from __future__ import annotations
 
