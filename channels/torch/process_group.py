@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from proxyccl.device import forks
 from proxyccl.device.errors import CommunicatorError
-from proxyccl.torch import pools
+from proxyccl.torch import own_streams, pools
 from proxyccl.torch import tensor_collectives as on_tensors
 from proxyccl.torch.endpoints import Endpoints
 from proxyccl.torch.errors import torch_errors
@@ -238,6 +238,9 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         for executor in executors:
             executor.end()
         self._endpoints.close()
+        while self._streams:
+            (device, _), stream = self._streams.popitem()
+            own_streams.give_back(device, stream)
         _alive.discard(self)
 
     # -- where a call runs ---
@@ -396,7 +399,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
         if (device, flow) not in self._streams:
-            self._streams[device, flow] = torch.cuda.Stream(device)
+            self._streams[device, flow] = own_streams.take(device)
         return self._streams[device, flow]
 
     def _check(self) -> None:

@@ -37,25 +37,25 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device.index
-        self._stream = _runtime(device.index).create_stream()
-        self.cuda_stream = self._stream.handle
+    """torch.cuda.ExternalStream."""
+
+    def __init__(self, handle: int, device: torch.device) -> None:
+        self.cuda_stream, self.device = handle, device
 
     def record_event(self) -> _Event:
-        return _Event(self._device, self._stream)
+        return _Event(self.device.index, self.cuda_stream)
 
     def wait_event(self, event: _Event) -> None:
-        self._stream.wait_event(event._event)
+        _runtime(self.device.index).wait_event(self.cuda_stream, event._event)
 
     def wait_stream(self, other: _Stream) -> None:
         self.wait_event(other.record_event())
 
     def query(self) -> bool:
-        return self._stream.query()
+        return self.record_event().query()
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        self.record_event().synchronize()
 
 
 _current = threading.local()
@@ -63,7 +63,8 @@ _current = threading.local()
 
 def _current_stream(device: torch.device) -> _Stream:
     if getattr(_current, "stream", None) is None:
-        _current.stream = _Stream(device)
+        _current.made = _runtime(device.index).create_stream()
+        _current.stream = _Stream(_current.made.handle, device)
     return _current.stream
 
 
@@ -109,7 +110,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has torch, and so the backend, work on such devices for a test."""
     names = {
-        "Stream": _Stream,
+        "ExternalStream": _Stream,
         "current_stream": _current_stream,
         "stream": _stream,
         "is_current_stream_capturing": lambda: False,

@@ -15,9 +15,10 @@ if not torch.cuda.is_available():
 PROGRAM = Path(__file__).parent / "programs" / "on_gpus.py"
 
 
-@pytest.mark.parametrize("case", ["streams", "capture", "transfers", "memory", "mixed"])
-def test_two_ranks(case: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("case", ["streams", "capture", "transfers", "ring", "memory", "mixed"])
+def test_some_ranks(case: str) -> None:
+    ranks = max(2, min(4, torch.cuda.device_count())) if case == "ring" else 2
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run([*command, str(PROGRAM), case], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK" in done.stdout

@@ -284,6 +284,20 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
     on.run(3, body, timeout=timedelta(seconds=2))
 
 
+def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
+    """However many groups there are: torch has 32 streams."""
+    if on.kind == "cpu":
+        pytest.skip("CPU tensors have no streams")
+
+    def body(group: Any) -> set[int]:
+        rank = group.rank()
+        flows = [(peer, sends) for peer in range(20) for sends in (False, True)]
+        return {group._stream_of(torch.device("cuda", rank), flow).cuda_stream for flow in flows}
+
+    first, second = on.run(2, body)
+    assert len(first | second) == 80
+
+
 def test_a_capture_is_told_to_have_transfers_before(on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     if on.kind == "cpu":
         pytest.skip("a CPU captures no graphs")

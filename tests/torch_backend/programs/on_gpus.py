@@ -1,4 +1,4 @@
-"""One case of 2 ranks, on a GPU each or on one that they share, started by torchrun: ``on_gpus.py CASE``.
+"""One case of 2 to 4 ranks, on a GPU each or on one that they share, started by torchrun: ``on_gpus.py CASE``.
 
 Rank 0 prints OK.
 """
@@ -68,6 +68,23 @@ def transfers(device: torch.device) -> None:
         assert (y == 7).all()
 
 
+def ring(device: torch.device) -> None:
+    """Every rank sends to the next before it receives: one by one and in a batch, in the default group and in another."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for group in (None, dist.new_group(list(range(ranks)))):
+        for batched in (False, True):
+            x, y = torch.full((COUNT,), float(rank), device=device), torch.empty(COUNT, device=device)
+            to, source = (rank + 1) % ranks, (rank - 1) % ranks
+            if batched:
+                ops = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, y, source, group)]
+                works = dist.batch_isend_irecv(ops)
+            else:
+                works = [dist.isend(x, to, group), dist.irecv(y, source, group)]
+            for work in works:
+                work.wait()
+            assert (y == source).all()
+
+
 def memory(device: torch.device) -> None:
     """What the backend allocates, and what a pool of its allocator holds, counts as registered."""
     backend = dist.group.WORLD._get_backend(device)
@@ -101,7 +118,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:proxyccl" if case == "mixed" else "proxyccl", timeout=timedelta(seconds=60))
-    {each.__name__: each for each in (streams, capture, transfers, memory, mixed)}[case](device)
+    {each.__name__: each for each in (streams, capture, transfers, ring, memory, mixed)}[case](device)
     torch.cuda.synchronize()
     dist.barrier()
     is_first = dist.get_rank() == 0
