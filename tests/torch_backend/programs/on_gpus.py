@@ -69,7 +69,7 @@ def transfers(device: torch.device) -> None:
 
 
 def ring(device: torch.device) -> None:
-    """Every rank sends to the next before it receives: one by one and in a batch, in the default group and in another."""
+    """Every rank sends to the next before it receives: one by one and in a batch, in the default group and another."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for group in (None, dist.new_group(list(range(ranks)))):
         for batched in (False, True):
