@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -39,6 +40,7 @@ IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
 """Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
 _TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.ProcessGroup
 _bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
+_logger = logging.getLogger("proxyccl.torch")
 _NO_TIME = timedelta(0)
 _CPU = torch.device("cpu")
 _Flow = tuple[int, bool]
@@ -340,6 +342,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 failure = error
                 if not is_captured and not isinstance(error, CommunicatorError):
                     self._under_way.end((device, flow), number)
+                self._log_failed_meeting(name, number, device, flow[0], error)
             work.issued(failure)
 
         if has_met and executor.run_here(run, after_others=is_captured):
@@ -372,6 +375,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
                 failure = error
             if not isinstance(failure, CommunicatorError):
                 self._under_way.end(flow, number)
+            elif peer is not None:
+                self._log_failed_meeting(name, number, _CPU, peer, failure)
             work.finish(failure)
 
         executor = self._executor(_CPU, flow)
@@ -380,6 +385,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if waits:
             work.wait()
         return work
+
+    def _log_failed_meeting(
+        self, name: str, number: int, device: torch.device, peer: int, error: BaseException
+    ) -> None:
+        """Logs why two ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
+        if isinstance(error, CommunicatorError) and not self._endpoints.has_met(device, peer):
+            _logger.error("%s, call %d of rank %d: %s", name, number, self._rank, error)
 
     def oldest_call(self) -> str:
         """The oldest call that is not known to have ended, in words."""

@@ -4,6 +4,7 @@ on the host. The ranks are threads.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -230,7 +231,7 @@ def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
     on.run(3, body)
 
 
-def test_a_peer_that_does_not_come_is_named(on: Ranks) -> None:
+def test_a_peer_that_does_not_come_is_named(on: Ranks, caplog: pytest.LogCaptureFixture) -> None:
     """By both directions at once, of ranks that are not the group's first."""
     others = threading.Event()
 
@@ -248,7 +249,9 @@ def test_a_peer_that_does_not_come_is_named(on: Ranks) -> None:
         assert time.monotonic() - began < 2  # one time-out for both
         others.set()
 
-    on.run(3, body, timeout=timedelta(seconds=1))
+    with caplog.at_level(logging.ERROR, "proxyccl.torch"):
+        on.run(3, body, timeout=timedelta(seconds=1))
+    assert "send to rank 2, call 1 of rank 1: between ranks 1 and 2" in caplog.text
 
 
 def test_an_abort_and_a_shutdown_end_the_wait_for_a_first_peer(on: Ranks) -> None:
