@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,10 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device.arrays import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer, find_integer
+
+LONGEST_TIME = 1e9
+"""Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
 
 
 def input_view(group: Group, x: Any, argument: str) -> ArrayView:
@@ -82,7 +88,35 @@ def refuse_partial_overlap(whole: ArrayView, part: ArrayView, *, in_place: int =
         raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")
 
 
-def require_root(group: Group, root: int) -> None:
-    """Raises ArgumentError for a root that is no rank."""
-    if not isinstance(root, int) or not 0 <= root < group.world_size:
-        raise ArgumentError("root", f"must be a rank from 0 to {group.world_size - 1}, not {root!r}")
+def as_seconds(value: Any, argument: str, expected: str, *, may_be_none: bool = False) -> float:
+    """A time that a caller gives, in seconds, above 0, or from 0 on if it may be none.
+
+    Raises:
+        ArgumentError: it is not such a number, or above `LONGEST_TIME`. `expected` says in words what it must be.
+    """
+    known = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not known or not 0 <= value <= LONGEST_TIME or (value == 0 and not may_be_none):
+        raise ArgumentError(argument, f"{expected}, at most {LONGEST_TIME:.0e}, not {value!r}")
+    return float(value)
+
+
+def as_rank(world_size: int, rank: Any, argument: str) -> int:
+    """The rank that a caller names. Raises ArgumentError unless it is one."""
+    if type(rank) is int and 0 <= rank < world_size:  # at the cost of a repeated call
+        return rank
+    return as_integer(rank, argument, f"must be a rank from 0 to {world_size - 1}", 0, world_size - 1)
+
+
+def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
+    """Different ranks that a caller names, in the caller's order. Raises ArgumentError for anything else."""
+    if not isinstance(ranks, Iterable):
+        raise ArgumentError(argument, f"expected ranks, not {ranks!r}")
+    members: list[int] = []
+    for rank in ranks:
+        member = find_integer(rank)
+        if member is None or not 0 <= member < world_size:
+            raise ArgumentError(argument, f"{rank!r} is not a rank; expected 0 to {world_size - 1}")
+        if member in members:
+            raise ArgumentError(argument, f"rank {member} is given twice; expected different ranks")
+        members.append(member)
+    return members

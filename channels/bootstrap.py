@@ -5,7 +5,6 @@ The protocol is small on purpose, so that any launcher can offer it. Every call 
 
 from __future__ import annotations
 
-import operator
 import struct
 import threading
 import time
@@ -16,6 +15,7 @@ import numpy as np
 
 from proxyccl.channels.program_end import watch_mpi
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
+from proxyccl.device.integers import as_integer
 
 
 class Bootstrap(Protocol):
@@ -61,21 +61,8 @@ def require_place(rank: object, world_size: object) -> tuple[int, int]:
     Raises:
         ArgumentError: one is not an integer, `world_size` is below 1, or there is no rank of that number.
     """
-    size, number = _integer(world_size, "world_size"), _integer(rank, "rank")
-    if size < 1:
-        raise ArgumentError("world_size", f"must be a positive integer, not {size}")
-    if not 0 <= number < size:
-        raise ArgumentError("rank", f"must be from 0 to {size - 1}, not {number}")
-    return number, size
-
-
-def _integer(value: Any, argument: str) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ArgumentError(argument, f"must be an integer, not {value!r}")
+    size = as_integer(world_size, "world_size", "must be a positive integer", 1)
+    return as_integer(rank, "rank", f"must be an integer from 0 to {size - 1}", 0, size - 1), size
 
 
 def require_mpi(comm: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import numbers
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from proxyccl.channels import kernel_languages, program_end, proxy_channel, sm_channel
+from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
 from proxyccl.channels.bootstrap import TorchBootstrap, as_bootstrap, require_mpi
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.all_gather import all_gather
@@ -48,8 +48,6 @@ from proxyccl.proxy.trigger import Trigger
 from proxyccl.proxy.verbs.options import RdmaOptions
 
 DEFAULT_TIMEOUT = 30.0
-LONGEST_TIMEOUT = 1e9
-"""Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
 
 
 def timeout_from(value: float | None) -> float:
@@ -66,11 +64,7 @@ def timeout_from(value: float | None) -> float:
             value = float(text)
         except ValueError:
             raise ArgumentError("PROXYCCL_TIMEOUT", f"must be a number of seconds, not {text!r}") from None
-    if not isinstance(value, numbers.Real) or not 0 < value <= LONGEST_TIMEOUT:
-        raise ArgumentError(
-            "timeout", f"must be a positive number of seconds, at most {LONGEST_TIMEOUT:.0e}, not {value!r}"
-        )
-    return float(value)
+    return as_seconds(value, "timeout", "must be a positive number of seconds")
 
 
 class Communicator:
@@ -146,6 +140,8 @@ class Communicator:
         policy = requested_policy(cta_policy)
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
+        if linger is not None:
+            linger = as_seconds(linger, "linger", "must be a number of seconds from 0 on", may_be_none=True)
         joined, made_here = as_bootstrap(bootstrap)
         meeting = meet(
             joined,
@@ -250,14 +246,12 @@ class Communicator:
         return shrunk
 
     def _excluded(self, exclude: Sequence[int]) -> frozenset[int]:
-        for rank in exclude:
-            if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-                raise ArgumentError("exclude", f"{rank!r} is not a rank; expected 0 to {self.world_size - 1}")
-            if rank == self.rank:
-                raise ArgumentError(
-                    "exclude", f"{rank} is this rank; expected others, as only ranks that stay call this"
-                )
-        return frozenset(exclude)
+        excluded = as_ranks(self.world_size, exclude, "exclude")
+        if self.rank in excluded:
+            raise ArgumentError(
+                "exclude", f"{self.rank} is this rank; expected others, as only ranks that stay call this"
+            )
+        return frozenset(excluded)
 
     def _inherit(self, other: Communicator) -> None:
         self._group.symmetric.inherit(other._group.symmetric)
@@ -289,12 +283,7 @@ class Communicator:
         return self._group.members
 
     def _members(self, ranks: Sequence[int]) -> list[int]:
-        members = list(ranks)
-        for member in members:
-            if not isinstance(member, int) or not 0 <= member < self.world_size:
-                raise ArgumentError("ranks", f"{member!r} is not a rank; expected 0 to {self.world_size - 1}")
-            if members.count(member) > 1:
-                raise ArgumentError("ranks", f"rank {member} is given twice; expected different ranks")
+        members = as_ranks(self.world_size, ranks, "ranks")
         if self.rank not in members:
             raise ArgumentError("ranks", f"this rank, {self.rank}, is not among {members}; only members call this")
         return members
@@ -511,13 +500,7 @@ class Communicator:
         self._group.failure.require_usable()
         if peers is None:
             return [peer for peer in range(self.world_size) if peer != self.rank]
-        chosen = list(peers)
-        for peer in chosen:
-            if not isinstance(peer, int) or not 0 <= peer < self.world_size:
-                raise ArgumentError("peers", f"{peer!r} is not a rank; expected 0 to {self.world_size - 1}")
-            if chosen.count(peer) > 1:
-                raise ArgumentError("peers", f"rank {peer} is given twice; expected different ranks")
-        return chosen
+        return as_ranks(self.world_size, peers, "peers")
 
     def compile(
         self, source: str, name: str | None = None, *, options: Sequence[str] = (), include_dirs: Sequence[str] = ()
@@ -928,8 +911,8 @@ class Communicator:
             CommunicatorError: a peer failed; see its subclasses.
         """
         self._group.failure.require_usable()
-        chosen = tuning.default_sizes(self.runtime.name) if sizes is None else tuple(sizes)
-        tuning.require_arguments(chosen, iterations, seconds)
+        chosen: Any = tuning.default_sizes(self.runtime.name) if sizes is None else sizes
+        chosen, iterations, seconds = tuning.checked_arguments(chosen, iterations, seconds)
         measured = tuning.measure(self._collectives, chosen, iterations, seconds)
         selector = tuning.selector_from(self._group, measured)
         if save and self.rank == 0 and measured:
@@ -973,8 +956,8 @@ class Communicator:
         self._group.links.drain()
 
     def transport(self, peer: int) -> str:
-        """Name of the transport that moves data to a peer."""
-        return self._group.links.transport(peer)
+        """Name of the transport that moves data to a peer. Raises ArgumentError for a peer that is not a rank."""
+        return self._group.links.transport(as_rank(self.world_size, peer, "peer"))
 
     # -- end ---
 

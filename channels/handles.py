@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, overload
 
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Memory, Runtime
 
 if TYPE_CHECKING:
@@ -85,10 +86,10 @@ class ChannelSet(Sequence[C], Generic[C]):
 
     def to(self, peer: int) -> C:
         """The channel to a rank. Raises NoChannelError, an ArgumentError and a KeyError, if there is none."""
-        try:
-            return self._by_peer[peer]
-        except KeyError:
-            raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}") from None
+        number = find_integer(peer)
+        if number is None or number not in self._by_peer:
+            raise NoChannelError("peer", f"no channel leads to rank {peer!r}; expected one of {self.peers}")
+        return self._by_peer[number]
 
     @property
     def peers(self) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import operator
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,10 +16,14 @@ from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays import Array, ArrayView, as_view
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
+from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import RdmaMemory
 from proxyccl.proxy.transports.table import TRANSPORTS
+
+MOST_BYTES = 1 << 47
+"""Of an array: as much as a process can address."""
 
 
 class _Offer(Message, frozen=True):
@@ -47,16 +51,18 @@ _IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
     """A new array in device memory, which peers' kernels may reach if it is symmetric. See `Communicator.empty`."""
     group.failure.require_usable()
-    try:
-        dims = tuple(operator.index(n) for n in (shape if isinstance(shape, Iterable) else (shape,)))
-    except TypeError:
-        raise ArgumentError("shape", f"must be an integer or a sequence of integers, not {shape!r}") from None
+    single = find_integer(shape) is not None or not isinstance(shape, Iterable)
+    extents: Any = [shape] if single else shape
+    found = [find_integer(n) for n in extents]
+    dims = tuple(n for n in found if n is not None)
+    if len(dims) < len(found):
+        raise ArgumentError("shape", f"must be an integer or a sequence of integers, not {shape!r}")
     if any(n < 0 for n in dims):
         raise ArgumentError("shape", f"dimensions can't be negative: {dims}")
     element: DType = as_dtype(dtype)
-    nbytes = element.itemsize
-    for n in dims:
-        nbytes *= n
+    nbytes = element.itemsize * math.prod(dims)
+    if nbytes > MOST_BYTES or any(n > MOST_BYTES for n in dims):
+        raise ArgumentError("shape", f"{dims} of {element} is more than {MOST_BYTES} bytes")
     take = group.symmetric.allocate if symmetric else group.runtime.allocate
     array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
     array.identity = object()
@@ -236,8 +242,12 @@ class RegisteredMemory:
         return self._rdma_ids[transport]
 
     def peer_nbytes(self, peer: int) -> int:
-        """The size of a rank's range in bytes."""
-        return self._offers[peer].nbytes
+        """The size of a rank's range in bytes. Raises ArgumentError for a peer that is not a rank."""
+        return self._offers[self._rank(peer)].nbytes
+
+    def _rank(self, peer: Any) -> int:
+        ranks = self._group.world_size
+        return as_integer(peer, "peer", f"must be a rank from 0 to {ranks - 1}", 0, ranks - 1)
 
     def peer_id(self, peer: int) -> int:
         """The first memory id of a peer's range, for triggers to that peer.
@@ -247,6 +257,7 @@ class RegisteredMemory:
             ResourceError: no ids left.
             RuntimeUnavailableError: nothing reaches the peer.
         """
+        peer = self._rank(peer)
         if peer == self._group.rank:
             return self.id
         if peer not in self._remote_ids:
@@ -274,6 +285,7 @@ class RegisteredMemory:
         Raises:
             ArgumentError: the peer's memory can't be shared, or kernels here can't touch that peer's memory.
         """
+        peer = self._rank(peer)
         if peer == self._group.rank:
             return self.ptr
         if not self._group.topology.accessible[peer]:

@@ -23,6 +23,7 @@ from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
+from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
@@ -43,6 +44,7 @@ class ProxyOptions:
 
     def __post_init__(self) -> None:
         require_rings(self.threads if self.fifos == "peer" else self.fifos, self.threads)
+        require_ring_size(self.fifo_size)
 
     def rings(self, world_size: int) -> dict[str, Any]:
         """The options of a proxy of a communicator of that size that concern rings and threads."""
@@ -207,8 +209,8 @@ class PeerLinks:
         return self._place.where == "process" or (self._place.where == "daemon" and not self._place.chosen)
 
     def transport(self, peer: int) -> str:
-        """Name of the transport that moves data to a peer."""
-        return self._transports[peer]
+        """Name of the transport that moves data to a peer; to this rank itself copies do."""
+        return "copy" if peer == self._exchange.rank else self._transports[peer]
 
     def connection(self, peer: int, *, private: bool = False) -> Connection:
         """The proxy's connection to a peer, made when first used; to this rank itself too, by copies.
@@ -217,7 +219,7 @@ class PeerLinks:
             peer: the rank at its other end.
             private: whether its channels copy from memory that no other process can map.
         """
-        transport = "copy" if peer == self._exchange.rank else self._transports[peer]
+        transport = self.transport(peer)
         by_rdma = TRANSPORTS[transport].uses_rdma
         key = peer, private and self._takes_private and not by_rdma
         if key not in self._connections:

@@ -11,7 +11,8 @@ from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.rendezvous import wait_at_most
 from proxyccl.device._native import ffi
-from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.errors import WaitTimeoutError
+from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.proxy._engine import ffi as engine
 from proxyccl.proxy._engine import lib as engine_lib
@@ -74,8 +75,8 @@ class ProxyChannel(Channel):
             ArgumentError: the value is no count.
             CommunicatorError: the communicator has failed; see its subclasses.
         """
-        if value is not None and (not isinstance(value, int) or not 0 < value <= _MOST):
-            raise ArgumentError("value", f"must be a count from 1 to {_MOST}, not {value!r}")
+        if value is not None:
+            value = as_integer(value, "value", f"must be a count from 1 to {_MOST}", 1, _MOST)
         self._group.failure.require_usable()
         kernel = self._group.runtime.shipped("signal_peer.h", "signal_peer")
         kernel(1, 1, self, value or 0, stream=stream)
@@ -102,8 +103,7 @@ class ProxyChannel(Channel):
             WaitTimeoutError: it is not within the communicator's time-out, which ends the communicator.
             CommunicatorError: it failed meanwhile; see its subclasses.
         """
-        if not isinstance(ticket, int) or not 0 <= ticket < _MOST:
-            raise ArgumentError("ticket", f"must be a number from 0 to {_MOST - 1}, not {ticket!r}")
+        ticket = as_integer(ticket, "ticket", f"must be a number from 0 to {_MOST - 1}", 0, _MOST - 1)
         self._group.failure.require_usable()
         self._await(
             lambda: self._service.completed(self.id), ticket + 1, f"its operations to rank {self.peer}", "completion"
@@ -125,9 +125,11 @@ class ProxyChannel(Channel):
         what the peer put into host memory before the signal, and kernels that are launched then what it put elsewhere.
 
         Raises:
+            ArgumentError: the value is not a count.
             WaitTimeoutError: they did not within the communicator's time-out, which ends the communicator.
             CommunicatorError: it failed meanwhile; see its subclasses.
         """
+        value = as_integer(value, "value", f"must be a count from 0 to {_MOST}", 0, _MOST)
         self._group.failure.require_usable()
         self._await(self._signalled, value, f"a signal from rank {self.peer}", "wait")
         self._consumed = max(self._consumed, value)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import structs
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.hosts import host_name
@@ -118,11 +119,12 @@ class Topology:
             hosts = list(dict.fromkeys(info.host for info in ranks))
             nodes = tuple(hosts.index(info.host) for info in ranks)
         else:
-            if not isinstance(local_world_size, int) or local_world_size < 1 or len(ranks) % local_world_size:
+            number = find_integer(local_world_size)
+            if number is None or number < 1 or len(ranks) % number:
                 raise ArgumentError(
                     "local_world_size", f"{local_world_size!r} does not divide the world size {len(ranks)}"
                 )
-            nodes = tuple(i // local_world_size for i in range(len(ranks)))
+            nodes = tuple(i // number for i in range(len(ranks)))
         accessible = tuple(
             peer == rank
             or (
@@ -279,8 +281,8 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
     for pair, name in choice.items():
         if name not in TRANSPORTS:
             raise ArgumentError(argument, f"{name!r} is none of {', '.join(TRANSPORTS)}")
-        ranks = sorted(pair)
-        if len(ranks) != 2 or ranks[0] == ranks[1] or not all(isinstance(rank, int) and rank >= 0 for rank in ranks):
+        ranks = sorted(rank for rank in map(find_integer, pair) if rank is not None and rank >= 0)
+        if len(pair) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
             raise ArgumentError(argument, f"{pair!r} is no pair of different ranks")
         pairs[ranks[0], ranks[1]] = name
     return _CHOICE.encode(sorted((*pair, name) for pair, name in pairs.items())).decode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ _INSTEAD = {
 """What to pass instead of a tensor of torch's own classes that have no memory, by the name of the class."""
 
 
-@functools.cache
-def _instead_of(kind: type) -> str | None:
+def _find_instead(kind: type) -> str | None:
     of_torch = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
     return next((_INSTEAD[name] for name in of_torch if name in _INSTEAD), None)
 
@@ -72,7 +70,7 @@ def require_tensor_memory(x: Any, argument: str) -> None:
     ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
     """
     kind = type(x)
-    instead = _instead_of(kind)
+    instead = libraries[kind].instead
     if instead is not None:
         raise ArgumentError(argument, f"a {kind.__name__} has no memory of its own; {instead}")
     if x.layout != sys.modules["torch"].strided or x.is_nested:
@@ -126,16 +124,17 @@ def _nothing(_: Any) -> None:
 
 @dataclass(frozen=True)
 class _Library:
-    """What is known of a library's arrays; see `fingerprint`, `current_stream` and `from_torch`."""
+    """What is known of a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
 
     fingerprint: Callable[[Any], tuple[Any, ...] | None]
     stream: Callable[[Any], StreamLike]
     is_torch: bool = False
+    instead: str | None = None
 
 
 def _find_library(kind: type) -> _Library:
     if is_torch(kind):
-        return _Library(_torch_fingerprint, _torch_stream, is_torch=True)
+        return _Library(_torch_fingerprint, _torch_stream, is_torch=True, instead=_find_instead(kind))
     if _is_cupy(kind):
         return _Library(_cupy_fingerprint, _cupy_stream)
     return _Library(_nothing, _nothing)

@@ -42,7 +42,7 @@ class ArrayView:
 
 def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
     """Raises ArgumentError for an array with elements at address 0: it refers to memory that is not there."""
-    if not address and math.prod(shape):
+    if not address and 0 not in shape:
         raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
 
 

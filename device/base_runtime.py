@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
 
 StreamLike = Any
 """A `Stream`, None for the default stream, an integer handle, or an object with ``__cuda_stream__``, ``cuda_stream``
@@ -455,8 +456,9 @@ def foreign_stream_handle(stream: StreamLike) -> int:
     Raises:
         ArgumentError: the object is no stream.
     """
-    if isinstance(stream, int):
-        return stream
+    handle = find_integer(stream)
+    if handle is not None and 0 <= handle < 1 << 64:
+        return handle
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         version_and_handle = protocol() if callable(protocol) else protocol
@@ -466,5 +468,7 @@ def foreign_stream_handle(stream: StreamLike) -> int:
         if isinstance(value, int):
             return value
     raise ArgumentError(
-        "stream", f"expected a stream, a stream's handle as an integer, or None, not {type(stream).__name__}"
+        "stream",
+        f"expected a stream, a stream's handle as an integer, or None, not "
+        f"{type(stream).__name__ if handle is None else handle}",
     )

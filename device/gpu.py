@@ -39,6 +39,7 @@ from proxyccl.device.gpu_context import DeviceContext
 from proxyccl.device.gpu_memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
 from proxyccl.device.gpu_streams import GpuEvent, GpuStream, stream_handle, synchronize
 from proxyccl.device.in_flight import InFlight
+from proxyccl.device.integers import find_integer
 from proxyccl.device.interrupts import wait_elsewhere
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names, kernels_of_image, text_with_exports
@@ -75,13 +76,14 @@ class GpuRuntime:
         count = driver.device_count()
         if count == 0:
             raise RuntimeUnavailableError(f"{driver.runtime}: this process sees no device")
-        if not isinstance(device, int) or not 0 <= device < count:
+        number = find_integer(device)
+        if number is None or not 0 <= number < count:
             devices = f"{driver.runtime} devices, 0 to {count - 1}"
             raise ArgumentError("device", f"{device!r} is none of the {count} {devices}")
         self.driver = driver
         self.name = driver.runtime
-        self.device = device
-        self.info = driver.device(device)
+        self.device = number
+        self.info = driver.device(number)
         self.device_id = self.info.device_id
         self.thread_stream = driver.thread_stream
         self.legacy_stream = driver.legacy_stream

@@ -7,14 +7,17 @@ kernel takes, or refused by position, before anything is launched.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
 
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import as_view
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.in_flight import InFlight
+from proxyccl.device.integers import as_integer, find_integer
 
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
@@ -26,10 +29,11 @@ Shape = int | Sequence[int]
 
 
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
-    values = tuple(shape) if isinstance(shape, Sequence) else (shape,)
-    if not 1 <= len(values) <= 3 or not all(isinstance(v, int) and 0 < v < 1 << 32 for v in values):
-        raise ArgumentError(argument, f"must be one to three positive 32-bit integers, not {shape!r}")
-    x, y, z = (*values, 1, 1)[:3]
+    expected = "must be one to three positive 32-bit integers"
+    given = [shape] if find_integer(shape) is not None or not isinstance(shape, Iterable) else list(shape)
+    if not 1 <= len(given) <= 3:
+        raise ArgumentError(argument, f"{expected}, not {shape!r}")
+    x, y, z = [as_integer(extent, argument, expected, 1, (1 << 32) - 1) for extent in (*given, 1, 1)[:3]]
     return x, y, z
 
 
@@ -52,8 +56,7 @@ class Launch:
     def __init__(self, kernel: Kernel, grid: Shape, block: Shape, args: tuple[Any, ...], shared: int) -> None:
         self._kernel = kernel
         self._runtime = kernel.runtime
-        if not isinstance(shared, int) or not 0 <= shared < 1 << 32:
-            raise ArgumentError("shared", f"expected a number of bytes from 0 to 2**32 - 1, not {shared!r}")
+        shared = as_integer(shared, "shared", "expected a number of bytes from 0 to 2**32 - 1", 0, (1 << 32) - 1)
         self._values, self._kept = kernel.pack(args)
         self._parameters = ffi.new("void *[]", [*map(ffi.from_buffer, self._values), ffi.NULL])
         target = kernel.runtime.launch_target()
@@ -153,9 +156,9 @@ class Kernel:
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
         if kind == INTEGER:
-            if not hasattr(value, "__index__"):
+            number, bits = int(value) if isinstance(value, bool | np.bool_) else find_integer(value), 8 * size
+            if number is None:
                 raise ArgumentError(argument, f"expected an integer, not {type(value).__name__}")
-            number, bits = value.__index__(), 8 * size
             if not -(1 << (bits - 1)) <= number < 1 << bits:
                 raise ArgumentError(argument, f"{number} does not fit in {bits} bits")
             return int(number & ((1 << bits) - 1)).to_bytes(size, "little")
@@ -170,10 +173,8 @@ class Kernel:
     def _address(self, value: Any, argument: str) -> int:
         if value is None:
             return 0
-        if isinstance(value, int):
-            if not 0 <= value < 1 << 64:
-                raise ArgumentError(argument, f"expected an address from 0 to 2**64 - 1, not {value}")
-            return value
+        if isinstance(value, int | np.integer):  # a number of numpy is a buffer, too
+            return as_integer(value, argument, "expected an address from 0 to 2**64 - 1", 0, (1 << 64) - 1)
         address = getattr(value, "device_pointer", None)
         if isinstance(address, int):
             return address

@@ -120,7 +120,7 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
     if chosen == "host":
         from proxyccl.device.host import HostRuntime
 
-        return HostRuntime(device or 0)
+        return HostRuntime(0 if device is None else device)
     from proxyccl.device.gpu import GpuRuntime
 
     driver = open_driver(chosen)

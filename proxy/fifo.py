@@ -38,7 +38,7 @@ class Fifo(Ring):
     """
 
     def __init__(self, runtime: Runtime, size: int = 8192) -> None:
-        require_ring_size(size)
+        size = require_ring_size(size)
         super().__init__(runtime.allocate_pinned(ring_bytes(size)), size)
         self._device = runtime.allocate(3 * LINE_BYTES)
 

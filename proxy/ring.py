@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
 from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.trigger import PARITY_SHIFT, Trigger, full_parity
 
@@ -21,10 +22,13 @@ LINE_BYTES = 128
 _SLOT_BYTES: int = ffi.sizeof("ProxycclTrigger")
 
 
-def require_ring_size(size: int) -> None:
-    """Raises ArgumentError unless a ring can have that many slots."""
-    if not isinstance(size, int) or size < 2 or size > 1 << 20 or size & (size - 1):
-        raise ArgumentError("fifo_size", f"must be a power of two from 2 to {1 << 20}, not {size!r}")
+def require_ring_size(size: object) -> int:
+    """The number of slots. Raises ArgumentError unless a ring can have that many."""
+    expected = f"must be a power of two from 2 to {1 << 20}"
+    slots = as_integer(size, "fifo_size", expected, 2, 1 << 20)
+    if slots & (slots - 1):
+        raise ArgumentError("fifo_size", f"{expected}, not {slots}")
+    return slots
 
 
 def ring_bytes(size: int) -> int:
@@ -68,7 +72,7 @@ class RingMemory:
     """
 
     def __init__(self, address: int, size: int) -> None:
-        require_ring_size(size)
+        size = require_ring_size(size)
         self.size = size
         self.size_log2 = size.bit_length() - 1
         self.slots_host = address

@@ -93,7 +93,7 @@ class ProxyService:
         name: str = "proxyccl",
     ) -> None:
         threads, fifos = len(shared_threads) or threads, len(rings) or fifos
-        require_rings(fifos, threads)
+        fifos, threads = require_rings(fifos, threads)
         self.runtime = runtime
         self._engine = EngineRuntime(runtime)
         self._shared = SharedWords(shared, shared_offset)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine
 from proxyccl.proxy.created import created
@@ -27,12 +28,13 @@ _POLL_SECONDS = 0.0002
 _UNUSED_THREAD_SECONDS = 10.0
 
 
-def require_rings(fifos: object, threads: int) -> None:
-    """Raises ArgumentError unless each thread gets a ring, and no more than the engine allows."""
-    if not isinstance(threads, int) or threads < 1:
-        raise ArgumentError("proxy_threads", f"must be a positive integer, not {threads!r}")
-    if not isinstance(fifos, int) or not threads <= fifos <= MAX_RINGS:
-        raise ArgumentError("fifos", f"must be an integer from proxy_threads ({threads}) to {MAX_RINGS}, not {fifos!r}")
+def require_rings(fifos: object, threads: object) -> tuple[int, int]:
+    """The numbers of rings and of threads. Raises ArgumentError unless each thread gets a ring, and no more than the
+    engine allows.
+    """
+    number = as_integer(threads, "proxy_threads", f"must be an integer from 1 to {MAX_RINGS}", 1, MAX_RINGS)
+    expected = f"must be an integer from proxy_threads ({number}) to {MAX_RINGS}"
+    return as_integer(fifos, "fifos", expected, number, MAX_RINGS), number
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from proxyccl.channels.arguments import (
+    as_rank,
     input_view,
     output_view,
     refuse_partial_overlap,
-    require_root,
 )
 from proxyccl.channels.collectives.by_proxy import others
 from proxyccl.channels.collectives.collectives import Collectives
@@ -22,7 +22,7 @@ from proxyccl.device.runtime import StreamLike
 def broadcast(collectives: Collectives, x: Any, root: int, out: Any, request: Request, stream: StreamLike) -> Any:
     """See `Communicator.broadcast`."""
     group = collectives.group
-    require_root(group, root)
+    root = as_rank(group.world_size, root, "root")
     given = x if out is None else out
     options = ("broadcast", request.name, root)
     if stream is None and collectives.repeat_prepared(x, given, options):

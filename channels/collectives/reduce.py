@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from proxyccl.channels.arguments import input_view, require_root
+from proxyccl.channels.arguments import as_rank, input_view
 from proxyccl.channels.collectives.all_reduce import all_reduce
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.request import Request
@@ -17,7 +17,7 @@ def reduce(collectives: Collectives, x: Any, op: str, root: int, out: Any, reque
     for short arrays.
     """
     group = collectives.group
-    require_root(group, root)
+    root = as_rank(group.world_size, root, "root")
     if group.rank == root:
         return all_reduce(collectives, x, op, out, request, stream, root=root)
     source = input_view(group, x, "x")

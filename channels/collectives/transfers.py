@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from proxyccl.channels.arguments import (
+    as_rank,
     input_view,
     output_view,
     refuse_partial_overlap,
-    require_root,
     share_shape,
 )
 from proxyccl.channels.calls import CollectiveCall
@@ -18,6 +18,7 @@ from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import Transfer
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime, StreamLike
 
 
@@ -48,7 +49,7 @@ class Transfers:
             ArgumentError: an argument is wrong.
         """
         view = input_view(self._group, x, "x")
-        self._require_peer(peer)
+        peer = self._peer(peer)
         if peer == self._group.rank:
             self._own_sends.append(view)
         else:
@@ -59,15 +60,14 @@ class Transfers:
         view = input_view(self._group, out, "out")
         if not view.writable:
             raise ArgumentError("out", "the array is read-only")
-        self._require_peer(peer)
+        peer = self._peer(peer)
         if peer == self._group.rank:
             self._own_receives.append(view)
         else:
             self._transfers.append(Transfer(peer, target=view))
 
-    def _require_peer(self, peer: int) -> None:
-        if not isinstance(peer, int) or not 0 <= peer < self._group.world_size:
-            raise ArgumentError("peer", f"must be a rank from 0 to {self._group.world_size - 1}, not {peer!r}")
+    def _peer(self, peer: Any) -> int:
+        return as_rank(self._group.world_size, peer, "peer")
 
     def __enter__(self) -> Transfers:
         return self
@@ -130,10 +130,11 @@ def recv(collectives: Collectives, out: Any, peer: int, stream: StreamLike) -> A
     return out
 
 
-def _another(collectives: Collectives, peer: int) -> int:
-    if peer == collectives.group.rank:
-        raise ArgumentError("peer", f"rank {peer} is this rank itself; `transfers` copies within a rank")
-    return peer
+def _another(collectives: Collectives, peer: Any) -> int:
+    rank = as_rank(collectives.group.world_size, peer, "peer")
+    if rank == collectives.group.rank:
+        raise ArgumentError("peer", f"rank {rank} is this rank itself; `transfers` copies within a rank")
+    return rank
 
 
 def all_to_all_v(
@@ -170,7 +171,7 @@ def all_to_all_v(
 def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
     """See `Communicator.gather`."""
     group = collectives.group
-    require_root(group, root)
+    root = as_rank(group.world_size, root, "root")
     source, ranks = input_view(group, x, "x"), group.world_size
     call = CollectiveCall("gather", source.dtype.name, root=root, count=source.size, shape=source.shape)
     if group.rank != root:
@@ -188,7 +189,7 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
 def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: StreamLike) -> Any:
     """See `Communicator.scatter`."""
     group = collectives.group
-    require_root(group, root)
+    root = as_rank(group.world_size, root, "root")
     ranks = group.world_size
     if group.rank != root:
         if out is None:
@@ -215,10 +216,11 @@ def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
 
 
 def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
-    values = list(counts)
-    if len(values) != ranks or not all(hasattr(n, "__index__") and n >= 0 for n in values):
-        raise ArgumentError(argument, f"expected {ranks} numbers of rows, one a rank, not {counts!r}")
-    return [n.__index__() for n in values]
+    expected = f"expected {ranks} numbers of rows, one a rank"
+    values = list(counts) if isinstance(counts, Iterable) else []
+    if len(values) != ranks:
+        raise ArgumentError(argument, f"{expected}, not {counts!r}")
+    return [as_integer(rows, argument, expected, 0) for rows in values]
 
 
 def _rows(view: ArrayView, counts: Sequence[int]) -> list[ArrayView]:

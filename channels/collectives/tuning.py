@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import numbers
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from proxyccl.channels.arguments import as_seconds
 from proxyccl.channels.collectives.all_gather import all_gather
 from proxyccl.channels.collectives.all_reduce import all_reduce
 from proxyccl.channels.collectives.all_to_all import all_to_all
@@ -29,10 +29,11 @@ from proxyccl.channels.collectives.selection import (
 )
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
-from proxyccl.channels.memory import allocate, deregister, register
+from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
 from proxyccl.device.arrays import Array
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
 from proxyccl.proxy.codec import Codec
 
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
@@ -53,15 +54,16 @@ def default_sizes(runtime: str) -> tuple[int, ...]:
     return tuple(1 << shift for shift in range(_SMALLEST, _LARGEST[runtime] + 1, 2))
 
 
-def require_arguments(sizes: Sequence[int], iterations: int, seconds: float) -> None:
-    """Raises ArgumentError unless `tune` can measure these."""
-    whole = all(isinstance(size, int) and size > 0 for size in sizes)
-    if not sizes or not whole or any(size >= following for size, following in pairwise(sizes)):
-        raise ArgumentError("sizes", f"must be positive numbers of bytes in rising order, not {list(sizes)!r}")
-    if not isinstance(iterations, int) or iterations < 1:
-        raise ArgumentError("iterations", f"must be a positive integer, not {iterations!r}")
-    if not isinstance(seconds, numbers.Real) or not 0 < seconds < float("inf"):
-        raise ArgumentError("seconds", f"must be a positive number of seconds, not {seconds!r}")
+def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[int, ...], int, float]:
+    """The arguments of `tune`. Raises ArgumentError unless it can measure these."""
+    expected = "must be positive numbers of bytes in rising order"
+    if not isinstance(sizes, Iterable):
+        raise ArgumentError("sizes", f"{expected}, not {sizes!r}")
+    chosen = tuple(as_integer(size, "sizes", expected, 1, MOST_BYTES) for size in sizes)
+    if not chosen or any(size >= following for size, following in pairwise(chosen)):
+        raise ArgumentError("sizes", f"{expected}, not {list(chosen)}")
+    count = as_integer(iterations, "iterations", "must be a positive integer", 1)
+    return chosen, count, as_seconds(seconds, "seconds", "must be a positive number of seconds")
 
 
 @dataclass

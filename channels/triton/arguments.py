@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device.arrays import as_view
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
 from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
 from proxyccl.triton.grid_barrier import GridBarrier
 
@@ -85,8 +85,9 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
         return _channel(value, name)
     if isinstance(value, GridBarrier):
         return _pointer("*u64", value.device_pointer, value)
-    if hasattr(value, "__index__") and not hasattr(value, "__dlpack__"):
-        return _integer(operator.index(value), name)
+    number = None if hasattr(value, "__dlpack__") else find_integer(value)
+    if number is not None:
+        return _integer(number, name)
     view = as_view(value, name, gpu=runtime)
     if view.device[0] != runtime or view.device[1] not in (-1, device):
         raise ArgumentError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import triton
@@ -16,6 +16,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays import current_stream
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu import GpuRuntime
+from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
 from proxyccl.triton.arguments import CONSTEXPR, Argument, as_argument, constant
@@ -132,10 +133,11 @@ class TritonKernel:
         grid = self._grid
         if callable(grid):
             grid = grid({name: argument.value for name, argument in arguments.items()})
-        shape = (grid,) if isinstance(grid, int) else tuple(grid)
-        if not 1 <= len(shape) <= 3 or not all(isinstance(n, int) and 0 < n < 1 << 31 for n in shape):
-            raise ArgumentError("grid", f"must be one to three positive integers, not {grid!r}")
-        x, y, z = (*shape, 1, 1)[:3]
+        expected = "must be one to three positive integers"
+        shape = [grid] if find_integer(grid) is not None or not isinstance(grid, Iterable) else list(grid)
+        if not 1 <= len(shape) <= 3:
+            raise ArgumentError("grid", f"{expected}, not {grid!r}")
+        x, y, z = [as_integer(extent, "grid", expected, 1, (1 << 31) - 1) for extent in (*shape, 1, 1)[:3]]
         return x, y, z
 
     def _options_of(self, config: triton.Config | None) -> dict[str, Any]:

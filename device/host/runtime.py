@@ -31,6 +31,7 @@ from proxyccl.device.host.compiler import load_source, preprocessed
 from proxyccl.device.host.status import check_status
 from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
+from proxyccl.device.integers import as_integer
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.shared_memory import SharedMemory, export_descriptor
@@ -89,11 +90,9 @@ class HostRuntime:
     def __init__(
         self, device: int = 0, *, async_copies: bool = False, cxxflags: tuple[str, ...] = (), blocks: int = 1
     ) -> None:
-        if not isinstance(device, int) or device < 0:
-            raise ArgumentError("device", f"expected an integer from 0 on, not {device!r}")
+        device = as_integer(device, "device", "expected an integer from 0 on", 0)
         most = lib.PROXYCCL_HOST_MAX_RESIDENT_BLOCKS
-        if not isinstance(blocks, int) or not 1 <= blocks <= most:
-            raise ArgumentError("blocks", f"expected an integer from 1 to {most}, not {blocks!r}")
+        blocks = as_integer(blocks, "blocks", f"expected an integer from 1 to {most}", 1, most)
         self.device = device
         self.device_id = f"host:{device}"
         self.in_flight = InFlight(self)

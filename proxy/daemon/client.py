@@ -51,6 +51,7 @@ from proxyccl.proxy.interface import (
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import ObservedView
 from proxyccl.proxy.plan import PlanPointers, PlanWait, ProxyPlan
+from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.thread import IdlePolicy
@@ -110,7 +111,8 @@ class DaemonClient:
         address: DaemonAddress | None = None,
         takes_private: bool = False,
     ) -> None:
-        require_rings(fifos, threads)
+        fifos, threads = require_rings(fifos, threads)
+        fifo_size = require_ring_size(fifo_size)
         self._runtime = runtime
         self._segment = shared
         self._shared = SharedWords(shared, shared_offset)

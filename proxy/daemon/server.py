@@ -18,6 +18,7 @@ from proxyccl.device import open_driver
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.gpu import GpuRuntime
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.attendance import Attendance
@@ -71,8 +72,7 @@ class Daemon:
         self, place: Path | Listener, options: DaemonOptions | None = None, attendance: Attendance | None = None
     ) -> None:
         chosen = options or DaemonOptions()
-        if not isinstance(chosen.threads, int) or not 1 <= chosen.threads <= MAX_RINGS:
-            raise ArgumentError("threads", f"must be an integer from 1 to {MAX_RINGS}, not {chosen.threads!r}")
+        as_integer(chosen.threads, "threads", f"must be an integer from 1 to {MAX_RINGS}", 1, MAX_RINGS)
         reports = files.wanted()
         self._attendance = attendance
         self._stopping = False

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
 from proxyccl.proxy.environment_options import named_options
 from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
@@ -54,6 +55,8 @@ class FabricOptions:
         for field in fields(self):
             if getattr(self, field.name) is not None or field.default is not None:
                 _check(field.name, field.name, getattr(self, field.name))
+            if field.name in _RANGES:
+                object.__setattr__(self, field.name, find_integer(getattr(self, field.name)))
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> FabricOptions:
@@ -70,7 +73,7 @@ class FabricOptions:
 def _check(field: str, shown: str, value: object) -> None:
     if field in _RANGES:
         allowed = _RANGES[field]
-        if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+        if find_integer(value) not in allowed:
             raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
     elif field in _CHOICES:
         if value not in _CHOICES[field]:

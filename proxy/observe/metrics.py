@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
 from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.integers import as_integer
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import find
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
@@ -142,8 +143,7 @@ class MetricsServer:
     """
 
     def __init__(self, port: int, snapshot: Callable[[], list[ServiceView]] = snapshot_all) -> None:
-        if not isinstance(port, int) or not 0 <= port < 1 << 16:
-            raise ArgumentError("port", f"must be from 0 to 65535, not {port!r}")
+        port = as_integer(port, "port", "must be from 0 to 65535", 0, (1 << 16) - 1)
 
         class Handler(BaseHTTPRequestHandler):
             timeout = 10.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
 from proxyccl.proxy.environment_options import named_options
 from proxyccl.proxy.gpu_writes import GPU_WRITES
 from proxyccl.proxy.staging import STAGING_BYTES, STAGING_CHUNK
@@ -81,7 +82,10 @@ class RdmaOptions:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check(field.name, field.name, getattr(self, field.name), optional=field.default is None)
+            value = getattr(self, field.name)
+            _check(field.name, field.name, value, optional=field.default is None)
+            if find_integer(value) is not None:
+                object.__setattr__(self, field.name, find_integer(value))
 
     @classmethod
     def from_environment(cls, **arguments: Any) -> RdmaOptions:
@@ -107,5 +111,5 @@ def _check(field: str, shown: str, value: object, *, optional: bool) -> None:
             raise ArgumentError(shown, f"must be one of {', '.join(map(str, _CHOICES[field]))}, not {value!r}")
         return
     allowed = _RANGES[field]
-    if not isinstance(value, int) or isinstance(value, bool) or value not in allowed:
+    if find_integer(value) not in allowed:
         raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
