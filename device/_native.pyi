@@ -306,6 +306,7 @@ class _ProxycclExpertCounters:
     dispatches: int
     combines: int
     routings: int
+    has_failed: int
 
 class ProxycclExpertCounters(_ProxycclExpertCounters, CData): ...
 class ProxycclExpertCountersPointer(_ProxycclExpertCounters, ItemPointer[ProxycclExpertCounters]): ...
@@ -335,6 +336,7 @@ class _ProxycclExperts:
     output_buffers: int
     output_rows: int
     senders: int
+    dropping_ids: int
     segment_bytes: int
     return_segment_bytes: int
     counts_offset: int
@@ -624,6 +626,8 @@ class Lib:
     PROXYCCL_EXPERT_SEND: Final[int]
     PROXYCCL_EXPERT_RECEIVE: Final[int]
     PROXYCCL_EXPERT_LAYOUT: Final[int]
+    PROXYCCL_NUMBER_DROPS: Final[int]
+    PROXYCCL_MINUS_ONE_DROPS: Final[int]
     PROXYCCL_NO_ROW: Final[int]
     PROXYCCL_PAST_END: Final[int]
     PROXYCCL_HOST_SUCCESS: Final[int]

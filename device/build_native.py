@@ -125,7 +125,8 @@ enum { PROXYCCL_MAX_TOPK, PROXYCCL_EXPERT_THREADS, PROXYCCL_MAX_EXPERT_RANKS, PR
        PROXYCCL_ANNOUNCED_EXPERTS, PROXYCCL_IDS_PER_PACKET, PROXYCCL_MASKED_RANKS, PROXYCCL_ANNOUNCED_PAYLOADS,
        PROXYCCL_SUMMED_WORDS, PROXYCCL_KEPT_TARGETS, PROXYCCL_EXPERT_COUNTERS,
        PROXYCCL_EXPERT_ROUTE, PROXYCCL_EXPERT_GATHER, PROXYCCL_EXPERT_SEND, PROXYCCL_EXPERT_RECEIVE,
-       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NO_ROW, PROXYCCL_PAST_END, ... };
+       PROXYCCL_EXPERT_LAYOUT, PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, PROXYCCL_NO_ROW,
+       PROXYCCL_PAST_END, ... };
 typedef struct { uint32_t tokens; uint32_t bad_slot; ...; } ProxycclExpertSegment;
 typedef struct { uint32_t expert; uint32_t position; ...; } ProxycclExpertSlot;
 typedef struct { int32_t expert; float weight; ...; } ProxycclExpertChoice;
@@ -133,14 +134,16 @@ typedef struct {
   uint64_t ticket; uint32_t rows; uint32_t bad_rank; uint32_t bad_slot; uint32_t bad_index; uint32_t most_rows;
   uint32_t wanted_tokens; ...;
 } ProxycclReceivedRows;
-typedef struct { uint64_t dispatches; uint64_t combines; uint64_t routings; ...; } ProxycclExpertCounters;
+typedef struct {
+  uint64_t dispatches; uint64_t combines; uint64_t routings; uint32_t has_failed; ...;
+} ProxycclExpertCounters;
 typedef struct {
   uint32_t rank; uint32_t world_size; uint32_t local_rank; uint32_t local_size; uint32_t node; uint32_t nodes;
   const uint32_t *places; const uint32_t *members; uint32_t experts_per_rank; uint32_t topk; uint32_t max_tokens;
   uint32_t blocks; uint32_t segments; uint32_t segment_tokens;
   uint32_t local_combine; uint32_t weight_bytes; uint32_t chosen_per_rank; uint32_t padded_rows;
   uint32_t expert_alignment; uint32_t choice_packets; uint32_t weight_packets; uint32_t output_buffers;
-  uint32_t output_rows; uint32_t senders;
+  uint32_t output_rows; uint32_t senders; uint32_t dropping_ids;
   uint64_t segment_bytes; uint64_t return_segment_bytes; uint64_t counts_offset; uint64_t slots_offset;
   uint64_t places_offset; uint64_t weights_offset; uint64_t routing_bytes; uint64_t slab_bytes;
   uint64_t announced; uint64_t inbox;

@@ -29,8 +29,10 @@ def input_array(group: Group, x: Any, argument: str, shape: tuple[int, ...], dty
 
 def index_array(group: Group, x: Any, argument: str, shape: tuple[int, ...]) -> ArrayView:
     """The same for integers of 32 or 64 bits."""
-    wide = input_view(group, x, argument).dtype.name == "int64"
-    return input_array(group, x, argument, shape, "int64" if wide else "int32")
+    dtype = input_view(group, x, argument).dtype.name
+    if dtype not in ("int32", "int64"):
+        raise ArgumentError(argument, f"has element type {dtype}; expected int32 or int64")
+    return input_array(group, x, argument, shape, dtype)
 
 
 def output_array(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from proxyccl.channels.expert_parallel.numbers import MAX_NUMBER, whole_number
 from proxyccl.device._native import lib
 from proxyccl.device.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError
@@ -16,8 +17,11 @@ SCALED_DTYPES = ("float16", "bfloat16")
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
-MAX_SLOTS = 2**31 - 1  # rows and slots are 32-bit integers in the tables
+MAX_SLOTS = MAX_NUMBER  # rows and slots are 32-bit integers in the tables
 _MAX_TOKENS = 2**24  # kernels multiply the number of tokens by that of blocks, in 32 bits
+_MAX_HIDDEN = 2**28  # kernels count a row's 16-byte words in 32 bits
+MAX_EXPERTS = 2**20  # tables have an entry for each rank, or segment, and expert
+_MAX_BYTES = 2**44  # of all rows of a layer: every size of its workspace is then far below 2**64
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,16 @@ class EPConfig:
     offset_dtype: Any = "int32"
 
     def __post_init__(self) -> None:
-        for argument in ("max_tokens", "hidden", "topk", "num_experts", "world_size", "local_world_size"):
-            value = getattr(self, argument)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ArgumentError(argument, f"must be a positive integer, not {value!r}")
-        if not isinstance(self.rank, int) or not 0 <= self.rank < self.world_size:
-            raise ArgumentError("rank", f"must be from 0 to {self.world_size - 1}, not {self.rank!r}")
+        for argument, most in (
+            ("max_tokens", _MAX_TOKENS),
+            ("hidden", _MAX_HIDDEN),
+            ("topk", MAX_TOPK),
+            ("num_experts", MAX_EXPERTS),
+            ("world_size", MAX_NUMBER),
+            ("local_world_size", MAX_NUMBER),
+        ):
+            object.__setattr__(self, argument, whole_number(argument, getattr(self, argument), 1, most))
+        object.__setattr__(self, "rank", whole_number("rank", self.rank, 0, self.world_size - 1))
         if self.world_size % self.local_world_size:
             raise ArgumentError(
                 "local_world_size", f"must divide the world size {self.world_size}, not {self.local_world_size}"
@@ -67,10 +75,6 @@ class EPConfig:
             raise ArgumentError(
                 "num_experts", f"must be a multiple of the world size {self.world_size}, not {self.num_experts}"
             )
-        if self.topk > MAX_TOPK:
-            raise ArgumentError("topk", f"must be at most {MAX_TOPK}, not {self.topk}")
-        if self.max_tokens > _MAX_TOKENS:
-            raise ArgumentError("max_tokens", f"must be at most {_MAX_TOKENS}, not {self.max_tokens}")
         if self.world_size * self.max_tokens * self.topk > MAX_SLOTS:
             raise ArgumentError(
                 "max_tokens",
@@ -85,6 +89,16 @@ class EPConfig:
             element = as_dtype(getattr(self, argument), argument)
             if element.name not in known:
                 raise ArgumentError(argument, f"must be one of {', '.join(known)}, not {element}")
+        self.require_room(self.world_size * self.max_tokens, "max_tokens")
+
+    def require_room(self, rows: int, argument: str) -> None:
+        """Raises ArgumentError if so many rows are more than a layer can have, which `argument` asks for."""
+        if rows * self.hidden * self.token.itemsize > _MAX_BYTES:
+            raise ArgumentError(
+                argument,
+                f"asks for {rows} rows of {self.hidden} elements ({self.token}); expected at most "
+                f"{_MAX_BYTES >> 40} TiB of rows",
+            )
 
     @property
     def num_experts_per_rank(self) -> int:

@@ -14,9 +14,10 @@ from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
-from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS, SCALED_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.geometry import BY_EXPERT, DISPATCH_KERNELS, OutputLayout, blocks_for
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
 from proxyccl.channels.group import Group
@@ -34,6 +35,8 @@ SEND: int = lib.PROXYCCL_EXPERT_SEND
 RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
 SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
+NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
+MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 
 _ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
     dict[str, int | float | bool | str | None], 64 << 10, name="arguments"
@@ -48,7 +51,7 @@ class DispatchInputs:
 
     Attributes:
         tokens: [T, elements of a row].
-        expert_ids: int32 [T, topk]; with a row for each rank also int64.
+        expert_ids: int32 or int64 [T, topk].
         weights: [T, topk], or None.
         scatter: int32 [tokens of all ranks, topk], or None: the caller's own rows.
         lost_slots: bool [T, topk]: the slots whose experts' ranks are lost; None if the layer knows of no lost ranks.
@@ -100,11 +103,11 @@ class DispatchCombineContext:
         use_aot: bool = False,
         scale_elements: int = 0,
         layout: OutputLayout = BY_EXPERT,
+        dropping_ids: int = NUMBER_DROPS,
     ) -> None:
-        if not isinstance(capacity, int) or capacity < 1:
-            raise ArgumentError("capacity", f"must be a positive integer, not {capacity!r}")
-        if not isinstance(num_sm, int) or isinstance(num_sm, bool) or num_sm < 1:
-            raise ArgumentError("num_sm", f"must be a positive integer, not {num_sm!r}")
+        capacity = whole_number("capacity", capacity, 1, MAX_SLOTS // (config.max_tokens * config.topk))
+        config.require_room(capacity * config.max_tokens * config.topk, "capacity")
+        num_sm = whole_number("num_sm", num_sm, 1)
         runtime = communicator.runtime
         # Some steps take a thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
@@ -140,6 +143,7 @@ class DispatchCombineContext:
             proxied=proxied,
             scale_bytes=self._scale_bytes,
         )
+        self.workspace.experts.dropping_ids = dropping_ids
         self.layout = layout
         self.nodes = Nodes(config, group.topology, self.workspace.members)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
@@ -220,8 +224,8 @@ class DispatchCombineContext:
             The buffer, [rows, hidden] of the token type, and one for the rows' weights, [rows].
         """
         self.require_usable()
-        if not isinstance(dispatch_recv_tokens, int) or dispatch_recv_tokens < 0:
-            raise ArgumentError("dispatch_recv_tokens", f"must be a number of rows, not {dispatch_recv_tokens!r}")
+        dispatch_recv_tokens = whole_number("dispatch_recv_tokens", dispatch_recv_tokens, 0, MAX_SLOTS)
+        self.ep_config.require_room(dispatch_recv_tokens, "dispatch_recv_tokens")
         if self._output_buf is None or self._output_buf[0].shape[0] < dispatch_recv_tokens:
             rows = self._capacity = max(self._capacity, dispatch_recv_tokens)
             config = self.ep_config
@@ -259,6 +263,7 @@ class DispatchCombineContext:
 
     def begin(self, phases: int, desc: EPAllToAllLayoutDesc, inputs: DispatchInputs, stream: StreamLike) -> None:
         """Queues the start of a dispatch: its counts, and its rows if `phases` has SEND."""
+        desc.require_sent(self, "desc")
         call = self._fill_inputs(phases, desc, inputs)
         desc.stream = stream
         self._launch(self._dispatch, call, stream, desc, (inputs,))
@@ -292,10 +297,11 @@ class DispatchCombineContext:
         if received.bad_rank == lib.PROXYCCL_NO_PEER:
             return None
         token, k = divmod(int(received.bad_slot), config.topk)
+        expected = f"0 to {experts}, where {experts} drops the slot"
+        if not self.workspace.experts.dropping_ids & NUMBER_DROPS:
+            expected = f"0 to {experts - 1}, or -1, which drops the slot"
         return ArgumentError(
-            argument,
-            f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected 0 to {experts}, where "
-            f"{experts} drops the slot",
+            argument, f"[{token}, {k}] on rank {received.bad_rank} is out of range; expected {expected}"
         )
 
     @property
@@ -312,7 +318,7 @@ class DispatchCombineContext:
         return bad
 
     def most_rows(self) -> int:
-        """The most rows of any rank in the dispatches that have ended since the last call."""
+        """The most rows of any rank, or padded of any expert, in the dispatches that have ended since the last call."""
         received = self.workspace.received_rows
         most, received.most_rows = int(received.most_rows), 0
         return most
@@ -330,6 +336,7 @@ class DispatchCombineContext:
         """Queues the end of a dispatch, which fills the first `rows` rows of `output`: rows, weights and, if quantized,
         scales. With None it receives nothing.
         """
+        desc.require_sent(self, "desc")
         if desc.num_recv_tokens is None:  # with a fixed number of rows they were made before
             desc.size_rows(rows if output is not None else 0)
         call = self._fill_inputs(phases, desc, inputs)
@@ -348,6 +355,7 @@ class DispatchCombineContext:
         if output is not None and self._dispatch_scaled is not None and inputs.tokens.dtype == config.token:
             launch, call.row_bytes = self._dispatch_scaled, config.hidden + self._scale_bytes
         self._launch(launch, call, stream, desc, kept, before=fill)
+        desc.mark_received(refused=output is None)
 
     def copy(self, copies: Sequence[tuple[int, int, int]], stream: StreamLike, owners: tuple[object, ...]) -> None:
         """Queues copies in this device's memory, each to an address, from an address, of so many bytes."""
@@ -371,6 +379,7 @@ class DispatchCombineContext:
         """Queues a dispatch of other tokens with an existing layout. Their element type and row length may differ. With
         `scales` they are packed (`pack`), and their scales go there.
         """
+        desc.require_received(self, "desc")
         call = self._fill_dispatch(SEND | RECEIVE, tokens, desc)
         call.redispatch = 1
         self._fill_output(call, desc.rows, (output, None, scales))
@@ -451,6 +460,7 @@ class DispatchCombineContext:
         slot_weights: ArrayView | None = None,
     ) -> None:
         """Queues those phases of a combine."""
+        desc.require_received(self, "desc")
         filled = self._combine_call
         filled.phases, filled.tokens = phases, desc.num_dispatch_token_cur_rank
         filled.hidden = rows.shape[-1]
@@ -489,6 +499,7 @@ class DispatchCombineContext:
         """Queues the return of each row's value to the row's slot: [T, topk] of the values' type, zero for slots
         without a row. It is a combine of rows that are zero except in the slot's own column.
         """
+        desc.require_received(self, "desc")
         config, group, element = self.ep_config, self.group, values.dtype
         matrix = self.arrays.new(values.owner, (desc.rows, config.topk), element)
         slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)

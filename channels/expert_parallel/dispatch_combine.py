@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arguments import input_array, output_array
-from proxyccl.channels.expert_parallel.config import TOKEN_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.config import MAX_EXPERTS, TOKEN_DTYPES, EPConfig
 from proxyccl.channels.expert_parallel.context import (
     GATHER,
     LAYOUT,
@@ -23,6 +23,7 @@ from proxyccl.channels.expert_parallel.context import (
     agree_on,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
@@ -102,8 +103,9 @@ class DispatchCombine:
             raise ArgumentError("dtype", f"must be one of {', '.join(TOKEN_DTYPES)}, not {element}")
         if algorithm not in (None, "proxy"):
             raise ArgumentError("algorithm", f"must be None or 'proxy', not {algorithm!r}")
-        if not isinstance(experts_per_rank, int) or experts_per_rank < 1:
-            raise ArgumentError("experts_per_rank", f"must be a positive integer, not {experts_per_rank!r}")
+        most = MAX_EXPERTS // communicator.world_size
+        experts_per_rank = whole_number("experts_per_rank", experts_per_rank, 1, most)
+        num_sm = whole_number("num_sm", num_sm, 1)
         config = EPConfig(
             max_tokens=max_tokens,
             hidden=hidden,
@@ -117,7 +119,8 @@ class DispatchCombine:
         others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
         agree_on(communicator.group, config, others, {"token_dtype": "dtype"})
         self._ctx = DispatchCombineContext(communicator, config, num_sm=num_sm, proxied=algorithm == "proxy")
-        self.hidden, self.max_tokens, self.experts_per_rank, self.topk = hidden, max_tokens, experts_per_rank, topk
+        self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
+        self.experts_per_rank = experts_per_rank
         self.dtype = element
         self._prepared: _Prepared | None = None
 

@@ -18,6 +18,8 @@ from proxyccl.channels.expert_parallel.config import MAX_CHOSEN_PER_RANK, MAX_SL
 from proxyccl.channels.expert_parallel.context import (
     GATHER,
     LAYOUT,
+    MINUS_ONE_DROPS,
+    NUMBER_DROPS,
     RECEIVE,
     ROUTE,
     SCALED_ELEMENTS,
@@ -31,8 +33,9 @@ from proxyccl.channels.expert_parallel.context import (
 )
 from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
-from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left
+from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left, lost_ranks_of
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
@@ -161,6 +164,8 @@ class EPAll2AllLayer:
             rows of a dispatch pass one more, and are copied to new arrays. On GPUs so do those in arrays of other
             libraries than torch 2.8 or later, and of dispatches that are captured in a graph or given a stream. Rows of
             a combine that lie elsewhere are copied to that buffer, and loaded too.
+        minus_one_drops: expert ids are as DeepEP's callers give them: int32 or int64 with every layout, and -1 alone
+            drops a slot. The id num_tot_experts is out of range then.
         capacity: see `DispatchCombineContext.create`.
 
     Attributes:
@@ -201,6 +206,7 @@ class EPAll2AllLayer:
         expert_alignment: int | None = None,
         output_buffers: int = 0,
         keeps_outputs: bool = False,
+        minus_one_drops: bool = False,
         capacity: int = 2,
     ) -> None:
         self._remade = functools.partial(
@@ -222,11 +228,14 @@ class EPAll2AllLayer:
             expert_alignment=expert_alignment,
             output_buffers=output_buffers,
             keeps_outputs=keeps_outputs,
+            minus_one_drops=minus_one_drops,
             capacity=capacity,
         )
-        self.lost_ranks = tuple(sorted(lost_ranks))
-        if lost_ranks:
-            num_tot_experts = experts_left(num_tot_experts, world_size, lost_ranks)
+        world_size = whole_number("world_size", world_size, 1)
+        self.lost_ranks = lost = lost_ranks_of(lost_ranks, world_size)
+        if lost:
+            num_tot_experts = whole_number("num_tot_experts", num_tot_experts, 1)
+            num_tot_experts = experts_left(num_tot_experts, world_size, len(lost))
         try:
             config = EPConfig(
                 max_tokens=max_tokens,
@@ -246,13 +255,14 @@ class EPAll2AllLayer:
             raise ArgumentError(_OWN_NAMES[error.argument], message) from None
         if enable_local_combine and not config.is_intra_node:
             raise ArgumentError("enable_local_combine", "is only for one node; across nodes each node sends a sum")
-        if max_recv_tokens is not None and (not isinstance(max_recv_tokens, int) or max_recv_tokens < 1):
-            raise ArgumentError("max_recv_tokens", f"must be a positive number of rows, not {max_recv_tokens!r}")
+        max_tokens, hidden, topk = config.max_tokens, config.hidden, config.topk
+        if max_recv_tokens is not None:
+            max_recv_tokens = whole_number("max_recv_tokens", max_recv_tokens, 1, MAX_SLOTS)
+            config.require_room(max_recv_tokens, "max_recv_tokens")
+        scale_elements = whole_number("scale_elements", scale_elements, 1)
         if dispatch_dtype is not None:
             if as_dtype(dispatch_dtype, "dispatch_dtype").name != _FLOAT8:
                 raise ArgumentError("dispatch_dtype", f"must be None or {_FLOAT8}, not {dispatch_dtype!r}")
-            if not isinstance(scale_elements, int) or scale_elements < 1:
-                raise ArgumentError("scale_elements", f"must be a positive integer, not {scale_elements!r}")
             if hidden % scale_elements or hidden % _SCALES_ALIGNMENT:
                 raise ArgumentError(
                     "hidden",
@@ -262,13 +272,12 @@ class EPAll2AllLayer:
         if layout not in _LAYOUTS:
             raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {layout!r}")
         if expert_alignment is not None:
-            if not isinstance(expert_alignment, int) or isinstance(expert_alignment, bool) or expert_alignment < 1:
-                raise ArgumentError("expert_alignment", f"must be a positive number of rows, not {expert_alignment!r}")
+            expert_alignment = whole_number("expert_alignment", expert_alignment, 1)
             if layout != "expert":
                 raise ArgumentError("expert_alignment", f'needs layout="expert", not "{layout}"')
             if config.num_experts_per_rank * expert_alignment > MAX_SLOTS - world_size * max_tokens * topk:
                 raise ArgumentError("expert_alignment", f"{expert_alignment} makes too many rows")
-        all_ranks = world_size + len(lost_ranks)
+        all_ranks = world_size + len(lost)
         padded_rows = all_ranks * max_tokens if layout == "padded" else 0
         if padded_rows:
             if max_recv_tokens is not None:
@@ -280,6 +289,7 @@ class EPAll2AllLayer:
                     f"{max_tokens} tokens of {all_ranks} ranks for each of {config.num_experts_per_rank} experts make "
                     f"too many padded rows; expected at most {MAX_SLOTS}",
                 )
+            config.require_room(max_recv_tokens, "max_tokens")
         self.layout = layout
         self._rows_shape = (config.num_experts_per_rank, padded_rows) if padded_rows else None
         chosen_per_rank = config.num_experts_per_rank if layout == "rank" else 0
@@ -291,8 +301,8 @@ class EPAll2AllLayer:
                     "num_tot_experts",
                     f'must be at most {MAX_CHOSEN_PER_RANK} of each rank with layout="rank", not {chosen_per_rank}',
                 )
-        if not isinstance(output_buffers, int) or not 0 <= output_buffers <= MOST_BUFFERS:
-            raise ArgumentError("output_buffers", f"must be 0 to {MOST_BUFFERS}, not {output_buffers!r}")
+        output_buffers = whole_number("output_buffers", output_buffers, 0, MOST_BUFFERS)
+        num_sm = whole_number("num_sm", num_sm, 1)
         if output_buffers and layout != "rank":
             raise ArgumentError("output_buffers", 'needs layout="rank"')
         if keeps_outputs and not output_buffers:
@@ -306,13 +316,19 @@ class EPAll2AllLayer:
             "layout": layout,
             "scale_elements": scale_elements,
             "grows": bool(grows),
-            "lost_ranks": str(self.lost_ranks),
+            "lost_ranks": str(lost),
             "expert_alignment": expert_alignment,
             "output_buffers": output_buffers,
             "keeps_outputs": bool(keeps_outputs),
+            "minus_one_drops": bool(minus_one_drops),
         }
+        dropping_ids = NUMBER_DROPS | MINUS_ONE_DROPS if layout == "rank" else NUMBER_DROPS
+        if minus_one_drops:
+            dropping_ids = MINUS_ONE_DROPS
+        self._takes_wide_ids = bool(minus_one_drops) or layout == "rank"
         self.ep_config = config
         self._most_rows = world_size * max_tokens  # with layout="rank"
+        self._padded_rows = padded_rows
         self._num_tot_experts = config.num_experts_per_rank * all_ranks
         self.max_recv_tokens = max_recv_tokens
         self.quantized = dispatch_dtype is not None
@@ -329,6 +345,7 @@ class EPAll2AllLayer:
                 owns_communicator=owned,
                 scale_elements=scale_elements if self.quantized else 0,
                 use_aot=bool(use_aot),
+                dropping_ids=dropping_ids,
                 layout=OutputLayout(
                     chosen_per_rank=chosen_per_rank,
                     padded_rows=padded_rows,
@@ -342,12 +359,12 @@ class EPAll2AllLayer:
             )
         self._keeps_outputs = bool(keeps_outputs)
         self._surviving: SurvivingExperts | None = None
-        if lost_ranks:
+        if lost:
             self._surviving = SurvivingExperts(
                 self.ctx.group,
                 self.lost_ranks,
                 config.num_experts_per_rank,
-                drops_minus_one=layout == "rank",
+                dropping_ids=dropping_ids,
                 grid=self.ctx.grid,
                 use_aot=bool(use_aot),
             )
@@ -434,11 +451,12 @@ class EPAll2AllLayer:
                 also a pair of rows in float8 and their scales, float32 [T, hidden / 128].
             exp_indices: int32 [T, topk]: the experts of each token. The id `num_tot_experts` drops the slot: nothing
                 is sent for it, and it adds zero in `combine`. Ids of experts whose ranks are lost do the same. With
-                layout="rank" also int64, and -1 drops a slot too.
+                layout="rank" also int64, and -1 drops a slot too. See also minus_one_drops. With layout="padded" a
+                token that chooses an expert twice takes two of the expert's rows.
             weight: [T, topk] of `weight_dtype`, to send along; or None. All ranks give it, or none.
             full_scatter_indices: int32 [tokens of all ranks, topk], or None: the row of every slot. Tokens and rows are
                 numbered over all ranks, in the order of ranks. For each rank it must be a permutation of the rank's
-                rows. Not with layout="rank" or expert_alignment.
+                rows. Not with layout="rank" or "padded", or expert_alignment.
             stream: where to queue it; as for `Communicator.all_reduce`.
 
         Returns:
@@ -455,8 +473,8 @@ class EPAll2AllLayer:
         Raises:
             ArgumentError: an argument is wrong on this rank, and nothing was done; or an expert id is out of range on
                 any rank, which all ranks raise, and the layer stays usable.
-            CapacityError: more rows came to a rank than max_recv_tokens; see `check`. With `grows` also: a rank has
-                more than max_tokens tokens.
+            CapacityError: more rows came to a rank than max_recv_tokens, or with layout="padded" to an expert than it
+                has room for; see `check`. With `grows` also: a rank has more than max_tokens tokens.
             MismatchError: another rank makes another call.
             CommunicatorError: a peer failed; see its subclasses.
         """
@@ -583,7 +601,7 @@ class EPAll2AllLayer:
         wanted = self.ctx.wanted_tokens
         if wanted:
             most = self.ep_config.max_tokens
-            bad = CapacityError(f"a rank dispatches {wanted} tokens; the layer's max_tokens is {most}", wanted)
+            bad = CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {most}", wanted)
         if bad is not None:
             end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
             self.ctx.receive(end, desc, pending.inputs, 0, None, None, stream)
@@ -807,8 +825,9 @@ class EPAll2AllLayer:
         With max_recv_tokens nothing else raises these errors, as dispatch does not wait.
 
         Raises:
-            CapacityError: more rows came to a rank than max_recv_tokens. Those that did not fit were left out, and
-                count as zero in `combine`.
+            CapacityError: more rows came to a rank than max_recv_tokens, or with layout="padded" to an expert than it
+                has room for, as tokens chose it twice. Those that did not fit were left out, and count as zero in
+                `combine`. `needed` is the most rows of a rank, or of an expert.
             ArgumentError: an expert id was out of range, or full_scatter_indices no permutation. Bad ids were dropped.
         """
         self.ctx.require_usable()
@@ -819,7 +838,13 @@ class EPAll2AllLayer:
             return
         if bad is not None:
             raise bad
-        if most > self.max_recv_tokens:
+        if self._padded_rows and most > self._padded_rows:
+            raise CapacityError(
+                f"an expert received {most} rows, as tokens chose it more than once; those beyond its room of "
+                f"{self._padded_rows} rows were left out",
+                most,
+            )
+        if not self._padded_rows and most > self.max_recv_tokens:
             raise CapacityError(
                 f"a rank received {most} rows; those beyond max_recv_tokens, {self.max_recv_tokens}, were left out",
                 most,
@@ -840,14 +865,14 @@ class EPAll2AllLayer:
         buffered: bool = False,
     ) -> tuple[DispatchInputs, StreamLike]:
         self._refuse_under_way()
-        config, by_rank, wanted = self.ep_config, self.layout == "rank", 0
+        config, wanted = self.ep_config, 0
         rows, scales = self._rows_of(input, -1)
         count = rows.shape[0]
         if count > config.max_tokens and not self._grows:
             raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {config.max_tokens}")
         if self.quantized and scales is None and self._scale_elements != SCALED_ELEMENTS:
             raise ArgumentError("input", f"must be a pair with scale_elements={self._scale_elements}")
-        if by_rank:
+        if self._takes_wide_ids:
             ids = index_array(self.ctx.group, exp_indices, "exp_indices", (count, config.topk))
         else:
             ids = self._input(exp_indices, "exp_indices", (count, config.topk), "int32")
@@ -855,8 +880,8 @@ class EPAll2AllLayer:
         if weight is not None:
             weights = self._input(weight, "weight", (count, config.topk), config.weight.name)
         if full_scatter_indices is not None:
-            if by_rank:
-                raise ArgumentError("full_scatter_indices", 'can\'t be given with layout="rank"')
+            if self.layout != "expert":
+                raise ArgumentError("full_scatter_indices", f'can\'t be given with layout="{self.layout}"')
             if self.ctx.layout.expert_alignment:
                 raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
             scatter = self._input(full_scatter_indices, "full_scatter_indices", (-1, config.topk), "int32")
@@ -932,8 +957,11 @@ class EPAll2AllLayer:
 
     def _own_desc(self, desc: EPAllToAllLayoutDesc) -> EPAllToAllLayoutDesc:
         self.ctx.require_usable()
-        if not isinstance(desc, EPAllToAllLayoutDesc) or desc.owner is not self.ctx:
-            raise ArgumentError("ep_a2a_layout_desc", "is not the descriptor of a dispatch of this layer")
+        if not isinstance(desc, EPAllToAllLayoutDesc):
+            raise ArgumentError(
+                "ep_a2a_layout_desc", f"must be the descriptor that a dispatch gave, not {type(desc).__name__}"
+            )
+        desc.require_received(self.ctx, "ep_a2a_layout_desc")
         return desc
 
     def _refuse_under_way(self) -> None:

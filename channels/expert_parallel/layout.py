@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays, part_of
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays import ArrayView
@@ -18,14 +19,17 @@ from proxyccl.device.errors import ArgumentError
 
 _TABLE_ALIGNMENT = 128  # bytes
 _OF_ROWS = {"first_rows", "token_rows", "row_slots", "row_experts", "row_tokens"}
+_NOT_RECEIVED = "its dispatch was not received; call dispatch_recv first"
+_REFUSED = "its dispatch was refused and brought no rows; dispatch again"
 
 
 class EPAllToAllLayoutDesc:
     """Describes where a dispatch put its rows. `combine` and `redispatch` need it.
 
     The tables lie on the device, in arrays of the tokens' library. Those only for inspection (`token_dst_scatter_idx`,
-    `send_reqs_recv_tensor`) are made on first access, which waits for the dispatch. Row numbers count the rows of one
-    rank's output. A *counterpart* is the rank of another node with this rank's number within its node.
+    `topk_indices_tensor`, `send_reqs_recv_tensor`) are made on first access, which waits for the dispatch and raises
+    ArgumentError before it was received. The others are undefined until then. Row numbers count the rows of one rank's
+    output. A *counterpart* is the rank of another node with this rank's number within its node.
 
     Attributes:
         owner: the context whose dispatch it describes.
@@ -89,6 +93,30 @@ class EPAllToAllLayoutDesc:
         self.chosen_rows: list[int] | None = None
         self.rows = 0
         self.stream: Any = None
+        self._missing: str | None = _NOT_RECEIVED  # why there are no rows
+
+    def require_sent(self, owner: object, argument: str) -> None:
+        """Raises ArgumentError unless `owner` made the dispatch and has not received it."""
+        self._require_owner(owner, argument)
+        if self._missing is not _NOT_RECEIVED:
+            raise ArgumentError(argument, _REFUSED if self._missing else "its dispatch was received already")
+
+    def require_received(self, owner: object, argument: str) -> None:
+        """Raises ArgumentError unless `owner` made the dispatch and has received it, so that the tables are filled."""
+        self._require_owner(owner, argument)
+        self._require_rows(argument)
+
+    def _require_owner(self, owner: object, argument: str) -> None:
+        if self.owner is not owner:
+            raise ArgumentError(argument, "is of a dispatch of another layer, or of another rank")
+
+    def _require_rows(self, argument: str) -> None:
+        if self._missing is not None:
+            raise ArgumentError(argument, self._missing)
+
+    def mark_received(self, *, refused: bool = False) -> None:
+        """Says that the kernels that fill the tables are queued; or that the dispatch was refused, and none will."""
+        self._missing = _REFUSED if refused else None
 
     def _allocate(self, shapes: dict[str, tuple[int, ...]]) -> None:
         offsets, end = [], 0
@@ -197,7 +225,9 @@ class EPAllToAllLayoutDesc:
 
     @property
     def expert_rows(self) -> Any:
-        """With layout="padded": int32 [experts of this rank]: rows of each. Else None."""
+        """With layout="padded": int32 [experts of this rank]: rows of each, at most those that it has room for. Else
+        None.
+        """
         return self._table("expert_rows")
 
     def num_tokens_per_expert(self, alignment: int = 1) -> list[int]:
@@ -212,8 +242,7 @@ class EPAllToAllLayoutDesc:
             raise ArgumentError(
                 "num_tokens_per_expert", 'needs layout="rank" or expert_alignment, without max_recv_tokens'
             )
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ArgumentError("alignment", f"must be a positive number of rows, not {alignment!r}")
+        alignment = whole_number("alignment", alignment, 1)
         if alignment == 1:
             return list(self.chosen_rows)
         return [-(-rows // alignment) * alignment for rows in self.chosen_rows]
@@ -236,6 +265,7 @@ class EPAllToAllLayoutDesc:
         tokens of the counterpart on node a: on this rank's node for all slots, on others for slots of this node's
         experts. All other entries are -1.
         """
+        self._require_rows("ep_a2a_layout_desc")
         config = self._config
         counts = self._download("counts").astype(np.int64)
         per_rank, own_node = config.num_experts_per_rank, config.rank // config.local_world_size
@@ -286,6 +316,7 @@ class EPAllToAllLayoutDesc:
 
     def _expert_ids(self) -> list[NDArray[np.int32]]:
         """For each node, the expert ids of the tokens of its counterpart."""
+        self._require_rows("ep_a2a_layout_desc")
         ids, tokens = self._download("expert_ids"), self._download("tokens")
         per_node = []
         for node in range(self._config.num_nodes):

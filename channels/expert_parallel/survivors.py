@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import operator
+from typing import Any
 
 import numpy as np
 
@@ -11,24 +12,39 @@ from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
+from proxyccl.device._native import lib
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 
 
-def experts_left(num_tot_experts: int, world_size: int, lost_ranks: Sequence[int]) -> int:
-    """Experts of the ranks that are left, of which there are world_size; num_tot_experts are those of all.
+def lost_ranks_of(given: Any, world_size: int) -> tuple[int, ...]:
+    """The argument lost_ranks in order, of a group in which world_size ranks are left.
 
     Raises:
-        ArgumentError: lost_ranks are not different numbers of world_size + len(lost_ranks) ranks, or the experts are
-            not as many on each.
+        ArgumentError: it is not a sequence of different ranks from 0 to world_size + len(lost_ranks) - 1.
     """
-    all_ranks = world_size + len(lost_ranks)
-    for rank in lost_ranks:
-        if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < all_ranks:
-            raise ArgumentError("lost_ranks", f"{rank!r} is not a rank; expected 0 to {all_ranks - 1}")
-    if len(set(lost_ranks)) < len(lost_ranks):
-        raise ArgumentError("lost_ranks", f"{list(lost_ranks)} has a rank twice; expected different ranks")
+    try:
+        ranks = list(given)
+    except TypeError:
+        raise ArgumentError("lost_ranks", f"must be a sequence of ranks, not {given!r}") from None
+    most = world_size + len(ranks) - 1
+    for rank in ranks:
+        if isinstance(rank, bool) or not hasattr(rank, "__index__") or not 0 <= rank <= most:
+            raise ArgumentError("lost_ranks", f"{rank!r} is not a rank; expected 0 to {most}")
+    lost = tuple(sorted(map(operator.index, ranks)))
+    if len(set(lost)) < len(lost):
+        raise ArgumentError("lost_ranks", f"{list(lost)} has a rank twice; expected different ranks")
+    return lost
+
+
+def experts_left(num_tot_experts: int, world_size: int, lost: int) -> int:
+    """Experts of the world_size ranks that are left, where num_tot_experts are those of all, also of the `lost` ones.
+
+    Raises:
+        ArgumentError: the experts are not as many on each rank.
+    """
+    all_ranks = world_size + lost
     if num_tot_experts % all_ranks:
         raise ArgumentError(
             "num_tot_experts",
@@ -44,7 +60,7 @@ class SurvivingExperts:
         group: the ranks that are left.
         lost: the numbers that the lost ranks had when all were there.
         experts_per_rank: experts of each rank.
-        drops_minus_one: whether the id -1 drops a slot too.
+        dropping_ids: which ids drop a slot, before and after: NUMBER_DROPS, MINUS_ONE_DROPS or both.
         grid: blocks of the kernel and their threads.
         use_aot: use only kernels that were compiled beforehand.
     """
@@ -52,10 +68,10 @@ class SurvivingExperts:
     def __init__(
         self,
         group: Group,
-        lost: Sequence[int],
+        lost: tuple[int, ...],
         experts_per_rank: int,
         *,
-        drops_minus_one: bool,
+        dropping_ids: int,
         grid: tuple[int, int],
         use_aot: bool,
     ) -> None:
@@ -66,12 +82,14 @@ class SurvivingExperts:
         self._group, self._arrays = group, ExpertArrays(group)
         self._numbers = allocate(group, numbers.shape, "int32").upload(numbers)
         kernel = group.runtime.shipped("expert_survivors.h", "expert_survivors", compiled_only=use_aot)
-        self._sizes = (all_ranks, experts_per_rank, group.world_size * experts_per_rank, int(drops_minus_one))
+        experts = group.world_size * experts_per_rank
+        dropped = experts if dropping_ids & lib.PROXYCCL_NUMBER_DROPS else -1
+        self._sizes = (all_ranks, experts_per_rank, dropping_ids, dropped)
         self._prepare = functools.partial(kernel.prepare, *grid)
 
     def renumber(self, ids: ArrayView, stream: StreamLike) -> tuple[ArrayView, ArrayView]:
         """Queues it for int32 or int64 [T, topk]. Returns the new ids, int32, and the slots that lost ranks had, bool;
-        a slot without an expert has the number of all experts that are left, and a bad id -2.
+        a slot without an expert has an id that drops it, and a bad id -2.
         """
         like, shape = ids.owner, ids.shape
         kept = input_view(self._group, self._arrays.new(like, shape, "int32"), "exp_indices")

@@ -22,6 +22,12 @@ PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
   }
 }
 
+// Whether an id that names none of so many experts drops its slot.
+PROXYCCL_DEVICE bool dropsSlot(uint32_t dropping_ids, int64_t id, int64_t experts) {
+  return (id == -1 && dropping_ids & PROXYCCL_MINUS_ONE_DROPS) ||
+         (id == experts && dropping_ids & PROXYCCL_NUMBER_DROPS);
+}
+
 class Choices {
  public:
   PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
@@ -33,22 +39,20 @@ class Choices {
   // that. What drops a slot is their number, and what is out of range -1.
   PROXYCCL_DEVICE int32_t target(uint32_t slot) const {
     const int64_t expert = given(slot);
-    if (!byRank()) {
-      const int64_t experts = static_cast<int64_t>(e_.world_size) * e_.experts_per_rank;
-      return expert >= 0 && expert <= experts ? static_cast<int32_t>(expert) : -1;
-    }
-    const int64_t experts = static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank;
-    const int32_t none = static_cast<int32_t>(e_.world_size);
-    if (expert < 0 || expert >= experts) return expert == -1 || expert == experts ? none : -1;
-    return static_cast<int32_t>(static_cast<uint32_t>(expert) / e_.chosen_per_rank);
+    if (call_.redispatch) return static_cast<int32_t>(expert);  // as a dispatch has stored it
+    const uint32_t of_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
+    const int64_t experts = static_cast<int64_t>(e_.world_size) * of_rank;
+    const uint32_t none = byRank() ? e_.world_size : static_cast<uint32_t>(experts);
+    if (expert < 0 || expert >= experts)
+      return dropsSlot(e_.dropping_ids, expert, experts) ? static_cast<int32_t>(none) : -1;
+    return static_cast<int32_t>(byRank() ? static_cast<uint32_t>(expert) / of_rank : static_cast<uint32_t>(expert));
   }
 
-  // The id under which a slot is counted. An id that is out of range stays so. With a row for each rank it is the rank
-  // of the slot's expert at the first slot of a token that goes there, and the id that drops a slot at later ones.
+  // The id under which a slot is counted: its target. With a row for each rank it is the rank at the first slot of a
+  // token that goes there, and the id that drops a slot at later ones.
   PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
-    if (!byRank()) return static_cast<int32_t>(given(slot));
     const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
-    if (found < 0 || found == none) return found;
+    if (!byRank() || found < 0 || found == none) return found;
     return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
   }
 
@@ -99,8 +103,8 @@ class Choices {
   }
   // Whether an id names no expert and drops no slot either.
   PROXYCCL_DEVICE bool isBad(const Slot& slot) const {
-    const uint32_t experts = e_.world_size * e_.chosen_per_rank;
-    return slot.rank == e_.world_size && slot.id != -1 && slot.id != experts;
+    return slot.rank == e_.world_size &&
+           !dropsSlot(e_.dropping_ids, slot.id, static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank);
   }
 
  private:

@@ -484,16 +484,20 @@ class Combine {
 
 template <class T>
 PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
-  __shared__ uint32_t finished, next_item[kCombineStages];
+  __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
   const Combine<T> combine(experts, call);
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
   if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
-  if (threadIdx.x == 0) finished = 0;
+  if (threadIdx.x == 0) {
+    finished = 0;
+    has_failed = loadRelaxedDevice<uint32_t>(&experts.counters->has_failed);
+  }
   if (sends) combine.raiseLoadable();
   if (sends && call.rows_buffer == 0) combine.awaitSummed();
   if (receives) combine.cacheRows();
   __syncthreads();
+  if (has_failed) return;  // the layout is not that of a dispatch: its numbers would lead anywhere
 #pragma unroll 1
   for (uint32_t number = 0; number < kCombineStages; ++number) {
     const CombineStage stage = static_cast<CombineStage>(number);

@@ -19,15 +19,19 @@ namespace proxyccl {
 
 template <class Mode>
 PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const ProxycclDispatch& call) {
-  __shared__ uint32_t finished, next_item, next_row;
+  __shared__ uint32_t finished, next_item, next_row, has_failed;
   const Dispatch<Mode> dispatch(experts, call);
   constexpr bool kAnnounced = dispatch.kAnnounced;
   const Group group;
   const bool sends = call.phases & PROXYCCL_EXPERT_SEND, gathers = call.phases & PROXYCCL_EXPERT_GATHER;
   const bool receives = call.phases & (PROXYCCL_EXPERT_RECEIVE | PROXYCCL_EXPERT_LAYOUT);
   const bool stores = sends && receives && dispatch.storesRows();
-  if (threadIdx.x == 0) finished = next_item = next_row = 0;
+  if (threadIdx.x == 0) {
+    finished = next_item = next_row = 0;
+    has_failed = call.redispatch ? loadRelaxedDevice<uint32_t>(&experts.counters->has_failed) : 0;
+  }
   dispatch.begin();
+  if (has_failed) return;  // the layout is not that of a dispatch: its numbers would lead anywhere
   if constexpr (dispatch.kMasks)
     if (dispatch.storesMasked()) return dispatch.storeMaskedRows(group, &next_row);
   // The last thread's group is the last that has something to send.
@@ -52,6 +56,7 @@ PROXYCCL_DEVICE void dispatchExperts(const ProxycclExperts& experts, const Proxy
   }
   // One thread does it, as the store waits for the bus: only that thread's group receives later.
   if (gathers && complete && blockIdx.x == 0 && threadIdx.x == 0) dispatch.publishReceivedRows(gathered);
+  if (!complete) dispatch.giveUp();
   if (!receives || !complete) return;
   dispatch.receive(group, &next_item, gathered);
   if (dispatch.describesSlots()) dispatch.describeSlots();

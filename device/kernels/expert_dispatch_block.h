@@ -96,7 +96,8 @@ class Dispatch {
   // Called by the block, with how many rows each of this rank's experts gets from each source: counts what is missing
   // to a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
   PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
-  // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank.
+  // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank, or
+  // padded of any expert.
   PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
 
   // -- rows (expert_dispatch_send.h, expert_dispatch_receive.h) ---
@@ -148,6 +149,10 @@ class Dispatch {
   static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
   // Called by the block when it has received: lets the node's ranks write their slabs again.
   PROXYCCL_DEVICE void acknowledge() const;
+  // Called by the block where something did not come: what this call would have written to its layout is not there.
+  PROXYCCL_DEVICE void giveUp() const {
+    if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
+  }
   // Called by one thread of each block of a call's last kernel, after all its threads have read the counters.
   PROXYCCL_DEVICE void countCall() const {
     if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
@@ -280,7 +285,8 @@ class Dispatch {
 
   // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
   PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
-  // Called by a group: the same, where rowsOf(rank), called once for each rank, says how many rows that rank gets.
+  // Called by a group: the same, where rowsOf(rank), called once for each rank, says how many rows that rank gets, or
+  // padded its fullest expert.
   template <class RowsOf>
   PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
 
@@ -361,6 +367,8 @@ class Dispatch {
   // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
   PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
 
+  // Whether each expert has room for so many rows. Then the fullest expert counts, and not the rows of a rank.
+  PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
   // The rows that an expert's rows take, with the gap behind them.
   PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
     const uint32_t alignment = team_->expert_alignment;

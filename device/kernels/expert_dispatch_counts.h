@@ -244,8 +244,9 @@ PROXYCCL_DEVICE uint32_t Dispatch<Mode>::placeRows(uint32_t* first, const uint32
       first[i] = row + before[i];
       row += slots;
     }
-    atomicAdd(&rows, row - e * room);
-    if (blockIdx.x == 0) call_.layout.expert_rows[e] = static_cast<int32_t>(row - e * room);
+    const uint32_t came = row - e * room, kept = came < room ? came : room;  // see rowOf()
+    atomicAdd(&rows, kept);
+    if (blockIdx.x == 0) call_.layout.expert_rows[e] = static_cast<int32_t>(kept);
   }
   __syncthreads();
   return rows;
@@ -320,14 +321,19 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeCounts(uint32_t rows) const {
 #pragma unroll 8
     for (uint32_t b = 0; b < team_->segments; ++b) slots += countsOf(slab + team_.routingAt(b))[i % experts];
     call_.layout.counts[i] = static_cast<int32_t>(slots);
-    if (slots != 0) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
+    if (slots != 0 && !isPadded()) atomicAdd(&rows_of[i % experts / team_->experts_per_rank], slots);
   }
   __syncthreads();
 #pragma unroll 1
-  for (uint32_t e = threadIdx.x; team_->expert_alignment > 1 && e < experts; e += blockDim.x) {
+  for (uint32_t e = threadIdx.x; (team_->expert_alignment > 1 || isPadded()) && e < experts; e += blockDim.x) {
     uint32_t own = 0;
     for (uint32_t s = 0; s < ranks; ++s) own += static_cast<uint32_t>(call_.layout.counts[s * experts + e]);
-    atomicAdd(&rows_of[e / team_->experts_per_rank], alignedRows(own) - own);
+    uint32_t* of_rank = &rows_of[e / team_->experts_per_rank];
+    if (isPadded()) {
+      atomicMax(of_rank, own);
+    } else {
+      atomicAdd(of_rank, alignedRows(own) - own);
+    }
   }
   __syncthreads();
   for (uint32_t rank = threadIdx.x; rank < ranks; rank += blockDim.x) atomicMax(&most, rows_of[rank]);

@@ -84,11 +84,14 @@ PROXYCCL_DEVICE void Dispatch<Mode>::writeIdCounts(const Group& group, uint32_t 
   if (segment_ != segments - 1) return;
   count(0, ranks);
   writeTotals(group, rows, [&](uint32_t rank) {
-    uint32_t of_rank = 0;
+    uint32_t of_rank = 0, most = 0;
 #pragma unroll 1
-    for (uint32_t e = 0; e < team_->experts_per_rank; ++e)
-      of_rank += alignedRows(counts[rank * team_->experts_per_rank + e]);
-    return of_rank;
+    for (uint32_t e = 0; e < team_->experts_per_rank; ++e) {
+      const uint32_t own = alignedRows(counts[rank * team_->experts_per_rank + e]);
+      of_rank += own;
+      most = own > most ? own : most;
+    }
+    return isPadded() ? most : of_rank;
   });
 }
 

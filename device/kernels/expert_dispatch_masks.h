@@ -145,6 +145,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeManyRows(const Group& group) const {
           return findMasked(item / kStoredPieces, i, rank, row);
         });
   }
+  if (announcedState().incomplete) giveUp();
   acknowledge();
   if (threadIdx.x == 0) countCall();
 }
@@ -169,6 +170,7 @@ PROXYCCL_DEVICE void Dispatch<Mode>::storeFewRows(const Group& group, uint32_t* 
   }
   __syncthreads();
   if (announcedState().incomplete) {
+    giveUp();
     if (threadIdx.x == 0) countCall();
     return;
   }

@@ -54,20 +54,23 @@ PROXYCCL_DEVICE void Dispatch<Mode>::awaitItem(const Group& group, uint32_t item
                                                uint64_t* arrived) const {
   if (!kAnnounced) {
     const uint32_t number = item * team_->segments + segment_, parts = team_.parts();
-    team_.await(group, team_.sent(source, number % parts), flagValue(number_, number / parts + 1), source);
+    if (group.lane == 0) team_.awaitSent(source, number % parts, number_, number / parts + 1);
+    group.sync();
     return;
   }
   if (source < 64 && *arrived >> source & 1) return;
-  const uint64_t all = flagValue(number_, kAllItems);
 #if !PROXYCCL_ON_HOST
+  const uint64_t all = flagValue(number_, kAllItems);
   // Loading several flags takes no longer than loading one.
   const char* flag = team_->workspace + team_.sent(group.lane, segment_);
   const bool polls = group.lane < team_->world_size;
-  *arrived |= ballotWarp(polls && loadAcquireSystem(reinterpret_cast<const uint64_t*>(flag)) >= all);
+  *arrived |=
+      ballotWarp(polls && hasReached(loadAcquireSystem(reinterpret_cast<const uint64_t*>(flag)), all, kTwoCalls));
   group.sync();
   if (source < 64 && *arrived >> source & 1) return;
 #endif
-  team_.await(group, team_.sent(source, segment_), all, source);
+  if (group.lane == 0) team_.awaitSent(source, segment_, number_, kAllItems);
+  group.sync();
   if (source < 64) *arrived |= 1ull << source;
 }
 

@@ -211,13 +211,13 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::storeCountedRows(const Group& group) const {
   if (blockIdx.x == team_->blocks - 1) {  // what is told of the counts takes one block some time
     Gathered gathered;
-    if (!gatherCounts(group, &gathered)) return;
+    if (!gatherCounts(group, &gathered)) return giveUp();
     if ((call_.phases & PROXYCCL_EXPERT_GATHER) && threadIdx.x == 0) publishReceivedRows(gathered);
     setSegments(threadIdx.x, blockDim.x);
     writeCounts(gathered.rows);
     __syncthreads();
   }
-  if (!awaitRouting()) return;
+  if (!awaitRouting()) return giveUp();
   const bool stores = blockIdx.x < storingBlocks();
   clearOutgoing();
   __syncthreads();
@@ -246,7 +246,7 @@ template <class Mode>
 PROXYCCL_DEVICE void Dispatch<Mode>::awaitStored(const Group& group) const {
 #pragma unroll 1
   for (uint32_t source = group.lane; source < team_->world_size; source += kGroupLanes)
-    team_.await(team_.sent(source, segment_), flagValue(number_, kAllItems), source);
+    team_.awaitSent(source, segment_, number_, kAllItems);
 }
 
 }  // namespace proxyccl

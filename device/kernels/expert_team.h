@@ -17,11 +17,22 @@ namespace proxyccl {
 constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
 constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
 constexpr uint32_t kMaxPieces = 4;  // of a row
-// A flag's value is the number of the call, and in the lower bits how many items have arrived.
-constexpr uint32_t kItemBits = 32;
+// A flag's value is the number of the call, and in the lower bits how many items have arrived: at most kMaxPieces for
+// each of 2^24 tokens. The call's number has the other 37 bits.
+constexpr uint32_t kItemBits = 27;
 constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
+static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
 
 PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
+
+// Whether a flag has reached a value. Both wrap, so their difference counts. `ahead` is more than a flag can be past a
+// value that is still awaited; every other difference is that of a flag that has not reached it.
+constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
+// For flags that say how many items have arrived, which not every call raises. Calls wait for each other, so no flag is
+// more than one call ahead; one that was not raised for a long time is taken for an old one until its number comes
+// round.
+constexpr uint64_t kTwoCalls = 2ull << kItemBits;
+PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
 
 // Where a token's row goes to or comes from.
 struct RowEntry {
@@ -159,9 +170,10 @@ struct Piece {
 };
 
 // Out of line: many places wait, and a short call takes as long as loading its code.
-PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer) {
+PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
+                                    uint64_t ahead) {
   waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
-            [&](uint64_t* seen) { return (*seen = loadAcquireSystem(word)) >= value; });
+            [&](uint64_t* seen) { return hasReached(*seen = loadAcquireSystem(word), value, ahead); });
 }
 
 class ExpertTeam {
@@ -273,13 +285,12 @@ class ExpertTeam {
     storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
   }
   // Waits until a flag in this rank's workspace has reached `value`.
-  PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer) const {
-    awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer);
+  PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
+    awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
   }
-  // The same, called by a group.
-  PROXYCCL_DEVICE void await(const Group& group, uint64_t flag, uint64_t value, uint32_t peer) const {
-    if (group.lane == 0) await(flag, value, peer);
-    group.sync();
+  // Waits until so many items of a part of a source's dispatch have arrived.
+  PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
+    await(sent(source, part), flagValue(call, items), source, kTwoCalls);
   }
 
   // -- transfers to other nodes ---

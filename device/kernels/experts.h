@@ -59,6 +59,9 @@ enum {
   PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
   PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
                                       is the first */
+  /* Which ids drop a slot, in ProxycclExperts: */
+  PROXYCCL_NUMBER_DROPS = 1,    /* the number of the experts that tokens choose from */
+  PROXYCCL_MINUS_ONE_DROPS = 2, /* -1 */
   /* Instead of a row: */
   PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
   PROXYCCL_PAST_END = -2, /* its row is on this rank, but does not fit in the output */
@@ -95,7 +98,7 @@ typedef struct ProxycclReceivedRows {
   uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
   uint32_t bad_slot;      /* the first such slot of that rank */
   uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows */
-  uint32_t most_rows;     /* of any rank in any dispatch, since the CPU last set it to 0 */
+  uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
   uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
 } ProxycclReceivedRows;
 
@@ -105,6 +108,7 @@ typedef struct ProxycclExpertCounters {
   uint64_t routings;             /* dispatches that were no redispatch */
   uint32_t next_item[2][2];      /* by the parity of the dispatch: of the rows that go to peers, and that stay here */
   uint32_t blocks_done;
+  uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
 } ProxycclExpertCounters;
 
 /* What every kernel of a layer takes, by value. */
@@ -123,6 +127,7 @@ typedef struct ProxycclExperts {
   uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
   uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
   uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
   uint64_t segment_bytes;        /* of the rows of a segment, at most */
   uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
   uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
@@ -158,7 +163,7 @@ typedef struct ProxycclExpertLayout {
   int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
   int32_t* row_experts; /* with a row for each rank, [rows][topk]: this rank's experts that the token chose, by their
                            number here; -1 for others */
-  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert */
+  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most padded_rows */
   int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
                            slot's rank */
 } ProxycclExpertLayout;
@@ -175,7 +180,7 @@ typedef struct ProxycclDispatch {
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
   uint64_t row_bytes;
   const char* input;      /* [tokens][row_bytes] */
-  const char* expert_ids; /* [tokens][topk] of id_bytes each; -1 drops a slot with a row for each rank */
+  const char* expert_ids; /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
   const char* weights;    /* [tokens][topk], or null; float32 with a row for each rank */
   const int32_t* scatter; /* [all ranks' tokens][topk], or null */
   char* output;           /* [capacity][row_bytes - scale_bytes] */

@@ -1,0 +1,27 @@
+"""Numbers that callers give: any integer, such as numpy's, within bounds."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError
+
+MAX_NUMBER = 2**31 - 1
+"""The greatest that kernels and messages between ranks take."""
+
+
+def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, what: str = "an integer") -> int:
+    """An argument as an int. `what` it should be is for the error.
+
+    Raises:
+        ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
+        raise ArgumentError(argument, f"must be {what} {expected}, not {value!r}")
+    return number

@@ -1,0 +1,66 @@
+"""A dispatch that gave up leaves tables that nobody filled. Calls that are queued after it must not follow them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from proxyccl import Communicator, CommunicatorError
+from proxyccl.channels.expert_parallel import geometry
+from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.device._native import ffi
+from support.layer_cases import Case, plan_of, run_ranks
+from support.running import TIMEOUT
+
+pytestmark = pytest.mark.host_only(reason="fills tables with numbers that lead anywhere")
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "expert": {"max_recv_tokens": 64},
+    "padded": {"layout": "padded"},
+    "rank": {"layout": "rank", "max_recv_tokens": 32},
+    "rank, stored": {"layout": "rank", "max_recv_tokens": 32, "output_buffers": 1},
+}
+
+
+def wait_for_failure(comm: Communicator) -> None:
+    end = time.monotonic() + TIMEOUT
+    while not comm.group.failure.aborted:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("slots", [0, geometry.ANNOUNCED_SLOTS], ids=["counted", "announced"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
+    monkeypatch: pytest.MonkeyPatch, layout: str, slots: int
+) -> None:
+    monkeypatch.setattr(geometry, "ANNOUNCED_SLOTS", slots)
+    plan = plan_of(Case((8, 8), hidden=16))
+    allocate = EPAllToAllLayoutDesc._allocate
+
+    def allocate_and_fill(desc: Any, shapes: Any) -> None:
+        allocate(desc, shapes)
+        desc._blocks[-1][:] = 0x3F  # rows and ranks far beyond what there is
+
+    monkeypatch.setattr(EPAllToAllLayoutDesc, "_allocate", allocate_and_fill)
+
+    def body(comm: Communicator) -> None:
+        layer = plan.case.layer(comm, **LAYOUTS[layout])
+        if comm.rank == 1:
+            wait_for_failure(comm)  # it makes no dispatch
+            return
+        stream = comm.runtime.create_stream()
+        ids = plan.routing.ids[0]
+        rows, _, desc = layer.dispatch(plan.inputs[0], ids, stream=stream)
+        out = np.full((8, 16), 7, np.float32)
+        layer.combine(rows, desc, out=out, stream=stream)
+        with pytest.raises(CommunicatorError):
+            comm.synchronize(stream)
+        counters = ffi.cast("ProxycclExpertCounters *", layer.ctx.workspace.experts.counters)
+        assert counters.has_failed == 1
+        assert (out == 7).all()
+
+    run_ranks(2, body, timeout=0.5)
