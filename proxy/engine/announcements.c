@@ -3,13 +3,15 @@
 
 void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char *handle, uint32_t bytes) {
   ProxycclAnnouncement *own = &table->entries[entry];
-  __atomic_store_n(&own->version, own->version + 1, __ATOMIC_RELAXED);
+  /* Where versions come round they pass over 0, which an entry has that was never used. */
+  const uint32_t version = own->version + 2 != 0 ? own->version + 2 : 2;
+  __atomic_store_n(&own->version, version - 1, __ATOMIC_RELAXED);
   /* Pairing 32, release: nothing below becomes visible before the odd version. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&own->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&own->handle[i], handle[i], __ATOMIC_RELAXED);
   /* Pairing 32, release: the handle before its version. */
-  __atomic_store_n(&own->version, own->version + 1, __ATOMIC_RELEASE);
+  __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
   /* Pairing 33, release: the entry before the count that has peers look for it. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
