@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.deep_ep import low_latency, normal
-from proxyccl.deep_ep.config import Config, low_latency_size_hint
+from proxyccl.deep_ep.arguments import LOW_LATENCY, NORMAL, require_tensor
+from proxyccl.deep_ep.config import MOST_BYTES, Config, low_latency_size_hint
 from proxyccl.deep_ep.connected import Connected
 from proxyccl.deep_ep.handles import Handle, Rows, routing_of
 from proxyccl.deep_ep.layers import Layers
@@ -39,7 +41,7 @@ class Buffer(Connected):
         communicator: the ranks that are left, for what DeepEP has no call for.
 
     Raises:
-        ArgumentError: neither group nor comm was given.
+        ArgumentError: neither group nor comm was given, or a number is wrong.
         CommunicatorError: a peer failed or did not come; see its subclasses.
     """
 
@@ -64,6 +66,9 @@ class Buffer(Connected):
         source = group if group is not None else comm
         if source is None:
             raise ArgumentError("group", "must be a process group, or comm an MPI communicator; both are None")
+        num_nvl_bytes = whole_number("num_nvl_bytes", num_nvl_bytes, 0, MOST_BYTES)
+        num_rdma_bytes = whole_number("num_rdma_bytes", num_rdma_bytes, 0, MOST_BYTES)
+        whole_number("num_qps_per_rank", num_qps_per_rank, 0)
         super().__init__(source, explicitly_destroy=explicitly_destroy)
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -82,9 +87,10 @@ class Buffer(Connected):
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
         """Sets the most multiprocessors of a kernel for later calls, on all ranks alike. The number must be even."""
-        if not isinstance(new_num_sms, int) or new_num_sms < 2 or new_num_sms % 2:
-            raise ArgumentError("new_num_sms", f"must be a positive even number, not {new_num_sms!r}")
-        Buffer.num_sms = new_num_sms
+        number = whole_number("new_num_sms", new_num_sms, 1)
+        if number % 2:
+            raise ArgumentError("new_num_sms", f"must be an even number, not {new_num_sms!r}")
+        Buffer.num_sms = number
 
     @staticmethod
     def capture() -> EventOverlap:
@@ -136,7 +142,7 @@ class Buffer(Connected):
             num_tokens_per_expert, int32 [num_experts]; is_token_in_rank, bool [T, ranks]; and the event.
         """
         call = lambda: dispatch_layout(topk_idx, num_experts, self.group_size, self._nodes)  # noqa: E731
-        layout, event = self._run(call, (previous_event,), topk_idx, apart=async_finish)
+        layout, event = self._run(call, (previous_event,), topk_idx, NORMAL, apart=async_finish)
         return *layout, event
 
     @torch.no_grad()
@@ -192,15 +198,21 @@ class Buffer(Connected):
             if topk_idx is not None or topk_weights is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             self._require_current(handle)
+            routing_of(handle, "rank")
             rows, event = self._run(
-                lambda: normal.repeat(x, handle), (previous_event,), (x, handle), apart=async_finish
+                lambda: normal.repeat(x, handle), (previous_event,), (x, handle), NORMAL, apart=async_finish
             )
             return rows, None, None, None, None, event
         if topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids can't be had")
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ArgumentError("num_tokens_per_expert", "and is_token_in_rank must be given without a handle")
-        num_experts = num_tokens_per_expert.numel()
+        if config is not None and not isinstance(config, Config):
+            raise ArgumentError("config", f"must be a Config or None, not {type(config).__name__}")
+        num_experts = len(require_tensor("num_tokens_per_expert", num_tokens_per_expert, (None,)))
+        require_tensor("is_token_in_rank", is_token_in_rank, (None, self.group_size), (torch.bool,))
+        expert_alignment = whole_number("expert_alignment", expert_alignment, 1)
+        num_worst_tokens = whole_number("num_worst_tokens", num_worst_tokens, 0)
         num_sms = Buffer.num_sms if config is None else config.num_sms
 
         def call() -> normal.Dispatched:
@@ -216,7 +228,8 @@ class Buffer(Connected):
                 num_sms=num_sms,
             )
 
-        dispatched, event = self._run(call, (previous_event,), (x, topk_idx, topk_weights), apart=async_finish)
+        used = (x, topk_idx, topk_weights)
+        dispatched, event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return *dispatched, event
 
     @torch.no_grad()
@@ -248,9 +261,10 @@ class Buffer(Connected):
         """
         refuse_unknown("combine", others)
         self._require_current(handle)
+        routing_of(handle, "rank")
         call = lambda: normal.combine(x, handle, topk_weights, bias)  # noqa: E731
         used = (x, topk_weights, bias, handle)
-        (output, weights), event = self._run(call, (previous_event,), used, apart=async_finish)
+        (output, weights), event = self._run(call, (previous_event,), used, NORMAL, apart=async_finish)
         return output, weights, event
 
     def internode_dispatch(self, *arguments: Any, **options: Any) -> Any:
@@ -288,7 +302,8 @@ class Buffer(Connected):
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
-            topk_idx: int64 or int32 [T, topk]; -1 for none. A token may choose an expert once.
+            topk_idx: int64 or int32 [T, topk]; -1 for none. A token should choose an expert once: each choice takes a
+                row, and the fullest expert may then have too little room.
             num_max_dispatch_tokens_per_rank: the most tokens of one rank; the same on all.
             num_experts: experts of all ranks together.
             cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
@@ -297,26 +312,29 @@ class Buffer(Connected):
             round_scale: make scales powers of two.
             use_ue8m0: return scales as packed exponents. Needs round_scale.
             async_finish: as for `get_dispatch_layout`. Not with return_recv_hook.
-            return_recv_hook: receive nothing before the hook is called.
+            return_recv_hook: receive nothing before the hook is called, which is called once.
 
         Returns:
             [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of that in float8_e4m3fn and
             scales, float32 [..., hidden / 128] or int32 [..., hidden / 512], those of consecutive rows side by side;
             how many rows each expert got, int32 [experts of this rank]; the handle; the event; and the hook or None.
-            Raises as `dispatch`.
+            Raises as `dispatch`, and CapacityError where an expert got more rows than it has room for; on GPUs nothing
+            waits on the CPU, so bad ids and such rows are dropped instead.
         """
         refuse_unknown("low_latency_dispatch", others)
         if dispatch_wait_recv_cost_stats is not None:
             raise refuse("dispatch_wait_recv_cost_stats", "kernels don't measure their waits; `proxyccl trace` does")
         _refuse_both(async_finish, return_recv_hook)
+        max_tokens = whole_number("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank, 1)
+        num_experts = whole_number("num_experts", num_experts, 1)
         layers = self._layers_of_the_left()
 
-        def call() -> tuple[Rows, torch.Tensor, Handle, Callable[[], None] | None]:
+        def call() -> tuple[Rows, torch.Tensor, Handle, low_latency.Half | None]:
             return low_latency.dispatch(
                 layers,
                 x,
                 topk_idx,
-                max_tokens=num_max_dispatch_tokens_per_rank,
+                max_tokens=max_tokens,
                 num_experts=num_experts,
                 num_sms=Buffer.num_sms,
                 use_fp8=use_fp8,
@@ -327,8 +345,8 @@ class Buffer(Connected):
             )
 
         used = (x, topk_idx, cumulative_local_expert_recv_stats)
-        (rows, counts, handle, hook), event = self._run(call, (None,), used, apart=async_finish)
-        return rows, counts, handle, event, hook
+        (rows, counts, handle, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
+        return rows, counts, handle, event, None if half is None else self._once(*half, LOW_LATENCY)
 
     @torch.no_grad()
     def low_latency_combine(
@@ -367,12 +385,15 @@ class Buffer(Connected):
         _refuse_both(async_finish, return_recv_hook)
         self._require_current(handle)
         call = lambda: low_latency.combine(x, topk_weights, handle, out, hooked=return_recv_hook)  # noqa: E731
-        (output, hook), event = self._run(call, (None,), (x, topk_weights, out, handle), apart=async_finish)
-        return output, event, hook
+        used = (x, topk_weights, out, handle)
+        (output, half), event = self._run(call, (None,), used, LOW_LATENCY, apart=async_finish)
+        return output, event, None if half is None else self._once(*half, LOW_LATENCY)
 
     def get_next_low_latency_combine_buffer(self, handle: Any) -> torch.Tensor:
         """A tensor for the experts' results, bfloat16 [experts of this rank, ranks * most tokens, hidden]."""
-        desc, config = routing_of(handle).desc, routing_of(handle).layer.ep_config
+        self._require_current(handle)
+        routing = routing_of(handle, "padded")
+        desc, config = routing.desc, routing.layer.ep_config
         shape = (config.num_experts_per_rank, desc.rows // config.num_experts_per_rank, config.hidden)
         if shape not in self._combine_buffers:
             self._combine_buffers[shape] = desc.expert_rows.new_empty(shape, dtype=torch.bfloat16)
@@ -390,7 +411,7 @@ class Buffer(Connected):
         self._usable()
         if not self.enable_shrink:
             raise ArgumentError("enable_shrink", "must be True to mask ranks")
-        if rank_to_mask == self.rank:
+        if whole_number("rank_to_mask", rank_to_mask, 0, self.group_size - 1, "a rank") == self.rank:
             raise ArgumentError("rank_to_mask", f"{rank_to_mask} is this rank; expected another")
         self._masks.update(rank_to_mask, masked=mask)
 
@@ -403,6 +424,7 @@ class Buffer(Connected):
         self._usable()
         if not self.enable_shrink:
             self.communicator.group.failure.require_usable()
+        require_tensor("mask_status", mask_status, (self.group_size,))
         masked = self._masks.of(self.communicator)
         mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)]))
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from proxyccl.channels.expert_parallel.numbers import whole_number
 
 _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128
 _ELASTIC_ALIGNMENT = 2 << 20
+MOST_BYTES = 2**62
+"""That a caller may say a buffer has."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,9 @@ class Config:
 
     ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is made when a call needs it. The size
     hints are what rows in such chunks would take. Callers hand them to `Buffer`, which only keeps them.
+
+    Raises:
+        ArgumentError: a number is not a positive integer.
     """
 
     num_sms: int = 20
@@ -22,6 +29,10 @@ class Config:
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            object.__setattr__(self, each.name, whole_number(each.name, getattr(self, each.name), 1))
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """Bytes for rows within a node."""

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 
 from proxyccl.channels.communicator import Communicator, timeout_from
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.deep_ep.arguments import Names
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Handle, routing_of
 from proxyccl.deep_ep.layers import Layers
@@ -63,6 +65,7 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any) -> None:
+        """Refuses what is not the handle of a dispatch of this buffer's ranks, those that are left."""
         layers = self._usable()
         routing = routing_of(handle)
         if not layers.made(routing.layer):
@@ -70,8 +73,30 @@ class Connected:
                 "handle", "is of a dispatch before ranks were lost, or of another buffer; dispatch again"
             )
 
+    def _once(self, finish: Callable[[], None], layer: EPAll2AllLayer, names: Names) -> Callable[[], None]:
+        """A hook that makes the second half of a call of this layer once, and refuses to make it again."""
+        was_called = False
+
+        def hook() -> None:
+            nonlocal was_called
+            if was_called:
+                raise ArgumentError("hook", "was called already; a hook receives once")
+            if not self._usable().made(layer):
+                raise ArgumentError("hook", "is of a call before ranks were lost; dispatch again")
+            with names.told():
+                finish()
+            was_called = True
+
+        return hook
+
     def _run(
-        self, call: Callable[[], T], events: tuple[EventHandle | EventOverlap | None, ...], used: Any, *, apart: bool
+        self,
+        call: Callable[[], T],
+        events: tuple[EventHandle | EventOverlap | None, ...],
+        used: Any,
+        names: Names,
+        *,
+        apart: bool,
     ) -> tuple[T, EventOverlap]:
         """Makes a call on the current stream, or one `apart` from it on the stream of the buffer.
 
@@ -79,8 +104,18 @@ class Connected:
             call: what to do.
             events: what it waits for. An asynchronous call without a first one waits for the current stream.
             used: tensors and handles of the call, in tuples.
+            names: DeepEP's names of a layer's arguments, for errors.
             apart: whether the current stream does not wait for the call.
         """
+        for event in events:
+            if event is not None and not isinstance(event, (EventHandle, EventOverlap)):
+                raise ArgumentError("previous_event", f"must be an event or None, not {type(event).__name__}")
+        with names.told():
+            return self._run_on_stream(call, events, used, apart=apart)
+
+    def _run_on_stream(
+        self, call: Callable[[], T], events: tuple[EventHandle | EventOverlap | None, ...], used: Any, *, apart: bool
+    ) -> tuple[T, EventOverlap]:
         awaited = [each.event if isinstance(each, EventOverlap) else each for each in events]
 
         def wait() -> None:

@@ -9,8 +9,10 @@ from typing import Any, NoReturn
 import torch
 
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.deep_ep import elastic_calls
-from proxyccl.deep_ep.config import elastic_size_hint
+from proxyccl.deep_ep.arguments import ELASTIC, require_ids, require_seconds, require_stats
+from proxyccl.deep_ep.config import MOST_BYTES, elastic_size_hint
 from proxyccl.deep_ep.connected import LEAST_TIMEOUT_SECONDS, Connected
 from proxyccl.deep_ep.elastic_calls import Options
 from proxyccl.deep_ep.elastic_handle import EPHandle
@@ -65,7 +67,7 @@ class ElasticBuffer(Connected):
         communicator: the ranks, for what DeepEP has no call for. Other attributes are as given.
 
     Raises:
-        ArgumentError: the group is None.
+        ArgumentError: the group is None, or a number is wrong.
         NotImplementedError: num_cpu_bytes, or across nodes allow_multiple_reduction=False.
         CommunicatorError: a peer failed or did not come; see its subclasses.
     """
@@ -95,7 +97,17 @@ class ElasticBuffer(Connected):
             raise ArgumentError("group", "must be a process group, not None")
         if num_cpu_bytes:
             raise refuse("ElasticBuffer(num_cpu_bytes=)", _ENGRAM)
-        timeout = max(LEAST_TIMEOUT_SECONDS, num_cpu_timeout_secs, num_gpu_timeout_secs)
+        if num_bytes is not None:
+            num_bytes = whole_number("num_bytes", num_bytes, 0, MOST_BYTES)
+        num_max_tokens_per_rank = whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 0)
+        hidden, num_topk = whole_number("hidden", hidden, 0), whole_number("num_topk", num_topk, 0)
+        whole_number("sl_idx", sl_idx, 0)
+        num_allocated_qps = whole_number("num_allocated_qps", num_allocated_qps, 0)
+        timeout = max(
+            LEAST_TIMEOUT_SECONDS,
+            require_seconds("num_cpu_timeout_secs", num_cpu_timeout_secs),
+            require_seconds("num_gpu_timeout_secs", num_gpu_timeout_secs),
+        )
         super().__init__(group, explicitly_destroy=explicitly_destroy, timeout=timeout)
         self.rank_idx, self.num_ranks = self.communicator.rank, self.communicator.world_size
         self.num_nvlink_ranks = self.communicator.local_world_size
@@ -265,6 +277,7 @@ class ElasticBuffer(Connected):
             raise ArgumentError("do_zero_padding", "needs do_expand=True")
         if handle is not None:
             self._require_current(handle)
+            experts = handle.num_experts
             if topk_idx is not None:
                 raise ArgumentError("topk_idx", "can't be given with a handle, which has the routing")
             if do_cpu_sync:
@@ -280,12 +293,18 @@ class ElasticBuffer(Connected):
         elif topk_idx is None:
             raise ArgumentError("topk_idx", "must be given without a handle")
         else:
-            experts = _positive("num_experts", num_experts)
+            experts = whole_number("num_experts", num_experts, 1)
+            require_ids(topk_idx)
+            if num_max_tokens_per_rank is None:
+                num_max_tokens_per_rank = self.num_max_tokens_per_rank
             options = Options(
                 num_experts=experts,
-                expert_alignment=_positive("expert_alignment", expert_alignment, 1),
-                num_sms=num_sms or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
-                max_tokens=_positive("num_max_tokens_per_rank", num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+                expert_alignment=1
+                if expert_alignment is None
+                else whole_number("expert_alignment", expert_alignment, 1),
+                num_sms=whole_number("num_sms", num_sms, 0)
+                or self.get_theoretical_num_sms(experts, topk_idx.shape[-1]),
+                max_tokens=whole_number("num_max_tokens_per_rank", num_max_tokens_per_rank, 1),
                 ranks=self.num_ranks,
                 scaleup_ranks=self.num_scaleup_ranks,
                 waits=do_cpu_sync is not False,
@@ -294,6 +313,8 @@ class ElasticBuffer(Connected):
                 copies_ids=do_handle_copy,
             )
             receive = functools.partial(elastic_calls.dispatch, layers, x, topk_idx, topk_weights, options)
+
+        require_stats(cumulative_local_expert_recv_stats, experts // self.num_ranks)
 
         def call() -> elastic_calls.Received:
             received = receive(clears_gaps=do_zero_padding, scales_by_columns=use_tma_aligned_col_major_sf)
@@ -305,6 +326,7 @@ class ElasticBuffer(Connected):
             call,
             (previous_event, previous_event_before_epilogue),
             (x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, handle),
+            ELASTIC,
             apart=async_with_compute_stream,
         )
         return *received, event
@@ -346,6 +368,7 @@ class ElasticBuffer(Connected):
             lambda: elastic_calls.combine(x, handle, topk_weights, bias),
             (previous_event, previous_event_before_epilogue),
             (x, topk_weights, bias, handle),
+            ELASTIC,
             apart=async_with_compute_stream,
         )
         return *combined, event
@@ -354,13 +377,6 @@ class ElasticBuffer(Connected):
         if not isinstance(handle, EPHandle):
             raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
         super()._require_current(handle)
-
-
-def _positive(argument: str, value: int | None, default: int = 0) -> int:
-    number = default if value is None else value
-    if not isinstance(number, int) or number < 1:
-        raise ArgumentError(argument, f"must be a positive number, not {value!r}")
-    return number
 
 
 def _size_of(group: Any) -> int:

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS
 from proxyccl.deep_ep import normal
+from proxyccl.deep_ep.arguments import require_ids, require_tensor
 from proxyccl.deep_ep.elastic_handle import EPHandle
 from proxyccl.deep_ep.handles import Routing, Rows
 from proxyccl.deep_ep.layers import Layers, Shape
@@ -48,7 +50,11 @@ class Options:
         alignment, experts = self.expert_alignment, self.num_experts // self.ranks
         rows = self.ranks * self.max_tokens
         expanded = rows * min(topk, experts) + (alignment - 1) * experts
-        return rows, -(-expanded // alignment) * alignment
+        expanded = -(-expanded // alignment) * alignment
+        if expanded > MAX_SLOTS:
+            argument = "expert_alignment" if rows * min(topk, experts) <= MAX_SLOTS else "num_max_tokens_per_rank"
+            raise ArgumentError(argument, f"makes room for {expanded} rows; expected at most {MAX_SLOTS}")
+        return rows, expanded
 
 
 def dispatch(
@@ -67,8 +73,7 @@ def dispatch(
     side.
     """
     tokens = Tokens.of(x)
-    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("topk_idx", f"is {topk_idx.dtype} {list(topk_idx.shape)}; expected integers [tokens, topk]")
+    require_ids(topk_idx, len(tokens.rows))
     hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
     most = None if options.waits else options.most_rows(topk)
     shape = Shape(
@@ -84,8 +89,7 @@ def dispatch(
         options.expands and options.sums_rows,
     )
     layer = layers.of_size(shape, options.max_tokens, hooked=False)
-    ids = torch.where(topk_idx < 0, options.num_experts, topk_idx).to(torch.int32) if options.expands else topk_idx
-    received, weights, desc = layer.dispatch(tokens.moved, ids, topk_weights)
+    received, weights, desc = layer.dispatch(tokens.moved, topk_idx, topk_weights)
     handle = EPHandle(
         Routing(layer, desc),
         topk_idx.clone() if options.copies_ids else topk_idx,
@@ -106,6 +110,9 @@ def repeat(
 ) -> Received:
     """What `ElasticBuffer.dispatch` returns for a call with a handle, but for the event."""
     layer, desc = handle.routing.layer, handle.routing.desc
+    if topk_weights is not None:
+        slots = (desc.num_dispatch_token_cur_rank, layer.ep_config.topk)
+        require_tensor("topk_weights", topk_weights, slots, (torch.float32,))
     rows = normal.repeat(x, handle, scales_by_columns=scales_by_columns)
     weights = None if topk_weights is None else layer.weights_by_row(topk_weights, desc)
     return _finished(handle, rows, weights, clears_gaps=clears_gaps)
@@ -116,7 +123,9 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `ElasticBuffer.combine` returns, but for the event."""
     if topk_weights is not None and not handle.do_expand:
-        topk_weights = topk_weights.masked_fill(handle.routing.desc.local_expert_ids < 0, 0)
+        desc, topk = handle.routing.desc, handle.routing.layer.ep_config.topk
+        require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))
+        topk_weights = topk_weights.masked_fill(desc.local_expert_ids < 0, 0)
     return normal.combine(x, handle, topk_weights, bias)
 
 

@@ -74,7 +74,8 @@ class EPHandle:
         if self.do_expand:
             first = self._rank * experts
             return desc.counts[:, first : first + experts].sum(0, dtype=torch.int32)
-        ids = torch.where(desc.local_expert_ids < 0, experts, desc.local_expert_ids).flatten().long()
+        chosen = (desc.local_expert_ids >= 0) & (desc.local_expert_ids < experts)  # undefined where a peer was lost
+        ids = torch.where(chosen, desc.local_expert_ids, experts).flatten().long()
         counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
         return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:experts].contiguous()
 

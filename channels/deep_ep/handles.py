@@ -10,6 +10,7 @@ import torch
 
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.deep_ep.arguments import LOW_LATENCY
 from proxyccl.device.errors import ArgumentError
 
 Rows: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
@@ -48,15 +49,18 @@ class Handle(Sequence[Any]):
         return self._entries[index]()
 
 
-def routing_of(handle: Any) -> Routing:
-    """The dispatch that a handle is of.
+def routing_of(handle: Any, *layouts: str) -> Routing:
+    """The dispatch that a handle is of, which has one of these layouts, if any are given.
 
     Raises:
-        ArgumentError: it is no handle that a dispatch returned.
+        ArgumentError: it is not a handle that such a dispatch returned.
     """
     routing = getattr(handle, "routing", None)
     if not isinstance(routing, Routing):
         raise ArgumentError("handle", f"must be what dispatch returned, not {type(handle).__name__}")
+    if layouts and routing.layer.layout not in layouts:
+        mode = "low-latency" if routing.layer.layout == "padded" else "normal"
+        raise ArgumentError("handle", f"is of a dispatch in {mode} mode; expected one of the other mode")
     return routing
 
 
@@ -86,13 +90,15 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
 
     src_info: int32 [experts of this rank, ranks * max_tokens]: a row's token on its rank.
     layout_range: int64 [experts of this rank, ranks]: where the rows of each rank begin, in the upper 32 bits, and how
-    many there are, in the lower.
+    many there are, in the lower. It can be read when the dispatch was received.
     """
     layer, desc = routing.layer, routing.desc
     config = layer.ep_config
     own = config.rank * config.num_experts_per_rank
 
     def layout_range() -> torch.Tensor:
+        with LOW_LATENCY.told():
+            desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
         return (counts.cumsum(1) - counts) << 32 | counts

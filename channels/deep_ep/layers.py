@@ -66,15 +66,16 @@ class Layers:
     def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
         """A layer for that most tokens of a rank, which all ranks give alike.
 
-        Calls with hooks take two layers in turn, so that two of them can be under way at once.
+        Calls with hooks take two layers in turn, so that two of them can be under way at once: see `take_turns`.
         """
-        second = hooked and self._second.get((shape, max_tokens), False)
-        if hooked:
-            self._second[shape, max_tokens] = not second
-        key = shape, max_tokens, second
+        key = shape, max_tokens, hooked and self._second.get((shape, max_tokens), False)
         if key not in self._of_size:
             self._of_size[key] = self._make(shape, max_tokens)
         return self._of_size[key]
+
+    def take_turns(self, shape: Shape, max_tokens: int) -> None:
+        """The next call with a hook takes the other layer. A call that was refused has taken none."""
+        self._second[shape, max_tokens] = not self._second.get((shape, max_tokens), False)
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
         """Dispatches with a layer that is large enough for all ranks.
@@ -128,6 +129,7 @@ class Layers:
             grows=shape.layout != "padded",
             output_buffers=outputs,
             keeps_outputs=outputs > 0,
+            minus_one_drops=True,
             expert_alignment=shape.alignment,
             lost_ranks=self._lost_ranks,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.deep_ep.arguments import require_ids
 from proxyccl.device.errors import ArgumentError
 
 Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
@@ -11,9 +13,8 @@ Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
     """What `Buffer.get_dispatch_layout` returns, but for the event."""
-    if topk_idx.dim() != 2 or topk_idx.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("topk_idx", f"is {topk_idx.dtype} {list(topk_idx.shape)}; expected integers [tokens, topk]")
-    if num_experts < 1 or num_experts % num_ranks:
+    require_ids(topk_idx)
+    if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")
     # Slots without an expert count for one more expert, of one more rank, which is cut off.
     ids = topk_idx.to(torch.int64)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.deep_ep.arguments import require_ids, require_stats, require_tensor
 from proxyccl.deep_ep.float8 import (
     ELEMENTS,
     column_major,
@@ -18,7 +20,8 @@ from proxyccl.deep_ep.handles import Handle, Routing, Rows, low_latency_handle, 
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.device.errors import ArgumentError
 
-Hook = Callable[[], None]
+Half = tuple[Callable[[], None], EPAll2AllLayer]
+"""The second half of a call, and the layer that makes it."""
 
 
 def dispatch(
@@ -34,24 +37,27 @@ def dispatch(
     use_ue8m0: bool,
     stats: torch.Tensor | None,
     hooked: bool,
-) -> tuple[Rows, torch.Tensor, Handle, Hook | None]:
-    """What `Buffer.low_latency_dispatch` returns, but for the event. If `hooked`, the hook receives the rows."""
+) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
+    """What `Buffer.low_latency_dispatch` returns, but for the event. If `hooked`, the second half receives the rows."""
     if use_ue8m0 and not round_scale:
         raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
-    if x.dim() != 2 or topk_idx.dim() != 2:
-        raise ArgumentError("x", f"has shape {list(x.shape)}, topk_idx {list(topk_idx.shape)}; expected two dimensions")
+    require_tensor("x", x, (None, None), (torch.bfloat16,))
+    require_ids(topk_idx, len(x))
     hidden = x.shape[1]
+    if use_fp8 and hidden % ELEMENTS:
+        raise ArgumentError("x", f"has {hidden} elements in a row; expected a multiple of {ELEMENTS} with use_fp8")
     if use_ue8m0:
         require_packable(hidden)
     scale_elements = ELEMENTS if use_fp8 else 0
     shape = Shape("padded", hidden, topk_idx.shape[1], num_experts, "bfloat16", num_sms, scale_elements)
     layer = layers.of_size(shape, max_tokens, hooked=hooked)
-    ids = torch.where(topk_idx < 0, num_experts, topk_idx).to(torch.int32)
+    require_stats(stats, layer.ep_config.num_experts_per_rank)
     tokens = quantize_rounded(x) if use_fp8 and round_scale else x
-    pending = layer.dispatch_send(tokens, ids) if hooked else None
+    pending = layer.dispatch_send(tokens, topk_idx) if hooked else None
     if pending is None:
-        received, _, desc = layer.dispatch(tokens, ids)
+        received, _, desc = layer.dispatch(tokens, topk_idx)
     else:
+        layers.take_turns(shape, max_tokens)
         assert pending.output is not None
         received, desc = pending.output.rows, pending.desc
     handle = low_latency_handle(Routing(layer, desc), max_tokens, hidden, num_experts)
@@ -68,15 +74,22 @@ def dispatch(
     if not hooked:
         finish()
     rows = received if scales is None else (received[0], scales)
-    return rows, desc.expert_rows, handle, finish if hooked else None
+    return rows, desc.expert_rows, handle, (finish, layer) if hooked else None
 
 
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
-) -> tuple[torch.Tensor, Hook | None]:
-    """What `Buffer.low_latency_combine` returns, but for the event. If `hooked`, the hook receives the rows."""
-    routing = routing_of(handle)
+) -> tuple[torch.Tensor, Half | None]:
+    """What `Buffer.low_latency_combine` returns, but for the event. If `hooked`, the second half receives the rows."""
+    routing = routing_of(handle, "padded")
     layer, desc = routing.layer, routing.desc
+    desc.require_received(layer.ctx, "handle")
+    tokens, config = desc.num_dispatch_token_cur_rank, layer.ep_config
+    experts = config.num_experts_per_rank
+    require_tensor("x", x, (experts, desc.rows // experts, config.hidden), (torch.bfloat16,))
+    require_tensor("topk_weights", topk_weights, (tokens, config.topk), (torch.float32,))
+    if out is not None:
+        require_tensor("out", out, (tokens, config.hidden), (torch.bfloat16,))
     if layer.sums_on_own_node:
         weights = {"topk_weights": topk_weights}
     else:
@@ -84,9 +97,9 @@ def combine(
     if not hooked:
         return layer.combine(x, desc, out=out, **weights), None
     pending = layer.combine_send(x, desc, **weights)
-    target = x.new_empty(desc.num_dispatch_token_cur_rank, x.shape[-1]) if out is None else out
+    target = x.new_empty(tokens, config.hidden) if out is None else out
 
     def finish() -> None:
         layer.combine_recv(pending, out=target)
 
-    return target, finish
+    return target, (finish, layer)

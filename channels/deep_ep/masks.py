@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from proxyccl.channels.communicator import Communicator
+from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.deep_ep.refusals import refuse
-from proxyccl.device.errors import ArgumentError, PeerLostError
+from proxyccl.device.errors import PeerLostError
 
 
 class Masks:
@@ -25,8 +26,7 @@ class Masks:
 
     def update(self, rank: int, *, masked: bool) -> None:
         """Masks a rank, or takes that back."""
-        if not isinstance(rank, int) or not 0 <= rank < self._ranks:
-            raise ArgumentError("rank_to_mask", f"must be a rank from 0 to {self._ranks - 1}, not {rank!r}")
+        rank = whole_number("rank_to_mask", rank, 0, self._ranks - 1, "a rank")
         if rank not in self.lost:
             (self.pending.add if masked else self.pending.discard)(rank)
         elif not masked:

@@ -6,10 +6,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from proxyccl.deep_ep.arguments import require_bias, require_ids, require_tensor
 from proxyccl.deep_ep.handles import Handle, Routing, Rows, normal_handle, routing_of
 from proxyccl.deep_ep.layers import Layers, Shape
 from proxyccl.deep_ep.tokens import Tokens
-from proxyccl.device.errors import ArgumentError
 
 Dispatched: TypeAlias = "tuple[Rows, torch.Tensor, torch.Tensor | None, list[int], Handle]"
 
@@ -28,8 +28,7 @@ def dispatch(
 ) -> Dispatched:
     """What `Buffer.dispatch` returns for a call without a handle, but for the event."""
     tokens = Tokens.of(x)
-    if topk_idx.dim() != 2:
-        raise ArgumentError("topk_idx", f"has shape {list(topk_idx.shape)}; expected two dimensions")
+    require_ids(topk_idx, len(tokens.rows))
     hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
     shape = Shape("rank", hidden, topk, num_experts, tokens.dtype, num_sms, tokens.scale_elements, most_rows)
     values, weights, desc, layer = layers.dispatch(shape, tokens.moved, topk_idx, topk_weights)
@@ -49,9 +48,14 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `Buffer.combine` returns, but for the event."""
     routing = routing_of(handle)
-    output: torch.Tensor = routing.layer.combine(x, routing.desc)
-    weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, routing.desc)
-    for each in bias if isinstance(bias, tuple) else () if bias is None else (bias,):
-        if each is not None:
-            output += each
+    desc, config = routing.desc, routing.layer.ep_config
+    added = require_bias(bias, desc.num_dispatch_token_cur_rank, config.hidden)
+    require_tensor("x", x, (desc.rows, config.hidden))
+    if topk_weights is not None:
+        of_rows = (desc.rows, config.topk) if routing.layer.layout == "rank" else (desc.rows,)
+        require_tensor("topk_weights", topk_weights, of_rows, (torch.float32,))
+    output: torch.Tensor = routing.layer.combine(x, desc)
+    weights = None if topk_weights is None else routing.layer.combine_weights(topk_weights, desc)
+    for each in added:
+        output += each
     return output, weights

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from proxyccl.deep_ep.arguments import require_tensor
 from proxyccl.deep_ep.float8 import Rows as Pair
 from proxyccl.deep_ep.float8 import carried, column_major
 from proxyccl.deep_ep.handles import Rows
@@ -33,9 +34,12 @@ class Tokens:
         Raises:
             ArgumentError: it has another shape, or scales of another type.
         """
+        if isinstance(x, tuple) and len(x) != 2:
+            raise ArgumentError("x", f"is a tuple of {len(x)}; expected a tensor, or a pair of rows and scales")
         rows, scales = x if isinstance(x, tuple) else (x, None)
-        if rows.dim() != 2:
-            raise ArgumentError("x", f"has shape {list(rows.shape)}; expected two dimensions")
+        require_tensor("x", rows, (None, None))
+        if scales is not None and not isinstance(scales, torch.Tensor):
+            raise ArgumentError("x", f"has scales of type {type(scales).__name__}; expected a tensor")
         return Tokens(rows, scales, rows if scales is None else (rows, carried(scales, len(rows))))
 
     @property

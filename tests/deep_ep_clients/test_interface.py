@@ -312,7 +312,7 @@ def test_what_is_refused() -> None:
         refused("num_tokens_per_expert", lambda: buffer.dispatch(mixture.tokens, topk_idx=mixture.ids))
         refused("handle", lambda: buffer.combine(mixture.tokens, (None,) * 6))
         refused("num_experts", lambda: buffer.get_dispatch_layout(mixture.ids, 0))
-        refused("exp_indices", lambda: dispatched(buffer, Mixture(mixture.tokens, mixture.ids, mixture.weights, 2, 9)))
+        refused("topk_idx: ", lambda: dispatched(buffer, Mixture(mixture.tokens, mixture.ids, mixture.weights, 2, 9)))
         refused("use_ue8m0", lambda: buffer.low_latency_dispatch(*low_latency, use_ue8m0=True))
         both = {"async_finish": True, "return_recv_hook": True}
         refused("return_recv_hook", lambda: buffer.low_latency_dispatch(*low_latency, **both))

@@ -1,0 +1,144 @@
+"""Checks of DeepEP's arguments before anything moves, and DeepEP's names in the errors of what lies below."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from proxyccl.device.errors import ArgumentError, CapacityError
+
+_IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the caller of DeepEP's interface calls a layer's arguments.
+
+    Attributes:
+        arguments: by the layer's names.
+        words: the same where an error's text has others.
+    """
+
+    arguments: Mapping[str, str]
+    words: Mapping[str, str] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def told(self) -> Iterator[None]:
+        """Errors that leave the block name DeepEP's arguments."""
+        try:
+            yield
+        except (ArgumentError, CapacityError) as error:
+            self._rename(error)
+            raise
+
+    def _rename(self, error: ArgumentError | CapacityError) -> None:
+        text, words = str(error), {**self.arguments, **self.words}
+        if isinstance(error, ArgumentError):
+            text = text.removeprefix(f"{error.argument}: ")
+            error.argument = self.arguments.get(error.argument, error.argument)
+        text = _IDENTIFIER.sub(lambda match: words.get(match[0], match[0]), text)
+        error.args = (f"{error.argument}: {text}" if isinstance(error, ArgumentError) else text,)
+
+
+_OF_ALL = {
+    "input": "x",
+    "exp_indices": "topk_idx",
+    "weight": "topk_weights",
+    "weights": "topk_weights",
+    "values": "topk_weights",
+    "hidden": "x",
+    "topk": "topk_idx",
+    "dtype": "x",
+    "dispatch_dtype": "x",
+    "scale_elements": "x",
+    "ep_a2a_layout_desc": "handle",
+    "desc": "handle",
+    "pending": "hook",
+    "dispatch": "return_recv_hook",
+    "combine": "return_recv_hook",
+    "combine_weights": "return_recv_hook",
+}
+_WORDS = {"dispatch_recv": "its hook", "combine_recv": "its hook"}
+NORMAL = Names(
+    {
+        **_OF_ALL,
+        "num_tot_experts": "num_tokens_per_expert",
+        "num_sm": "config",
+        "max_tokens": "x",
+        "max_recv_tokens": "num_worst_tokens",
+    },
+    {"max_tokens": "the most tokens of a rank in the first call with this num_worst_tokens"},
+)
+LOW_LATENCY = Names(
+    {
+        **_OF_ALL,
+        "num_tot_experts": "num_experts",
+        "num_sm": "num_sms",
+        "max_tokens": "num_max_dispatch_tokens_per_rank",
+        "max_recv_tokens": "num_max_dispatch_tokens_per_rank",
+    },
+    _WORDS,
+)
+ELASTIC = Names(
+    {
+        **_OF_ALL,
+        "num_tot_experts": "num_experts",
+        "num_sm": "num_sms",
+        "max_tokens": "num_max_tokens_per_rank",
+        "max_recv_tokens": "num_max_tokens_per_rank",
+    },
+    {"max_recv_tokens": "the room that num_max_tokens_per_rank gives"},
+)
+
+
+def require_tensor(
+    argument: str, x: Any, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...] = ()
+) -> torch.Tensor:
+    """An argument as a tensor of this shape, where None stands for any number, and of one of these types, if any.
+
+    Raises:
+        ArgumentError: it is another thing.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
+    if x.dim() != len(shape) or any(want not in (None, got) for got, want in zip(x.shape, shape, strict=True)):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ArgumentError(argument, f"has shape {list(x.shape)}; expected [{expected}]")
+    if dtypes and x.dtype not in dtypes:
+        raise ArgumentError(argument, f"is {x.dtype}; expected {' or '.join(map(str, dtypes))}")
+    return x
+
+
+def require_ids(topk_idx: Any, tokens: int | None = None) -> torch.Tensor:
+    """The argument `topk_idx`: integers [tokens, topk]."""
+    return require_tensor("topk_idx", topk_idx, (tokens, None), (torch.int32, torch.int64))
+
+
+def require_bias(bias: Any, tokens: int, hidden: int) -> tuple[torch.Tensor, ...]:
+    """The tensors of the argument `bias`, [tokens, hidden] each."""
+    given = bias if isinstance(bias, tuple) else (bias,)
+    return tuple(require_tensor("bias", each, (tokens, hidden)) for each in given if each is not None)
+
+
+def require_stats(stats: Any, experts: int) -> None:
+    """Checks the argument `cumulative_local_expert_recv_stats`, for a rank's number of experts."""
+    if stats is not None:
+        require_tensor("cumulative_local_expert_recv_stats", stats, (experts,), (torch.int32,))
+
+
+def require_seconds(argument: str, value: Any) -> float:
+    """An argument as a finite number of seconds.
+
+    Raises:
+        ArgumentError: it is another thing, or negative.
+    """
+    is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
+    if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:
+        raise ArgumentError(argument, f"must be a number of seconds, not {value!r}")
+    return float(value)
