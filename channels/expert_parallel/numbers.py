@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
-from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import as_integer
 
 MAX_NUMBER = 2**31 - 1
 """The greatest that kernels and messages between ranks take."""
@@ -17,11 +16,5 @@ def whole_number(argument: str, value: Any, least: int, most: int = MAX_NUMBER, 
     Raises:
         ArgumentError: it is not an integer from `least` to `most`. A bool is not one.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not least <= number <= most:
-        expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
-        raise ArgumentError(argument, f"must be {what} {expected}, not {value!r}")
-    return number
+    expected = f"from {least} to {most}" if most < MAX_NUMBER else f"of at least {least}, and at most {most}"
+    return as_integer(value, argument, f"must be {what} {expected}", least, most)
