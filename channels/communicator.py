@@ -24,6 +24,7 @@ from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
+from proxyccl.channels.control import Presence
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
@@ -37,7 +38,7 @@ from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.channels.topology import Topology, TransportChoice
 from proxyccl.channels.torch_pool import pool_for
 from proxyccl.device.arrays import Array
-from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
 from proxyccl.proxy.fabric.options import FabricOptions
@@ -171,7 +172,12 @@ class Communicator:
         program_end.watch()
         self._group = group
         self._collectives = Collectives(group, cta_policy)
-        self._group.open(Reporter(self._group))
+        try:
+            with group.exchange.telling():
+                group.open(Reporter(group))
+        except ResourceError:
+            group.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+            raise
 
     def split(self, ranks: Sequence[int], *, timeout: float | None = None) -> Communicator:
         """A communicator of some of the ranks, which call this together; the others need not.

@@ -6,17 +6,26 @@ whose programs differ find out at once, and what a rank receives is checked befo
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TypeVar
 
 from proxyccl.channels.bootstrap import Bootstrap
 from proxyccl.channels.error_record import DIFFERENT_CALL
 from proxyccl.channels.failure import FailureState
+from proxyccl.channels.one_caller import OneCaller
 from proxyccl.channels.watcher import Watcher
-from proxyccl.device.errors import CommunicatorError, ExchangeError, MismatchError
+from proxyccl.device.descriptors import naming_exhaustion
+from proxyccl.device.errors import AbortedError, CommunicatorError, ExchangeError, MismatchError, ProxyCCLError
 from proxyccl.proxy.codec import Codec, ProtocolError
 
 T = TypeVar("T")
+
+_FAILED = b"\0failed\0"
+"""Begins the message of a rank that can't take part: no purpose does."""
+_LONGEST_REASON = 2000
+_TELLING_SECONDS = 10.0
 
 
 class Exchange:
@@ -36,6 +45,8 @@ class Exchange:
         self.timeout = timeout
         self._bootstrap = bootstrap
         self._guard: tuple[FailureState, Watcher] | None = None
+        self._one_caller = OneCaller()
+        self._ended = False
         self.made = 0
 
     def carry_over(self, bootstrap: Bootstrap) -> None:
@@ -47,6 +58,34 @@ class Exchange:
         has closed the communicator.
         """
         self._guard = failure, watcher
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what this rank does between exchanges before the group is open: where that fails, the next exchange of
+        its peers ends with the reason. An exchange's own failure is known to all.
+
+        Raises:
+            ResourceError: there are too few descriptors.
+        """
+        try:
+            with naming_exhaustion("this rank's part of the communicator"):
+                yield
+        except CommunicatorError:
+            raise
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def end(self) -> None:
+        """The group has ended: what carries the exchanges may be gone."""
+        self._ended = True
+
+    def _tell(self, error: Exception) -> None:
+        if self._ended:  # its peers heard by its end
+            return
+        message = _FAILED + f"{type(error).__name__}: {error}".encode()[:_LONGEST_REASON]
+        with contextlib.suppress(ProxyCCLError, OSError):  # whoever does not hear it finds that this rank stays away
+            self._bootstrap.all_gather(message, min(self.timeout, _TELLING_SECONDS), lambda: None)
 
     def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
         """Every rank's value, in rank order.
@@ -78,7 +117,11 @@ class Exchange:
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
-        """Every rank's bytes. See `all_gather`."""
+        """Every rank's bytes. Raises as `all_gather`, and ConcurrentCallError if another thread is in it."""
+        with self._one_caller.only(purpose):
+            return self._all_gather_bytes(data, purpose)
+
+    def _all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
         tag = purpose.encode() + b"\0"
         self.made += 1
         observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
@@ -97,6 +140,8 @@ class Exchange:
 
     def _require_purpose(self, everyone: list[bytes], purpose: str, tag: bytes) -> None:
         for peer, theirs in enumerate(everyone):
+            if theirs.startswith(_FAILED):
+                raise self._failed(peer, purpose, theirs.removeprefix(_FAILED))
             if not theirs.startswith(tag):
                 there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
                 raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
@@ -109,6 +154,13 @@ class Exchange:
         peer = watcher.left_before(self.made)
         if peer is not None:
             raise self._mismatch(peer, f"{purpose!r} here, rank {peer} has closed the communicator")
+
+    def _failed(self, peer: int, purpose: str, reason: bytes) -> AbortedError:
+        return AbortedError(
+            f"{purpose}: rank {peer} can't take part: {reason.decode(errors='replace')}",
+            rank=peer,
+            operation="bootstrap",
+        )
 
     def _mismatch(self, peer: int, cause: str) -> MismatchError:
         message = f"{DIFFERENT_CALL}: this rank and rank {peer} make different calls: {cause}"

@@ -21,6 +21,7 @@ from proxyccl.channels.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.inventory import Inventory
 from proxyccl.channels.launches import Launches
 from proxyccl.channels.meeting import Meeting, meet_apart, meet_survivors, regroup
+from proxyccl.channels.one_caller import OneCaller
 from proxyccl.channels.peer_links import PeerLinks
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
@@ -81,11 +82,20 @@ class Group:
     """
 
     def __init__(self, meeting: Meeting, parent: Group | None = None, mapped: HandleCache | None = None) -> None:
+        try:
+            with meeting.exchange.telling():
+                self._begin(meeting, parent, mapped)
+        except BaseException:
+            meeting.control.set_presence(Presence.LEFT)  # peers need not wait for kernels of this rank
+            raise
+
+    def _begin(self, meeting: Meeting, parent: Group | None, mapped: HandleCache | None) -> None:
         self._meeting = meeting
         self._parent: Group | None = parent
         self._shrunk = False
         self._children: list[Group] = []
         self._splits: Counter[tuple[int, ...]] = Counter()
+        self._one_caller = OneCaller()
         self.linger = meeting.linger
         self.exchange = exchange = meeting.exchange
         self.rank, self.world_size, self.timeout = exchange.rank, exchange.world_size, exchange.timeout
@@ -139,9 +149,13 @@ class Group:
     def split(self, members: Sequence[int], timeout: float) -> Group:
         """A group of some ranks of this one, by their places in the list. They alone call this, then `open` it.
 
-        It ends with this one. Raises as `meet_apart`.
+        It ends with this one. Raises as `meet_apart`; and ConcurrentCallError if another thread splits the same ranks.
         """
         ranks = tuple(sorted(members))
+        with self._one_caller.only("split", ranks):
+            return self._split(ranks, members, timeout)
+
+    def _split(self, ranks: tuple[int, ...], members: Sequence[int], timeout: float) -> Group:
         number, check = self._splits[ranks], self.failure.require_usable
         try:
             meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check, self.mapping_of)
@@ -158,9 +172,10 @@ class Group:
 
         Raises as `meet_survivors`, and ClosedError if this rank has called it before.
         """
-        if self._shrunk:
-            raise ClosedError("the communicator was shrunk before; shrink the communicator that this gave")
-        self._shrunk = True
+        with self._closing:
+            if self._shrunk:
+                raise ClosedError("the communicator was shrunk before; shrink the communicator that this gave")
+            self._shrunk = True
         self._stop_work()
         meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
@@ -170,7 +185,9 @@ class Group:
 
     def grow(self, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Group:
         """A group of the ranks of a bootstrap, this one among them. It outlives this one. Raises as `meet`."""
-        return Group(regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap), mapped=self._mapped)
+        with self._one_caller.only("grow"):
+            meeting = regroup(self._meeting, bootstrap, timeout, owns_bootstrap=owns_bootstrap)
+            return Group(meeting, mapped=self._mapped)
 
     def _stop_work(self) -> None:
         """Ends what this rank does with its peers' memory: by then what it queued is complete, or never will be."""
@@ -226,6 +243,7 @@ class Group:
             on_abort=observer.failed,
             each_turn=each_turn,
             end_waits=end_waits,
+            on_error=lambda error: self.failure.abort(f"its watcher has failed: {type(error).__name__}: {error}"),
             parent=None if self._parent is None else self._parent._watcher,
             members=self._meeting.members,
         )
@@ -233,9 +251,15 @@ class Group:
         self.failure.watch(self._watcher, observer)
         self.exchange.guard(self.failure, self._watcher)
         with _open_lock:
-            _open_groups.append(self)
-            if self._parent is not None:
-                self._parent._children.append(self)
+            orphan = self._parent is not None and self._parent.failure.closed
+            if not orphan:
+                _open_groups.append(self)
+                if self._parent is not None:
+                    self._parent._children.append(self)
+        if orphan:
+            self.failure.abort("the communicator that it was split from was closed")
+            self._release(healthy=False)
+            raise ClosedError("the communicator was closed meanwhile")
 
     @property
     def topology(self) -> Topology:
@@ -455,7 +479,7 @@ class Group:
                         return
                 time.sleep(Watcher.INTERVAL_MS / 1000)
 
-        thread = Thread(wait, f"proxyccl-close-{self.rank}")
+        thread = Thread(wait, f"proxyccl-close-{self.rank}", failed=lambda _: _abandoned.append(self))
         with _open_lock:
             _releasing[:] = [*(other for other in _releasing if other[0].is_alive()), (thread, self.linger or 0.0)]
             thread.start()
@@ -482,6 +506,7 @@ class Group:
                 self._parent._children.remove(self)
 
     def _free(self, *, healthy: bool) -> None:
+        self.exchange.end()
         self._watcher.finish()
         self.failure.observer.close()
         if not healthy:

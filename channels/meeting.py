@@ -102,47 +102,49 @@ def meet(
 ) -> Meeting:
     """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
     exchange = Exchange(bootstrap, timeout)
-    rank, world_size = bootstrap.rank, bootstrap.world_size
-    places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
-    require_shared_namespaces(places)
-    hosts = [place.host for place in places]
-    if runtime is None or isinstance(runtime, str):
-        runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
-    runtime.activate()
-    control = create_segment(runtime, rank, timeout, world_size)
-    place = choose_place(proxy_options.where, runtime.name, exchange)
-    in_daemon = place.where == "daemon"
-    daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
-    choice = encode_choice(transport, world_size)
-    own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing)
-    infos = exchange.all_gather(own, RANK_INFO, "topology")
-    local = local_world_size if local_world_size is not None else local_world_size_from_environment()
-    topology = Topology.find(rank, infos, runtime, local)
-    # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
-    topology.uses_rdma()
-    handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
-    of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
-    segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
-    control.introduce(segments)
-    if not topology.spans_hosts:
-        exchange.carry_over(_mailboxes(rank, control, segments))
-    # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then.
-    job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
-    return Meeting(
-        runtime,
-        exchange,
-        control,
-        segments,
-        {peer: infos[peer].pid for peer in segments if infos[peer].pid != os.getpid()},
-        topology,
-        job,
-        place,
-        proxy_options,
-        transport_options,
-        bootstrap,
-        owns_bootstrap,
-        linger,
-    )
+    with exchange.telling():
+        rank, world_size = bootstrap.rank, bootstrap.world_size
+        places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
+        require_shared_namespaces(places)
+        hosts = [place.host for place in places]
+        if runtime is None or isinstance(runtime, str):
+            runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
+        runtime.activate()
+        control = create_segment(runtime, rank, timeout, world_size)
+        place = choose_place(proxy_options.where, runtime.name, exchange)
+        in_daemon = place.where == "daemon"
+        daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
+        choice = encode_choice(transport, world_size)
+        own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing)
+        infos = exchange.all_gather(own, RANK_INFO, "topology")
+        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
+        topology = Topology.find(rank, infos, runtime, local)
+        # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
+        topology.uses_rdma()
+        handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+        of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
+        segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
+        control.introduce(segments)
+        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then. Whoever could not
+        # map one says so over the bootstrap.
+        job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
+        if not topology.spans_hosts:
+            exchange.carry_over(_mailboxes(rank, control, segments))
+        return Meeting(
+            runtime,
+            exchange,
+            control,
+            segments,
+            {peer: infos[peer].pid for peer in segments if infos[peer].pid != os.getpid()},
+            topology,
+            job,
+            place,
+            proxy_options,
+            transport_options,
+            bootstrap,
+            owns_bootstrap,
+            linger,
+        )
 
 
 def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:

@@ -8,6 +8,7 @@ already: where memory has run out no other can be started.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import threading
@@ -18,8 +19,11 @@ from proxyccl.channels import process_descriptors
 from proxyccl.channels.control import ControlSegment, Presence
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.device._native import lib
+from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import ResourceError
 from proxyccl.device.threads import Thread
+
+_logger = logging.getLogger("proxyccl")
 
 
 class Link(Protocol):
@@ -59,9 +63,10 @@ class WatchThread:
         self._watchers: list[Watcher] = []
         self._by_descriptor: dict[int, Watcher] = {}
         self._poll = select.poll()
-        self._stop_read, self._stop_write = os.pipe()
+        with naming_exhaustion("the thread that watches the peers"):
+            self._stop_read, self._stop_write = os.pipe()
         self._poll.register(self._stop_read, select.POLLIN)
-        self._thread = Thread(self._run, name)
+        self._thread = Thread(self._run, name, failed=self._fail)
         try:
             self._thread.start()
         except ResourceError:
@@ -99,10 +104,24 @@ class WatchThread:
                 whose = {descriptor: self._by_descriptor.get(descriptor) for descriptor in readable}
                 watchers = list(self._watchers)
             for watcher in watchers:
-                with contextlib.suppress(MemoryError):  # the next turn finds the same, and tries again
-                    watcher.look([descriptor for descriptor in readable if whose[descriptor] is watcher])
+                self._have_look(watcher, [descriptor for descriptor in readable if whose[descriptor] is watcher])
             releasing = any(watcher.releasing for watcher in watchers)
             readable = {fd for fd, _ in self._poll.poll(self.RELEASING_MS if releasing else self.INTERVAL_MS)}
+
+    @staticmethod
+    def _have_look(watcher: Watcher, readable: list[int]) -> None:
+        try:
+            watcher.look(readable)
+        except MemoryError:
+            return  # the next turn finds the same, and tries again
+        except Exception as error:  # it ends this watcher's communicator, and the others go on
+            watcher.fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher.fail(error)
 
     def end(self) -> None:
         """Ends the thread. Its watchers are closed."""
@@ -126,6 +145,7 @@ class Watcher:
         links: to the ranks of other hosts; the watcher closes them.
         on_abort: called in a thread of its own after the abort was passed on.
         each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
         end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
             was passed on: whoever checks after a stream must learn of it.
         parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
@@ -145,12 +165,14 @@ class Watcher:
         on_abort: Callable[[], None] = lambda: None,
         each_turn: Callable[[], None] = lambda: None,
         end_waits: Callable[[], None] = lambda: None,
+        on_error: Callable[[Exception], None] = lambda _: None,
         parent: Watcher | None = None,
         members: Sequence[int] = (),
     ) -> None:
         self._on_abort = on_abort
         self._each_turn = each_turn
         self._end_waits = end_waits
+        self._on_error: Callable[[Exception], None] | None = on_error
         self._rank = rank
         self._own = own
         self._segments = segments
@@ -162,10 +184,16 @@ class Watcher:
         lost: list[int] = []
         for peer, pid in pids.items():
             try:
-                descriptor = process_descriptors.acquire(pid)
+                with naming_exhaustion(f"the watch of rank {peer}'s process"):
+                    descriptor = process_descriptors.acquire(pid)
             except ProcessLookupError:
                 lost.append(peer)
                 continue
+            except ResourceError:
+                self._release_descriptors()
+                if parent is None:
+                    self._thread.end()
+                raise
             self._descriptors[descriptor] = peer
         self._lost = lost
         self._ended.update(lost)
@@ -194,6 +222,13 @@ class Watcher:
                 self._watch(readable)
             if self.releasing:
                 self._end_waits()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the communicator by an error of the thread."""
+        on_error, self._on_error = self._on_error, None
+        if on_error is not None:
+            _logger.error("rank %d: its watcher has failed", self._rank, exc_info=error)
+            on_error(error)
 
     def _watch(self, readable: Sequence[int]) -> None:
         for peer in self._lost:
@@ -351,5 +386,8 @@ class Watcher:
             self._thread.end()
         for _, link in self._links.values():
             link.close()
+        self._release_descriptors()
+
+    def _release_descriptors(self) -> None:
         for descriptor in self._descriptors:
             process_descriptors.release(descriptor)

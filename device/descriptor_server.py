@@ -16,10 +16,12 @@ import time
 from collections.abc import Callable, Iterator
 
 from proxyccl.device import forks
+from proxyccl.device.descriptors import EXHAUSTED, naming_exhaustion
 from proxyccl.device.threads import Thread
 
 NAME_BYTES = 16
 _TIMEOUT = 10.0
+_PAUSE_SECONDS = 0.01
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
@@ -44,7 +46,8 @@ class DescriptorServer:
         self.name = secrets.token_bytes(NAME_BYTES)
         self._supply = supply
         self._failures = failures
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with naming_exhaustion("the server of descriptors of memory"):
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         forks.keep_from_children(self._socket)
         self._socket.bind(_address(self.name))
         self._socket.listen(64)
@@ -52,7 +55,13 @@ class DescriptorServer:
 
     def _run(self) -> None:
         while True:
-            connection, _ = self._socket.accept()
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if error.errno not in EXHAUSTED:
+                    raise
+                time.sleep(_PAUSE_SECONDS)  # the client waits, and may find what it asks for when something is closed
+                continue
             # A client that goes away, or does not read, loses its own answer and nobody else's.
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(_TIMEOUT)
@@ -71,7 +80,15 @@ class DescriptorServer:
                 finally:
                     os.close(descriptor)
         except self._failures as error:
-            connection.send(_PART.pack(0) + (str(error) or repr(error)).encode()[:_LONGEST_REQUEST])
+            _refuse(connection, error)
+        except OSError as error:
+            if error.errno not in EXHAUSTED:  # the client's end
+                raise
+            _refuse(connection, error)
+
+
+def _refuse(connection: socket.socket, error: Exception) -> None:
+    connection.send(_PART.pack(0) + (str(error) or repr(error)).encode()[:_LONGEST_REQUEST])
 
 
 def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:

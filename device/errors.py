@@ -43,6 +43,10 @@ class ClosedError(ProxyCCLError):
     """The object was closed, or its communicator failed before."""
 
 
+class ConcurrentCallError(ProxyCCLError, RuntimeError):
+    """Another thread of this rank is in a call that one thread at a time may make. Nothing was done."""
+
+
 class ProtocolError(ProxyCCLError):
     """Another process sent what is no valid message. The message names the sender, the field and what was expected."""
 

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from proxyccl.device import forks
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.descriptors import EXHAUSTED, out_of_descriptors
 from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
 
 _Origin = tuple[int, int]
@@ -119,6 +120,8 @@ class SharedMemory:
             raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
         descriptor = ffi.new("int *")
         status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
+        if status in EXHAUSTED:
+            raise out_of_descriptors(f"{nbytes} bytes of shared memory", status)
         if status:
             raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
         return cls(_Mapping.of(descriptor[0]), 0, nbytes)
@@ -206,6 +209,8 @@ class _Handle:
         try:
             own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise out_of_descriptors(f"the memory of process {pid}", error.errno) from None
             raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
         try:
             _require_memory(own, offset + nbytes, (device, inode))

@@ -1,8 +1,11 @@
-"""Threads of the library. Their start is bounded: it ends by name where memory or threads have run out."""
+"""Threads of the library. Their start is bounded: it ends by name where memory or threads have run out. An error that
+ends one is logged, and told to the thread's owner.
+"""
 
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 from proxyccl.device.errors import ResourceError
 
 _BEGIN_SECONDS = 10.0
+_logger = logging.getLogger("proxyccl")
 
 
 class _Started(threading.Event):
@@ -30,11 +34,19 @@ class Thread(threading.Thread):
         run: what it does.
         name: what debuggers and reports show.
         arguments: of `run`.
+        failed: called in the thread with what `run` raised, which is logged: it ends what depends on the thread.
     """
 
-    def __init__(self, run: Callable[..., object], name: str, *arguments: Any) -> None:
+    def __init__(
+        self,
+        run: Callable[..., object],
+        name: str,
+        *arguments: Any,
+        failed: Callable[[Exception], object] | None = None,
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._started = _Started()
+        self._failed = failed
         self._lock = threading.Lock()  # a thread that begins late and a start that gives up agree by it
         self._call: Callable[[], object] | None = functools.partial(run, *arguments)  # until it begins or is given up
 
@@ -54,8 +66,14 @@ class Thread(threading.Thread):
     def run(self) -> None:
         """Called in the thread."""
         call = self._take()
-        if call is not None:
+        if call is None:
+            return
+        try:
             call()
+        except Exception as error:
+            _logger.exception("the thread %s has failed", self.name)
+            if self._failed is not None:
+                self._failed(error)
 
     def _take(self) -> Callable[[], object] | None:
         # Python keeps a thread that did not begin for good, but not what it would have used.

@@ -43,7 +43,10 @@ def is_held() -> bool:
     """Whether any hold holds now. Each of them is asked."""
     with _lock:
         holds = list(_holds)
-    return any([hold.holds() for hold in holds])  # noqa: C419
+    held = False
+    for hold in holds:
+        held |= hold.holds()
+    return held
 
 
 class UnusedMemory:

@@ -133,7 +133,7 @@ class ProxyService:
             self.publication = self._describe(description) if description else None
             self._published = publications.try_publish(self.publication) if self.publication else None
             undo.pop_all()  # nothing fails from here on: the threads use all of it
-        self._workers.start(self._worker_event)
+        self._workers.start(self._worker_event, self._thread_lost)
 
     def _describe(self, description: Description) -> Publication:
         return Publication.of_this_process(
@@ -415,6 +415,11 @@ class ProxyService:
             self._handle(worker, info)
         elif reason == lib.PROXYCCL_EXIT_ERROR:
             self._fail(self._failure(info))
+
+    def _thread_lost(self, error: Exception) -> None:
+        """Called in the thread of a worker that an error has ended."""
+        reason = f"its proxy's thread has failed: {type(error).__name__}: {error}"
+        self._fail(ProxyFailure(native.PROXYCCL_ERROR_LOCAL, None, None, 0, reason, error))
 
     def _handle(self, worker: Worker, info: Any) -> None:
         trigger = Trigger.decode(info.trigger.word0, info.trigger.word1)

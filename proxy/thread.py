@@ -94,10 +94,12 @@ class ProxyThread:
         self._cores = cores
         self._changed = threading.Condition()
         self._on_exit: dict[int, OnExit] = {}  # by the worker's address
+        self._on_lost: dict[int, Callable[[Exception], None]] = {}  # likewise
+        self._error: Exception | None = None
         self._closing = False
         self._refusal: ArgumentError | None = None
         self._begun = threading.Event()
-        self._thread = Thread(self._run, name)
+        self._thread = Thread(self._run, name, failed=self._fail)
         try:
             self._thread.start()
         except ResourceError:
@@ -125,9 +127,25 @@ class ProxyThread:
         assert number is not None
         return number
 
-    def add(self, worker: _engine.ProxycclWorkerPointer, on_exit: OnExit) -> None:
-        """Hands a worker over. It comes back with the first exit that is not for a handler."""
+    def add(
+        self,
+        worker: _engine.ProxycclWorkerPointer,
+        on_exit: OnExit,
+        on_lost: Callable[[Exception], None] = lambda _: None,
+    ) -> None:
+        """Hands a worker over. It comes back with the first exit that is not for a handler.
+
+        Args:
+            worker: a ProxycclWorker.
+            on_exit: called in the thread when the engine returns for it.
+            on_lost: called instead if an error has ended the thread, which runs the worker no more.
+        """
         with self._changed:
+            if self._error is None:
+                self._on_lost[int(ffi.cast("uintptr_t", worker))] = on_lost
+            else:
+                on_lost(self._error)
+                return
             self._on_exit[int(ffi.cast("uintptr_t", worker))] = on_exit
             lib.proxyccl_thread_add_worker(self._pointer, worker)
             self._changed.notify()
@@ -155,7 +173,22 @@ class ProxyThread:
             with self._changed:
                 runs_on = reason == lib.PROXYCCL_EXIT_HANDLER
                 on_exit = self._on_exit[worker] if runs_on else self._on_exit.pop(worker)
-            on_exit(reason, info)
+                on_lost = self._on_lost[worker] if runs_on else self._on_lost.pop(worker)
+            try:
+                on_exit(reason, info)
+            except Exception as error:
+                if not runs_on:  # it is none of those that are left
+                    on_lost(error)
+                raise
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._error = error
+            lost = list(self._on_lost.values())
+            self._on_exit.clear()
+            self._on_lost.clear()
+        for on_lost in lost:
+            on_lost(error)
 
     def close(self, timeout: float) -> bool:
         """Ends the thread when it runs no worker any more. False if that did not happen in time."""

@@ -152,8 +152,10 @@ class Workers:
             worker = self._workers[i % len(self._workers)]
             lib.proxyccl_worker_add_ring(worker.pointer, ring.slots, ring.tail, ring.size_log2)
 
-    def start(self, on_event: OnEvent) -> None:
-        """Adds the workers to their threads. `on_event` is called when the engine returns for one."""
+    def start(self, on_event: OnEvent, on_lost: Callable[[Exception], None]) -> None:
+        """Adds the workers to their threads. `on_event` is called when the engine returns for one, and `on_lost` if an
+        error has ended the thread of one.
+        """
 
         def told(worker: Worker, reason: int, info: Any) -> None:
             try:
@@ -163,8 +165,13 @@ class Workers:
                     worker.stats.started_ns = 0
                     worker.ended.set()
 
+        def lost(worker: Worker, error: Exception) -> None:
+            worker.stats.started_ns = 0
+            worker.ended.set()
+            on_lost(error)
+
         for worker in self._workers:
-            worker.thread.add(worker.pointer, functools.partial(told, worker))
+            worker.thread.add(worker.pointer, functools.partial(told, worker), functools.partial(lost, worker))
 
     @contextlib.contextmanager
     def paused(self, timeout: float) -> Iterator[None]:

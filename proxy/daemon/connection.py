@@ -236,7 +236,9 @@ class DaemonConnection:
         self._socket, self.daemon = self.address.connect(timeout)
         forks.keep_from_children(self._socket)
         self.daemon_started = start_of(self.daemon)
-        self._reader = Thread(self._read, f"{name}-daemon")
+        self._reader = Thread(
+            self._read, f"{name}-daemon", failed=lambda error: self._lose(f"its reader has failed: {error!r}")
+        )
         try:
             self._reader.start()
         except ResourceError:

@@ -172,7 +172,7 @@ class Daemon:
 
     def _admit(self, connection: socket.socket) -> None:
         session = Session(connection, self._open_runtime, self._assign_threads, self.reporter.request)
-        thread = Thread(self._run, "proxyccl-client", session)
+        thread = Thread(self._run, "proxyccl-client", session, failed=lambda _: session.abandon())
         with self._lock:
             self._sessions[session] = thread
         try:

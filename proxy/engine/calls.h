@@ -4,9 +4,9 @@
  * The log is a ring in memory that all ranks of the host map. Of two ranks, the one that makes a call later compares
  * the two entries of its number. No call completes before that, as every collective needs every rank.
  *
- * A rank that queues further ahead than the log reaches overwrites entries that a peer has yet to compare. So each entry
- * also holds a digest of all calls before it: a difference among those is found with the first entry that both ranks
- * see, as PROXYCCL_CALL_DIFFERED.
+ * A rank that queues further ahead than the log reaches overwrites entries that a peer has yet to compare. So each
+ * entry also holds a digest of all calls before it: a difference among those is found with the first entry that both
+ * ranks see, as PROXYCCL_CALL_DIFFERED.
  */
 #ifndef PROXYCCL_CALLS_H
 #define PROXYCCL_CALLS_H
@@ -53,9 +53,9 @@ void proxyccl_calls_wait_on(ProxycclCallers *callers, uintptr_t stream, uintptr_
 int proxyccl_calls_read(const ProxycclCallEntry *log, uint64_t sequence, ProxycclCall *call);
 /* Logs a call and compares it with the peers' calls of the same number. 0, or one of the above. */
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call);
-/* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`. Returns the driver's status, or
- * one of the above: a rank may have failed during the wait, too. PROXYCCL_OTHER_CONTEXT: nothing was done, and the call
- * is not logged. */
+/* The same, then the launch unless a rank has failed by then, and the wait for it if it is on the stream of `wait_on`.
+ * Returns the driver's status, or one of the above: a rank may have failed during the wait, too.
+ * PROXYCCL_OTHER_CONTEXT: nothing was done, and the call is not logged. */
 int proxyccl_calls_issue(ProxycclCallers *callers, const ProxycclCall *call, const ProxycclLaunch *launch,
                          uintptr_t stream);
 /* The same with operations of the stream. PROXYCCL_STREAM_OTHER_CONTEXT, which has the same value: nothing was done. */

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ SIGNAL = signal.SIGUSR1
 _COUNT_BYTES = 8
 """Of an eventfd's count."""
 
+_logger = logging.getLogger("proxyccl")
 _lock = threading.Lock()
 _tried = False
 
@@ -43,4 +45,7 @@ def install(report: Callable[[str], object]) -> None:
 def _wait(descriptor: int, report: Callable[[str], object]) -> None:
     while True:
         os.read(descriptor, _COUNT_BYTES)  # os.eventfd_read would not go on after another signal's handler
-        report(f"signal {SIGNAL.name}")
+        try:
+            report(f"signal {SIGNAL.name}")
+        except Exception:  # the next signal is answered all the same
+            _logger.exception("no report on signal %s", SIGNAL.name)

@@ -17,7 +17,7 @@ from proxyccl import AbortedError, Communicator
 from proxyccl.channels.aftermath import Aftermath
 from proxyccl.channels.control import ControlSegment, Presence, create_segment
 from proxyccl.channels.error_record import ErrorRecord
-from proxyccl.device import open_runtime
+from proxyccl.device import open_runtime, unused_memory
 from proxyccl.device._native import lib as native
 from proxyccl.device.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
 from support.devices import ON_HOST
@@ -34,6 +34,12 @@ class Held:
 
     def holds(self) -> bool:
         return self.now
+
+
+@pytest.fixture(autouse=True)
+def no_other_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Communicators of other tests of this process hold nothing here."""
+    monkeypatch.setattr(unused_memory, "_holds", [])
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A communicator's launches follow one another whichever threads make them, on the threads' own default streams too."""
+"""Launches of a communicator follow one another whichever threads make them, also on the threads' default streams."""
 
 from __future__ import annotations
 

@@ -60,3 +60,17 @@ def test_a_thread_that_does_not_begin_is_an_error_and_never_runs(monkeypatch: py
     del ran
     gc.collect()
     assert used() is None  # though Python keeps the thread
+
+
+def test_a_thread_that_an_error_ends_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[Exception] = []
+
+    def fail() -> None:
+        raise KeyError("lost")
+
+    thread = Thread(fail, "worker", failed=heard.append)
+    thread.start()
+    thread.join(30)
+    assert [type(error) for error in heard] == [KeyError]
+    assert "the thread worker has failed" in caplog.text
+    assert "KeyError" in caplog.text

@@ -1,0 +1,38 @@
+"""Open descriptors: a limited resource, of a process and of the system."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import resource
+from collections.abc import Iterator
+
+from proxyccl.device.errors import ResourceError
+
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE})
+
+
+def out_of_descriptors(what: str, number: int | None) -> ResourceError:
+    """The error for what could not be opened.
+
+    Args:
+        what: the descriptor was for.
+        number: the system's, ENFILE if the system's table of files is full.
+    """
+    if number == errno.ENFILE:
+        return ResourceError(f"no descriptor is left for {what}: the system has as many open files as it allows")
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ResourceError(
+        f"no descriptor is left for {what}: this process may have {limit} open (ulimit -n; it can be raised to {most})"
+    )
+
+
+@contextlib.contextmanager
+def naming_exhaustion(what: str) -> Iterator[None]:
+    """Around what opens descriptors. Raises ResourceError, with what they are for, if there are too few."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in EXHAUSTED:
+            raise
+        raise out_of_descriptors(what, error.errno) from None
