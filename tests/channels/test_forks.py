@@ -12,6 +12,7 @@ from support.paths import TESTS
 from support.processes import run_processes
 
 
+@pytest.mark.host_only(reason="a driver of a GPU does not work in a fork's child")
 @pytest.mark.parametrize("place", ["thread", "process"])
 def test_a_child_of_a_fork_leaves_the_communicator_alone(place: str) -> None:
     ends = run_processes(2, TESTS / "support" / "programs" / "forks.py", env={"PROXYCCL_PROXY": place})

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, Communicator, KernelError, ThreadBootstrap
-from proxyccl.device.runtimes import find_runtime
 from support.device_arrays import on_device, on_host
-from support.devices import require_devices
+from support.devices import require_devices, runtime_with_blocks
 from support.running import TIMEOUT
 
 AT_ONCE = 5.0
@@ -168,11 +167,9 @@ def test_what_a_handler_raises_ends_the_wait_at_once(name: str) -> None:
     assert outcome is None if name == "close" else isinstance(outcome, AbortedError), outcome
 
 
-@pytest.mark.skipif(find_runtime() != "host", reason="a GPU's kernel has as many blocks as it needs")
+@pytest.mark.host_only(reason="a GPU's kernel has as many blocks as it needs")
 def test_a_wait_for_other_blocks_is_interrupted() -> None:
-    from proxyccl.device.host import HostRuntime
-
-    peer = Peer(lambda _: HostRuntime(blocks=3))
+    peer = Peer(runtime_with_blocks)
     every_call(peer.comm)
     with handling(interrupt) as times:
         with pytest.raises(Interrupt):
@@ -194,18 +191,25 @@ def test_a_wait_goes_on_when_the_handler_returns(name: str) -> None:
     peer.comm.close()
 
 
-def test_a_handler_may_abort_or_close_what_it_interrupts() -> None:
-    for end in (lambda comm: comm.abort("by a handler"), lambda comm: comm.close()):
-        peer = Peer()
-        every_call(peer.comm)
-        with handling(lambda end=end, comm=peer.comm: end(comm)), pytest.raises(AbortedError):  # type: ignore[misc]
-            CALLS["kernel"](peer.comm)
-        peer.come(lambda comm: comm.barrier())
-        assert isinstance(peer.ended(), AbortedError)
-        peer.comm.close()
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda comm: comm.abort("by a handler"),
+        pytest.param(lambda comm: comm.close(), marks=pytest.mark.host_only(reason="a GPU's kernels are waited for")),
+    ],
+    ids=["abort", "close"],
+)
+def test_a_handler_may_end_what_it_interrupts(end: Call) -> None:
+    peer = Peer()
+    every_call(peer.comm)
+    with handling(lambda: end(peer.comm)), pytest.raises(AbortedError):
+        CALLS["kernel"](peer.comm)
+    peer.come(lambda comm: comm.barrier())
+    assert isinstance(peer.ended(), AbortedError)
+    peer.comm.close()
 
 
-@pytest.mark.skipif(find_runtime() != "host", reason="a GPU's stream takes it")
+@pytest.mark.host_only(reason="a GPU's stream takes it")
 def test_a_handler_is_refused_what_it_interrupts() -> None:
     peer = Peer()
     every_call(peer.comm)
