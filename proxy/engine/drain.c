@@ -13,8 +13,8 @@ static __attribute__((noinline)) ProxycclExit refuse_transfer(const ProxycclMemo
   info->of_source = src->bytes == 0 || (dst->bytes != 0 && src_offset + bytes > src->bytes);
   if (src->bytes == 0) return refuse(info, "the source memory id is not registered");
   if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
-  return refuse(info, info->of_source ? "the transfer leaves the source memory"
-                                      : "the transfer leaves the destination memory");
+  return refuse(
+      info, info->of_source ? "the transfer leaves the source memory" : "the transfer leaves the destination memory");
 }
 
 /* Bytes of the value that a trigger carries; 0 if its source is a memory. */
@@ -100,10 +100,8 @@ static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclT
   route->src = &service->memories[trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
   route->dst = &service->memories[trigger_field(trigger.word1, PROXYCCL_DST_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS)];
   if (route->channel->is_handler) return PROXYCCL_EXIT_HANDLER;
-  if (route->channel->connection == NULL)
-    return refuse(info, "the channel id is not in use");
-  if (route->op == PROXYCCL_OP_CUSTOM)
-    return refuse(info, "the trigger carries no operation");
+  if (route->channel->connection == NULL) return refuse(info, "the channel id is not in use");
+  if (route->op == PROXYCCL_OP_CUSTOM) return refuse(info, "the trigger carries no operation");
   const ProxycclTransport *transport = route->channel->connection->transport;
   if (route->op & PROXYCCL_OP_DATA && copies_rdma_only(transport, route))
     return refuse(info, "only RDMA reaches a memory that the trigger names, but its channel copies");
@@ -145,8 +143,7 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
     const ProxycclMemory *dst = route->dst, *src = route->src;
     /* The fields have 32 bits, so no sum overflows. The ids of values are no memories, so their bytes are 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
-      if (value_bytes(trigger) == 0)
-        return refuse_transfer(dst, src, src_offset, bytes, info);
+      if (value_bytes(trigger) == 0) return refuse_transfer(dst, src, src_offset, bytes, info);
       const ProxycclExit result = put_value(connection, dst, trigger, info);
       if (result != CONTINUE) return result;
       route->bytes += value_bytes(trigger);

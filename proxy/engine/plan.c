@@ -409,7 +409,8 @@ static ProxycclExit find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitI
   if (service->words == NULL || parts_left(&service->parts) != 0) return CONTINUE;
   const uint64_t number = word_load(&service->words->bell);
   if (number == 0) return CONTINUE;
-  word_store(&service->words->running, number); /* before the bell falls silent: one of the two tells that a stream waits */
+  word_store(&service->words->running,
+             number); /* before the bell falls silent: one of the two tells that a stream waits */
   word_store(&service->words->bell, 0);
   *plan = number < PROXYCCL_MAX_PLANS ? plan_load(&service->plans[number]) : NULL;
   if (*plan == NULL) {
