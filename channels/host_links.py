@@ -23,6 +23,7 @@ from msgspec import Meta
 
 from proxyccl.channels.control import Presence
 from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.greetings import Greetings
 from proxyccl.device import forks
 from proxyccl.device.errors import PeerLostError
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
@@ -31,7 +32,6 @@ _SIOCGIFADDR = 0x8915
 _IPV6 = Path("/proc/net/if_inet6")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
-_GREETING_SECONDS = 2.0
 _INTERVAL_SECONDS = 0.1
 _UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 """What a call is repeated after, as a link that is down for a moment comes back."""
@@ -156,24 +156,23 @@ class Listener:
             if peer < self._rank:
                 links[peer] = self._call(peer, offers[peer], deadline, give_up)
         awaited = {peer for peer in peers if peer > self._rank}
-        self._socket.settimeout(_INTERVAL_SECONDS)
-        while awaited:
-            give_up()
-            if time.monotonic() > deadline:
-                raise PeerLostError(
-                    f"rank {min(awaited)} of another host did not connect in time; is a firewall between them?",
-                    rank=self._rank,
-                    peer=min(awaited),
-                    operation="bootstrap",
-                )
-            with contextlib.suppress(TimeoutError):
-                connection, _ = self._socket.accept()
-                caller = self._greeted(connection, awaited)
-                if caller is None:
-                    connection.close()
-                else:
-                    awaited.remove(caller)
-                    links[caller] = HostLink(caller, connection)
+        with contextlib.closing(Greetings(self._socket, _HELLO.size)) as greetings:
+            while awaited:
+                give_up()
+                if time.monotonic() > deadline:
+                    raise PeerLostError(
+                        f"rank {min(awaited)} of another host did not connect in time; is a firewall between them?",
+                        rank=self._rank,
+                        peer=min(awaited),
+                        operation="bootstrap",
+                    )
+                for connection, hello in greetings.wait(_INTERVAL_SECONDS):
+                    caller = self._answered(connection, hello, awaited)
+                    if caller is None:
+                        connection.close()
+                    else:
+                        awaited.remove(caller)
+                        links[caller] = HostLink(caller, connection)
         return links
 
     def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
@@ -214,17 +213,13 @@ class Listener:
             operation="bootstrap",
         )
 
-    def _greeted(self, connection: socket.socket, awaited: set[int]) -> int | None:
+    def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
         """The rank that calls, which is answered if this rank waits for it; None for a stranger."""
-        connection.settimeout(_GREETING_SECONDS)
+        caller, token = _HELLO.unpack(hello)
+        if caller not in awaited or not secrets.compare_digest(token, self._token):
+            return None
         try:
-            hello = connection.recv(_HELLO.size)
-            if len(hello) < _HELLO.size:
-                return None
-            caller, token = _HELLO.unpack(hello)
-            if caller not in awaited or not secrets.compare_digest(token, self._token):
-                return None
-            connection.sendall(self._token)
+            connection.sendall(self._token)  # which has room: nothing was sent before
         except OSError:
             return None
         return int(caller)

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 
 from proxyccl.device import forks
+from proxyccl.device.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.device.descriptors import EXHAUSTED, naming_exhaustion
 from proxyccl.device.threads import Thread
 
 NAME_BYTES = 16
 _TIMEOUT = 10.0
 _PAUSE_SECONDS = 0.01
+_REQUEST_SECONDS = 2.0  # a client asks at once; one that was stopped meanwhile holds up the others no longer than this
 _LONGEST_REQUEST = 256
 _PART = struct.Struct("<Q")
 
@@ -64,7 +66,7 @@ class DescriptorServer:
                 continue
             # A client that goes away, or does not read, loses its own answer and nobody else's.
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(_TIMEOUT)
+                connection.settimeout(_REQUEST_SECONDS)
                 self._serve(connection)
 
     def _serve(self, connection: socket.socket) -> None:
@@ -76,7 +78,7 @@ class DescriptorServer:
         try:
             for number, descriptor in self._supply(request):
                 try:
-                    socket.send_fds(connection, [_PART.pack(number)], [descriptor])
+                    send_with_descriptors(connection, _PART.pack(number), [descriptor])
                 finally:
                     os.close(descriptor)
         except self._failures as error:
@@ -107,7 +109,7 @@ def fetch_descriptors(name: bytes, request: bytes) -> list[tuple[int, int]]:
             connection.send(request)
             while not refusal:
                 connection.settimeout(max(1e-3, deadline - time.monotonic()))
-                data, descriptors, _, _ = socket.recv_fds(connection, _PART.size + _LONGEST_REQUEST, 1)
+                data, descriptors, _ = receive_with_descriptors(connection, _PART.size + _LONGEST_REQUEST, 1)
                 if not data:
                     return parts
                 parts += [(_PART.unpack_from(data)[0], descriptor) for descriptor in descriptors]

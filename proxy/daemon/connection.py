@@ -157,7 +157,8 @@ def _refused(address: str, reason: str) -> RuntimeUnavailableError:
 
 def _say_hello(connection: socket.socket) -> HelloAnswer:
     """The daemon's answer. Raises ConnectionResetError if it hung up."""
-    send(connection, HELLOS, Hello(VERSION, LAYOUT))
+    with contextlib.suppress(BrokenPipeError):  # it may have refused this user already, and said so
+        send(connection, HELLOS, Hello(VERSION, LAYOUT))
     message = receive(connection, HELLO_ANSWERS, _DAEMON)
     if message is None:
         raise ConnectionResetError("it hung up")

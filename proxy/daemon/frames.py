@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import TypeVar
 
+from proxyccl.device.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.device.errors import ProtocolError
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, MOST_DESCRIPTORS
@@ -26,21 +27,23 @@ def send(
         ProtocolError: the message is too long for one.
         OSError: as the socket does.
     """
-    socket.send_fds(connection, [codec.encode(message)], list(descriptors), flags)
+    send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 
-def receive(connection: socket.socket, codec: Codec[T], source: str) -> tuple[T, list[int]] | None:
+def receive(
+    connection: socket.socket, codec: Codec[T], source: str, flags: int = 0
+) -> tuple[T, list[int]] | None:
     """The next frame's message and descriptors, which the caller closes; None when the sender has hung up.
 
     Raises:
         ProtocolError: `source` sent something else.
         OSError: as the socket does.
     """
-    frame, descriptors, flags, _ = socket.recv_fds(connection, LONGEST_FRAME, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    frame, descriptors, came = receive_with_descriptors(connection, LONGEST_FRAME, MOST_DESCRIPTORS, flags)
     try:
         if not frame and not descriptors:
             return None
-        _require_whole(flags, source)
+        _require_whole(came, source)
         return codec.decode(frame, source), descriptors
     except ProtocolError:
         close_all(descriptors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -10,7 +11,8 @@ import stat
 from pathlib import Path
 from typing import Protocol
 
-from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.device.errors import ArgumentError, ResourceError, UntrustedPathError
+from proxyccl.device.private_directories import open_private
 
 BACKLOG = 512
 
@@ -39,20 +41,24 @@ class SocketFile:
     """A socket in the file system. A lock beside it tells a live daemon from the socket that a dead one left.
 
     Raises:
-        ArgumentError: other users can write to the directory, or the path names a file that is no socket.
+        ArgumentError: the directory can't be made, or the path names a file that is no socket.
+        UntrustedPathError: other users can write to the directory, also to a sticky one, or it is a link; or the socket
+            or its lock belongs to another user.
         ResourceError: another daemon listens there.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self.name = str(path)
-        _make_private(path.parent)
-        self._lock_file = _lock_beside(path)
-        try:
-            self.socket = _listen(path)
-        except ArgumentError:
-            self.release()
-            raise
+        with contextlib.ExitStack() as undo:
+            directory = _open_directory(path.parent)
+            undo.callback(os.close, directory)
+            self._lock_file = _lock_beside(path, directory)
+            try:
+                self.socket = _listen(path, directory)
+            except ArgumentError:
+                self.release()
+                raise
 
     def close(self) -> None:
         """Removes the socket."""
@@ -91,40 +97,64 @@ def shown(address: str | bytes) -> str:
     return os.fsdecode(address).replace("\0", "@")
 
 
-def _make_private(directory: Path) -> None:
-    """Makes the socket's directory if there is none, and refuses one that other users can write to."""
+def _open_directory(directory: Path) -> int:
+    """A descriptor of the socket's directory, which is made if there is none."""
     try:
-        directory.mkdir(mode=0o700, exist_ok=True)
-        info = directory.stat()
+        if not os.path.lexists(directory):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        return open_private(directory, "socket")
     except OSError as error:
         raise ArgumentError("socket", f"cannot make its directory: {error}") from None
-    shared = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if info.st_uid not in (0, os.geteuid()) or (shared and not info.st_mode & stat.S_ISVTX):
-        raise ArgumentError(
-            "socket", f"other users can write to {directory}; expected a directory that only this user can write to"
-        )
 
 
-def _lock_beside(path: Path) -> int:
-    """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon."""
+def _require_own(info: os.stat_result, path: Path) -> None:
+    """Raises UntrustedPathError for what another user left where that user could write once."""
+    if info.st_uid not in (0, os.geteuid()):
+        reason = f"{path} belongs to user {info.st_uid}; remove it, or name another --socket"
+        raise UntrustedPathError("socket", reason)
+
+
+def _lock_beside(path: Path, directory: int) -> int:
+    """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
+
+    Args:
+        path: of the socket.
+        directory: a descriptor of its directory.
+    """
     name = path.with_name(path.name + ".lock")
     try:
-        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        descriptor = os.open(name.name, flags, 0o600, dir_fd=directory)
     except OSError as error:
+        with contextlib.suppress(FileNotFoundError):  # what is wrong may be whose it is
+            _require_own(os.stat(name.name, dir_fd=directory, follow_symlinks=False), name)
+        if error.errno == errno.ELOOP:
+            raise UntrustedPathError("socket", f"{name} is a link; remove it, or name another --socket") from None
         raise ArgumentError("socket", f"cannot lock {name}: {error}") from None
     try:
+        info = os.fstat(descriptor)
+        _require_own(info, name)
+        if not stat.S_ISREG(info.st_mode):
+            raise ArgumentError("socket", f"{name} is not a regular file; remove it, or name another --socket")
+        if info.st_uid == os.geteuid():
+            os.fchmod(descriptor, 0o600)  # who can open it can lock it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise ResourceError(f"another node daemon listens at {path}; stop it, or name another --socket") from None
+    except ArgumentError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
-def _listen(path: Path) -> socket.socket:
-    if path.exists() or path.is_symlink():
-        if not stat.S_ISSOCK(path.lstat().st_mode):
+def _listen(path: Path, directory: int) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        info = os.stat(path.name, dir_fd=directory, follow_symlinks=False)
+        _require_own(info, path)
+        if not stat.S_ISSOCK(info.st_mode):
             raise ArgumentError("socket", f"{path} exists and is no socket; expected a free path")
-        path.unlink()
+        os.unlink(path.name, dir_fd=directory)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     before = os.umask(0o177)
     try:

@@ -9,6 +9,7 @@ import resource
 import select
 import socket
 import threading
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +26,16 @@ from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.frames import peer_credentials
 from proxyccl.proxy.daemon.listeners import Listener, SocketFile
 from proxyccl.proxy.daemon.reporter import DaemonReporter
-from proxyccl.proxy.daemon.session import Session
+from proxyccl.proxy.daemon.session import Session, refuse_user
 from proxyccl.proxy.reports import files
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
 from proxyccl.proxy.workers import MAX_RINGS
 
 _FULL_MS = 100  # pause before the next client when descriptors have run out
 _DRAIN_SECONDS = 10.0
+MOST_GREETED = 128
+"""Clients that may be silent at once. Each has a thread and a descriptor."""
+_SILENT_SECONDS = 1.0  # that a client may be silent for in any case
 
 log = logging.getLogger("proxyccl.daemon")
 
@@ -147,6 +151,7 @@ class Daemon:
                 self._accept(listener, poll)
 
     def _accept(self, listener: socket.socket, poll: select.poll) -> None:
+        self._make_room()
         try:
             connection, _ = listener.accept()
         except OSError as error:
@@ -155,11 +160,24 @@ class Daemon:
             stopped.register(self._wake_read, select.POLLIN)
             stopped.poll(_FULL_MS)
             return
+        pid, user = peer_credentials(connection)
+        if user != os.geteuid():
+            refuse_user(connection, user)
+            return
         if self._attendance is not None:
-            descriptor = self._attendance.came(peer_credentials(connection)[0])
+            descriptor = self._attendance.came(pid)
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
         self._admit(connection)
+
+    def _make_room(self) -> None:
+        """Disconnects the client that has been silent for longest, if too many have not said hello yet."""
+        with self._lock:
+            silent = [session for session in self._sessions if not session.greeted]
+        if len(silent) >= MOST_GREETED:
+            longest = min(silent, key=lambda session: session.since)
+            if time.monotonic() - longest.since > _SILENT_SECONDS:  # on a busy machine many may come at once
+                longest.abandon()
 
     def _process_ended(self, descriptor: int) -> None:
         """Ends the sessions of a process that has ended: a child that it forked may still hold its sockets."""

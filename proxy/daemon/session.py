@@ -55,10 +55,15 @@ _END_SECONDS = 10.0
 log = logging.getLogger("proxyccl.daemon")
 
 
-def require_user(user: int, own: int) -> None:
-    """Raises ProtocolError for another user than the daemon's own."""
-    if user != own:
-        raise ProtocolError(f"this daemon serves user {own}, not {user}")
+def refuse_user(connection: socket.socket, user: int) -> None:
+    """Tells a client of another user that it is not served, and hangs up. Waits for nothing that the client might do."""
+    refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
+    with connection:
+        with contextlib.suppress(OSError):
+            send(connection, HELLO_ANSWERS, refusal, flags=socket.MSG_DONTWAIT)
+        with contextlib.suppress(OSError, ProtocolError):  # closing a socket with unread data would discard the refusal
+            message = receive(connection, HELLOS, f"user {user}", socket.MSG_DONTWAIT)
+            close_all(message[1] if message is not None else [])
 
 
 class Session:
@@ -124,6 +129,11 @@ class Session:
         finally:
             self._close()
 
+    @property
+    def greeted(self) -> bool:
+        """Whether hellos were exchanged."""
+        return self._greeted
+
     def end(self, timeout: float) -> None:
         """Ends the session, in its own thread: what the client's rings hold is done first. From any thread."""
         self._end_within = timeout
@@ -143,15 +153,13 @@ class Session:
     def _greet(self) -> bool:
         """Exchanges hellos. False if the client hung up instead."""
         limit_waits(self._connection, _ANSWER_SECONDS, HELLO_SECONDS)
-        self.pid, user = peer_credentials(self._connection)
+        self.pid, _ = peer_credentials(self._connection)
         self.name = f"process {self.pid}"
-        # Read before any refusal: closing a socket with unread data would discard the refusal.
         message = receive(self._connection, HELLOS, self.name)
         if message is None:
             return False
         hello, descriptors = message
         close_all(descriptors)
-        require_user(user, os.geteuid())
         if hello.hello != VERSION:
             raise ProtocolError(f"version: the daemon speaks {VERSION}, the client {hello.hello}")
         if hello.layout != LAYOUT:

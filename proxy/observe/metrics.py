@@ -6,9 +6,12 @@ Exposition format 0.0.4: https://prometheus.io/docs/instrumenting/exposition_for
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.integers import as_integer
@@ -128,6 +131,35 @@ def snapshot_all() -> list[ServiceView]:
     return views
 
 
+class _Server(ThreadingHTTPServer):
+    """Serves so many connections at once; one more ends the one that was accepted first. Anybody on the machine may
+    connect and say nothing.
+    """
+
+    daemon_threads = True
+    MOST = 32
+
+    def __init__(self, port: int, handler: type[BaseHTTPRequestHandler]) -> None:
+        self._accepted: list[Any] = []
+        self._lock = threading.Lock()
+        super().__init__(("127.0.0.1", port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._accepted.append(request)
+            oldest = self._accepted.pop(0) if len(self._accepted) > self.MOST else None
+            if oldest is not None:
+                with contextlib.suppress(OSError):  # it has just ended
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            if request in self._accepted:
+                self._accepted.remove(request)
+            super().shutdown_request(request)
+
+
 class MetricsServer:
     """Serves the metrics at http://127.0.0.1:PORT/metrics, to this machine alone.
 
@@ -167,10 +199,9 @@ class MetricsServer:
                 """Logs nothing: Prometheus asks every few seconds."""
 
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._server = _Server(port, Handler)
         except OSError as error:
             raise ResourceError(f"cannot listen on port {port} of the loopback interface: {error.strerror}") from None
-        self._server.daemon_threads = True
         self.port = int(self._server.server_address[1])
         self._thread = Thread(self._server.serve_forever, "proxyccl-metrics")
         self._thread.start()

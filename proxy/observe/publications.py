@@ -137,7 +137,8 @@ def publish(publication: Publication) -> Path:
     check_directory(directory)
     path = directory / f"{publication.pid}-{next(_numbers)}.json"
     written = path.with_name(f".{path.name}")
-    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    written.unlink(missing_ok=True)  # of a process that had this one's number, and was killed
+    descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb") as file:
         file.write(_PUBLICATIONS.encode(publication))
     written.rename(path)

@@ -34,6 +34,9 @@ class OfNone:
     def __index__(self) -> int:
         raise TypeError("only arrays of one element have an index")
 
+    def __repr__(self) -> str:  # the same in all workers of pytest-xdist, which compare the tests' names
+        return "OfNone()"
+
 
 def ones(comm: Communicator, count: int = 4) -> Any:
     return on_device(comm, np.ones(count, np.float32))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import stat
 import threading
 from collections.abc import Iterator
@@ -25,12 +26,13 @@ from proxyccl import (
     Trigger,
 )
 from proxyccl.channels.control import segment_bytes
+from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.cores import parse_cores
-from proxyccl.proxy.daemon import session, session_memories
+from proxyccl.proxy.daemon import server, session_memories
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION, socket_path
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions
@@ -38,7 +40,7 @@ from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import RdmaEndpointInfo
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.verbs.options import RdmaOptions
-from support.daemons import RunningDaemon, running_daemon
+from support.daemons import RunningDaemon, daemon_inside, running_daemon
 from support.observing import wait_for
 from support.raw_client import DONE, DRAINED, HELLO, OFFSET, OPEN, Flood, RawClient, Ringing, frame_of
 from support.running import TIMEOUT, run_ranks
@@ -491,18 +493,54 @@ def test_a_client_without_a_thread_is_turned_away(tmp_path: Path, monkeypatch: p
 
 
 def test_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session.require_user(7, 7)
-    with pytest.raises(ProxyCCLError, match="serves user 7, not 8"):
-        session.require_user(8, 7)
-
-    monkeypatch.setattr(session, "peer_credentials", lambda _: (os.getpid(), os.geteuid() + 1))
+    monkeypatch.setattr(server, "peer_credentials", lambda _: (os.getpid(), os.geteuid() + 1))
     monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
     with Daemon(socket_path()) as daemon:
         serving = threading.Thread(target=daemon.serve)
         serving.start()
-        assert "serves user" in missing_in_daemon(TIMEOUT)[0]
+        user = os.geteuid()
+        assert f"serves user {user}, not {user + 1}" in missing_in_daemon(TIMEOUT)[0]
+        assert daemon.clients == 0
         daemon.stop()
         serving.join()
+
+
+def test_silent_strangers_cost_no_thread_and_no_client_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(server, "peer_credentials", lambda _: (os.getpid(), user + 1))
+    with daemon_inside(tmp_path / "socket") as daemon:
+        threads = threading.active_count()
+        strangers = [connected(tmp_path / "socket") for _ in range(100)]
+        assert all(stranger.recv(LONGEST_FRAME) for stranger in strangers)  # the refusal
+        assert [stranger.recv(LONGEST_FRAME) for stranger in strangers] == [b""] * 100
+        assert (daemon.clients, threading.active_count()) == (0, threads)
+        monkeypatch.undo()
+        monkeypatch.setenv("PROXYCCL_DAEMON_SOCKET", str(tmp_path / "socket"))
+        assert missing_in_daemon(TIMEOUT)[0] == ""
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_of_too_many_silent_clients_the_first_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MOST_GREETED", 4)
+    monkeypatch.setattr(server, "_SILENT_SECONDS", 0.0)
+    with daemon_inside(tmp_path / "socket") as daemon:
+        silent = []
+        for number in range(5):
+            silent.append(connected(tmp_path / "socket"))
+            wait_for(lambda least=min(number + 1, 4): daemon.clients >= least, "the client is seen")
+        assert silent[0].recv(LONGEST_FRAME) == b""
+        wait_for(lambda: daemon.clients == 4, "its session ends")
+        for each in silent:
+            each.close()
+
+
+def connected(path: Path) -> socket.socket:
+    """A client that says nothing."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(TIMEOUT)
+    connection.connect(os.fspath(path))
+    return connection
 
 
 def test_the_socket_is_its_users_alone(daemon: RunningDaemon, tmp_path: Path) -> None:
@@ -512,8 +550,47 @@ def test_the_socket_is_its_users_alone(daemon: RunningDaemon, tmp_path: Path) ->
         assert stat.S_IMODE(nested.parent.stat().st_mode) == 0o700
     (tmp_path / "public").mkdir()
     (tmp_path / "public").chmod(0o777)
-    with pytest.raises(ArgumentError, match="other users can write to"):
-        Daemon(tmp_path / "public" / "socket")
+    for mode in (0o777, 0o1777, 0o770):
+        (tmp_path / "public").chmod(mode)
+        with pytest.raises(UntrustedPathError, match="other users can write to .*public .*chmod"):
+            Daemon(tmp_path / "public" / "socket")
+    (tmp_path / "link").symlink_to(nested.parent)
+    with pytest.raises(UntrustedPathError, match="link is a link"):
+        Daemon(tmp_path / "link" / "socket")
+    assert list(nested.parent.iterdir()) == [nested.with_name("socket.lock")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone can give files to other users")
+@pytest.mark.parametrize("name", ["socket", "socket.lock"])
+def test_what_a_stranger_left_beside_the_socket_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    left = tmp_path / name
+    left.touch()
+    os.chown(left, 12345, 12345)
+    with pytest.raises(UntrustedPathError, match=rf"{left} belongs to user 12345; remove it"):
+        Daemon(tmp_path / "socket")
+    assert left.stat().st_uid == 12345
+    left.unlink()
+    with Daemon(tmp_path / "socket"):
+        pass
+
+
+def test_a_lock_that_is_a_link_or_no_file_is_refused_by_name(tmp_path: Path) -> None:
+    lock, elsewhere = tmp_path / "socket.lock", tmp_path / "elsewhere"
+    lock.symlink_to(elsewhere)
+    with pytest.raises(UntrustedPathError, match=rf"{lock} is a link"):
+        Daemon(tmp_path / "socket")
+    assert not elsewhere.exists()
+    lock.unlink()
+    os.mkfifo(lock)
+    with pytest.raises(ArgumentError, match=rf"{lock} is not a regular file"):
+        Daemon(tmp_path / "socket")
+
+
+def test_a_lock_that_others_could_open_is_closed_to_them(tmp_path: Path) -> None:
+    lock = tmp_path / "socket.lock"
+    lock.touch(mode=0o644)
+    with Daemon(tmp_path / "socket"):
+        assert stat.S_IMODE(lock.stat().st_mode) == 0o600
 
 
 def test_a_second_daemon_on_a_socket_is_refused(daemon: RunningDaemon) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import os
+import resource
 import select
 import socket
 import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +21,7 @@ import pytest
 from msgspec import structs
 
 from proxyccl import PeerLostError, open_runtime
-from proxyccl.channels import host_links
+from proxyccl.channels import greetings, host_links
 from proxyccl.channels.control import Presence, create_segment
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.failure import FailureState
@@ -208,6 +211,88 @@ def test_strangers_are_refused_and_do_not_keep_the_peer_out() -> None:
     listener.close()
     for connection in (peer, *strangers):
         connection.close()
+
+
+def strangers_at(listener: Listener, count: int) -> list[socket.socket]:
+    """Connections that say nothing, or not enough."""
+    return [call(listener, b"GET" if number % 2 else b"") for number in range(count)]
+
+
+def is_hung_up_on(stranger: socket.socket) -> bool:
+    """Waits until the listener closes a connection; with a reset, where it has not read all that was said."""
+    try:
+        return stranger.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_silent_strangers_do_not_hold_up_the_peer() -> None:
+    listener = Listener(0)
+    strangers = strangers_at(listener, 20)  # one after the other they would take 40 s
+    peer = call(listener, hello(1, token_of(listener)))
+    began = time.monotonic()
+    links = listener.join([1], [], TIMEOUT, patient)
+    assert time.monotonic() - began < greetings.GREETING_SECONDS
+    assert list(links) == [1]
+    assert all(map(is_hung_up_on, strangers))
+    for each in (links[1], listener, peer, *strangers):
+        each.close()
+
+
+def test_a_hello_in_pieces_is_heard() -> None:
+    listener = Listener(0)
+    whole = hello(1, token_of(listener))
+    peer = call(listener, whole[:7])
+    rest = threading.Timer(0.3, peer.sendall, [whole[7:]])
+    rest.start()
+    links = listener.join([1], [], TIMEOUT, patient)
+    rest.join()
+    assert peer.recv(100) == token_of(listener)
+    for each in (links[1], listener, peer):
+        each.close()
+
+
+def test_who_is_silent_for_long_is_hung_up_on_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greetings, "GREETING_SECONDS", 0.2)
+    listener = Listener(0)
+    stranger = call(listener, b"GET")
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(listener.join, [1], [], TIMEOUT, patient)
+        assert stranger.recv(100) == b""
+        peer = call(listener, hello(1, token_of(listener)))
+        links = joining.result(TIMEOUT)
+    for each in (links[1], listener, peer, stranger):
+        each.close()
+
+
+def test_of_too_many_strangers_the_first_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greetings, "MOST_GREETED", 3)
+    monkeypatch.setattr(greetings, "GREETING_SECONDS", TIMEOUT)
+    listener = Listener(0)
+    strangers = strangers_at(listener, 5)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(listener.join, [1], [], TIMEOUT, patient)
+        assert all(map(is_hung_up_on, strangers[:2]))
+        peer = call(listener, hello(1, token_of(listener)))
+        links = joining.result(TIMEOUT)
+    for each in (links[1], listener, peer, *strangers):
+        each.close()
+
+
+def test_strangers_give_way_where_no_descriptor_is_left() -> None:
+    listener = Listener(0)
+    strangers = strangers_at(listener, 6)
+    peer = call(listener, hello(1, token_of(listener)))
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open("/dev/null", os.O_RDONLY)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, before[1]))  # two for the selector, some to accept
+    try:
+        links = listener.join([1], [], TIMEOUT, patient)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    for each in (links[1], listener, peer, *strangers):
+        each.close()
 
 
 def test_a_rank_that_nobody_calls_says_whom_it_missed() -> None:

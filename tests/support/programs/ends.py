@@ -17,7 +17,8 @@ from support.processes import FileBootstrap
 how = sys.argv[1]
 bootstrap: Bootstrap = FileBootstrap.from_environment() if "RENDEZVOUS" in os.environ else MpiBootstrap()
 comm = Communicator(bootstrap, timeout=30)
-x = np.ones(4)
+x = comm.empty(4, np.float32)
+x.fill(1)
 comm.all_reduce(x)
 bootstrap.all_gather(b"", 30, lambda: None)  # the call is over on both ranks
 if comm.rank == 0:

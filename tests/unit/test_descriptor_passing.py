@@ -1,0 +1,25 @@
+"""Messages with file descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from proxyccl.device.descriptor_passing import receive_with_descriptors, send_with_descriptors
+
+
+def test_flags_are_obeyed_and_descriptors_are_not_inherited() -> None:
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        with pytest.raises(BlockingIOError):
+            receive_with_descriptors(near, 10, 1, socket.MSG_DONTWAIT)
+        send_with_descriptors(far, b"one", [near.fileno()])
+        data, (descriptor,), _ = receive_with_descriptors(near, 10, 1)
+        assert data == b"one"
+        assert not os.get_inheritable(descriptor)
+        os.close(descriptor)
+        with pytest.raises(BlockingIOError):  # nobody reads
+            for _ in range(100_000):
+                send_with_descriptors(far, bytes(1000), [], socket.MSG_DONTWAIT)
