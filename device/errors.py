@@ -119,7 +119,7 @@ class PeerLostError(CommunicatorError):
 
 
 class ProxyLostError(CommunicatorError):
-    """The node daemon that ran a rank's proxy ended, or does not answer."""
+    """The node daemon that ran a rank's proxy ended or does not answer, or its proxy hangs."""
 
 
 class ContextLostError(CommunicatorError):

@@ -392,7 +392,7 @@ class Proxy(Protocol):
         ...
 
     def check_turns(self, timeout: float) -> None:
-        """Fails the proxy if a stream has waited for a plan for that long while a worker took no turn at all.
+        """Fails the proxy if a stream has waited for a plan for that long while a worker took no turn.
 
         Nothing else would end such a wait. A worker that waits for a peer takes turns, and bounds that itself. A worker
         takes none while its process is stopped, while a call of the driver does not return, and while a Python handler

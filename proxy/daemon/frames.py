@@ -30,9 +30,7 @@ def send(
     send_with_descriptors(connection, codec.encode(message), descriptors, flags)
 
 
-def receive(
-    connection: socket.socket, codec: Codec[T], source: str, flags: int = 0
-) -> tuple[T, list[int]] | None:
+def receive(connection: socket.socket, codec: Codec[T], source: str, flags: int = 0) -> tuple[T, list[int]] | None:
     """The next frame's message and descriptors, which the caller closes; None when the sender has hung up.
 
     Raises:

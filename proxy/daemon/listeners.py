@@ -114,6 +114,11 @@ def _require_own(info: os.stat_result, path: Path) -> None:
         raise UntrustedPathError("socket", reason)
 
 
+def _require_file(info: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise ArgumentError("socket", f"{path} is not a regular file; remove it, or name another --socket")
+
+
 def _lock_beside(path: Path, directory: int) -> int:
     """Locks a file beside the socket until this process ends. A socket without a lock was left by a killed daemon.
 
@@ -134,8 +139,7 @@ def _lock_beside(path: Path, directory: int) -> int:
     try:
         info = os.fstat(descriptor)
         _require_own(info, name)
-        if not stat.S_ISREG(info.st_mode):
-            raise ArgumentError("socket", f"{name} is not a regular file; remove it, or name another --socket")
+        _require_file(info, name)
         if info.st_uid == os.geteuid():
             os.fchmod(descriptor, 0o600)  # who can open it can lock it
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

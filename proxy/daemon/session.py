@@ -56,7 +56,7 @@ log = logging.getLogger("proxyccl.daemon")
 
 
 def refuse_user(connection: socket.socket, user: int) -> None:
-    """Tells a client of another user that it is not served, and hangs up. Waits for nothing that the client might do."""
+    """Tells a client of another user that it is not served, and hangs up. It waits for nothing."""
     refusal = HelloAnswer(error="protocol", message=f"this daemon serves user {os.geteuid()}, not {user}")
     with connection:
         with contextlib.suppress(OSError):

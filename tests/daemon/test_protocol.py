@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -20,7 +21,6 @@ from proxyccl import (
     ArgumentError,
     Communicator,
     Operation,
-    ProxyCCLError,
     ResourceError,
     RuntimeUnavailableError,
     Trigger,
@@ -528,11 +528,16 @@ def test_of_too_many_silent_clients_the_first_goes(tmp_path: Path, monkeypatch: 
         silent = []
         for number in range(5):
             silent.append(connected(tmp_path / "socket"))
-            wait_for(lambda least=min(number + 1, 4): daemon.clients >= least, "the client is seen")
+            least = min(number + 1, 4)
+            wait_for(functools.partial(seen, daemon, least), "the client is seen")
         assert silent[0].recv(LONGEST_FRAME) == b""
         wait_for(lambda: daemon.clients == 4, "its session ends")
         for each in silent:
             each.close()
+
+
+def seen(daemon: Daemon, clients: int) -> bool:
+    return daemon.clients >= clients
 
 
 def connected(path: Path) -> socket.socket:
@@ -552,7 +557,7 @@ def test_the_socket_is_its_users_alone(daemon: RunningDaemon, tmp_path: Path) ->
     (tmp_path / "public").chmod(0o777)
     for mode in (0o777, 0o1777, 0o770):
         (tmp_path / "public").chmod(mode)
-        with pytest.raises(UntrustedPathError, match="other users can write to .*public .*chmod"):
+        with pytest.raises(UntrustedPathError, match=r"other users can write to .*public .*chmod"):
             Daemon(tmp_path / "public" / "socket")
     (tmp_path / "link").symlink_to(nested.parent)
     with pytest.raises(UntrustedPathError, match="link is a link"):

@@ -20,6 +20,11 @@ def test_flags_are_obeyed_and_descriptors_are_not_inherited() -> None:
         assert data == b"one"
         assert not os.get_inheritable(descriptor)
         os.close(descriptor)
-        with pytest.raises(BlockingIOError):  # nobody reads
-            for _ in range(100_000):
-                send_with_descriptors(far, bytes(1000), [], socket.MSG_DONTWAIT)
+        with pytest.raises(BlockingIOError):
+            fill(far)
+
+
+def fill(connection: socket.socket) -> None:
+    """Sends without waiting, until nothing more goes: nobody reads."""
+    for _ in range(100_000):
+        send_with_descriptors(connection, bytes(1000), [], socket.MSG_DONTWAIT)
