@@ -16,9 +16,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 from proxyccl.channels import process_descriptors
 from proxyccl.channels.control import ControlSegment, Presence
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.threads import Thread
 from proxyccl.device.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
 
 _logger = logging.getLogger("proxyccl")
+_POLL_SECONDS = 0.02
 
 
 class Aftermath:
@@ -91,6 +94,15 @@ class Aftermath:
             self._kept += kept
             self._own = None
         is_held()  # also what other ranks of this process wait for may have happened by this rank's end
+        if not self._over:
+            try:
+                Thread(self._await_end, "proxyccl-aftermath").start()
+            except ResourceError as error:
+                _logger.warning("rank %d: what peers reach is let go when memory is freed next: %s", self._rank, error)
+
+    def _await_end(self) -> None:
+        while self.holds():
+            time.sleep(_POLL_SECONDS)
 
     @property
     def over(self) -> bool:

@@ -15,7 +15,7 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays import Array, ArrayView, as_view
 from proxyccl.device.dtypes import DType, as_dtype
-from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError
+from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.integers import as_integer, find_integer
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
@@ -62,7 +62,7 @@ def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric:
     element: DType = as_dtype(dtype)
     nbytes = element.itemsize * math.prod(dims)
     if nbytes > MOST_BYTES or any(n > MOST_BYTES for n in dims):
-        raise ArgumentError("shape", f"{dims} of {element} is more than {MOST_BYTES} bytes")
+        raise ResourceError(f"can't allocate {dims} of {element}: no memory has more than {MOST_BYTES} bytes")
     take = group.symmetric.allocate if symmetric else group.runtime.allocate
     array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
     array.identity = object()

@@ -53,12 +53,20 @@ def _noting(leave: Callable[..., object]) -> Callable[..., NoReturn]:
         try:
             leave(*arguments)
         except SystemExit as error:
-            if threading.current_thread() is not threading.main_thread():
+            if threading.current_thread() is not threading.main_thread() or _runs_thread():
                 raise
             raise _ProgramExit(*error.args) from None
         raise AssertionError("it returned")
 
     return raise_noting
+
+
+def _runs_thread() -> bool:
+    """Whether the caller is a thread by `threading`. In a fork's child one is the main thread if it has forked."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "threading"
 
 
 @functools.cache

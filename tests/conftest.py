@@ -60,7 +60,12 @@ def _own_proxy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setenv("PROXYCCL_PROXY", "thread")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import settings  # not where every import is slow, in the machine with Soft-RoCE
+
+        settings.register_profile("busy", deadline=None)
+        settings.load_profile("busy")
     for name, value in {**OPEN_MPI, **NUMPY}.items():
         os.environ.setdefault(name, value)
 

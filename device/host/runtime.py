@@ -236,18 +236,23 @@ class HostRuntime:
 
     def stream_handle(self, stream: StreamLike) -> int:
         """The handle of a `HostStream`, or of the default stream for None."""
+        return self._stream_of(stream).handle
+
+    def _stream_of(self, stream: StreamLike) -> HostStream:
+        found: HostStream | None
         if stream is None:
-            self._default_stream._require_open()  # a fork's child lacks its thread
-            return self._default_stream.handle
-        if isinstance(stream, HostStream):
-            stream._require_open()
-            return stream.handle
-        handle = foreign_stream_handle(stream)
-        if not any(handle == own.handle for own in self._all_streams()):
-            raise ArgumentError(
-                "stream", f"expected a stream of the host runtime (runtime.create_stream() makes one), not {stream!r}"
-            )
-        return handle
+            found = self._default_stream
+        elif isinstance(stream, HostStream):
+            found = stream
+        else:
+            handle = foreign_stream_handle(stream)
+            # A closed stream's handle may be another's by now.
+            found = next((own for own in self._all_streams() if own.handle == handle and not own.closed), None)
+            if found is None:
+                expected = "a stream of the host runtime (runtime.create_stream() makes one)"
+                raise ArgumentError("stream", f"expected {expected}, not {stream!r}")
+        found._require_open()  # a fork's child lacks its thread
+        return found
 
     def is_capturing(self, stream: int) -> bool:
         """Never: the host runtime has no graphs."""
@@ -312,8 +317,7 @@ class HostRuntime:
 
     def synchronize_stream(self, stream: StreamLike) -> None:
         """Waits for a stream that this runtime made, or for the default stream."""
-        handle = self.stream_handle(stream)
-        next(own for own in (self._default_stream, *self._all_streams()) if own.handle == handle).synchronize()
+        self._stream_of(stream).synchronize()
 
     def compile(
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0

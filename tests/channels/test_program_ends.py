@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -43,3 +44,17 @@ def test_an_exit_in_another_thread_ends_that_thread_alone(monkeypatch: pytest.Mo
     thread.join()
     assert not program_end.failed()
     assert raised == [SystemExit]  # itself, of which Python's own hook says nothing
+
+
+def test_an_exit_in_a_fork_by_another_thread_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+    program_end.watch()
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            sys.exit(3)
+        os.waitpid(child, 0)
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert "Traceback" not in capfd.readouterr().err

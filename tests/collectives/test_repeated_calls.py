@@ -114,7 +114,8 @@ def test_a_launch_that_overtakes_the_close_leaves_repeated_calls_refused() -> No
         stream.synchronize()
         group.failure.close()
         group.launches.end_repeats()
-        group.launches.launch(lambda _: None, None, ())  # of a thread that found it open
+        with pytest.raises(ClosedError):
+            group.launches.launch(lambda _: None, None, ())  # of a thread that found it open
         with pytest.raises(ClosedError):
             comm.all_reduce(x)
         group.failure.state = "open"

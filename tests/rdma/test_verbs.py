@@ -599,7 +599,7 @@ def test_a_refused_trigger_names_the_peer_that_it_was_for() -> None:
         loop.push(1, PUT, 65)
         failure = loop.fails()
         assert (failure.code, failure.peer) == (native.PROXYCCL_ERROR_BAD_TRIGGER, 8)
-        assert failure.reason == "the transfer leaves the source memory"
+        assert failure.reason.startswith("the transfer leaves the source memory")
 
 
 @needs_transport

@@ -135,6 +135,8 @@ def without_a_device() -> tuple[GpuRuntime, list[bytes]]:
         device_count=lambda: 1,
         device=lambda _: DeviceInfo("none", "cuda:none", ARCHITECTURE, 132, 1 << 30, "0000:00:00.0", True),
         load_module=load,
+        thread_stream=2,
+        legacy_stream=1,
         **dict.fromkeys(
             ("context", "current", "make_current", "relax_capture", "create_stream", "destroy_stream"), zero
         ),

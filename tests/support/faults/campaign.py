@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
-from support.faults.case import FAULTS, HARMLESS, LINK_FAULTS, Case
+from support.faults.case import FAULTS, HARMLESS, LASTING_DESCRIPTORS, LINK_FAULTS, Case
 from support.faults.report import Outcome, Report
 from support.faults.surroundings import Surroundings
 from support.networks import Hosts
@@ -43,8 +43,6 @@ _NOTICES_SECONDS = 10.0
 _MARK = "PROXYCCL_FAULTS_CASE"
 _MOST_OUTPUT = 12_000
 """Characters that a finding shows of a rank's errors and of a report. Where threads hang stands at the errors' end."""
-_LASTING_DESCRIPTORS = 1
-"""That a process keeps from its first communicator on: what wakes the thread that reports on a signal."""
 
 
 @dataclass
@@ -289,7 +287,7 @@ class Campaign:
             if (
                 case.fault != "few descriptors"
                 and (seen := rank.said("descriptors"))
-                and (seen["after"] > seen["before"] + _LASTING_DESCRIPTORS)
+                and (seen["after"] > seen["before"] + LASTING_DESCRIPTORS)
             ):
                 what = ", ".join(filter(None, seen["open"]))
                 counts = f"rank {number} had {seen['before']} descriptors and has {seen['after']}: {what}"

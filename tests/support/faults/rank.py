@@ -26,7 +26,7 @@ import numpy as np
 
 from proxyccl import Communicator, ProxyCCLError
 from proxyccl.proxy.codec import Codec
-from support.faults.case import Case
+from support.faults.case import LASTING_DESCRIPTORS, Case
 from support.faults.work import Work, WrongResultError
 from support.processes import FileBootstrap, address_space
 
@@ -36,6 +36,7 @@ _EXIT_STATUS = 7
 _START_SECONDS = 60.0
 """Within which all ranks must have been started. The time-out of a case counts from then on, as a busy machine starts
 some ranks seconds behind others."""
+_LETS_GO_SECONDS = 5.0
 _LEFT_MIB = (12, 64)
 """Up to which little memory is left: with less than a stack's 8 MiB no thread can be started."""
 
@@ -225,7 +226,11 @@ def main(case: Case) -> int:
     status = run(case, rng, victim=victim)
     signal.setitimer(signal.ITIMER_REAL, 0)  # the interpreter's end takes the handler away
     gc.collect()  # arrays that the program made live as long as it holds them
-    say("descriptors", before=before, after=descriptors(), open=[show_descriptor(number) for number in range(64)])
+    # What peers reach is kept until they have closed the communicator that failed, too.
+    deadline = time.monotonic() + case.timeout + _LETS_GO_SECONDS
+    while (after := descriptors()) > before + LASTING_DESCRIPTORS and time.monotonic() < deadline:
+        time.sleep(0.02)
+    say("descriptors", before=before, after=after, open=[show_descriptor(number) for number in range(64)])
     return status
 
 
