@@ -17,7 +17,7 @@ from support.faults.case import LINK_FAULTS, Case
 from support.networks import Hosts
 
 _CLOCK = Path(__file__).with_name("jumping_clock.c")
-_FULL_DISK = 'mount -t tmpfs -o size=4k full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'
+_FULL_DISK = 'mount -t tmpfs -o size=4k,mode=700 full "$0" && head -c 4096 /dev/zero > "$0/filling" && exec "$@"'
 _LOSS = ("tbf", "rate", "20mbit", "burst", "4kb", "limit", "8kb")
 """A narrow link with a short queue, which drops the rest of a burst. Few kernels lack it, and many lack netem."""
 
