@@ -83,6 +83,13 @@ WIDE_TRIGGERS = (
 
 TWO_PRODUCERS, THREE_LAPS = "ring_of_2_with_2_producers", "ring_of_2_with_2_producers_and_3_laps"
 
+_REPLY = """__atomic_store_n(&own->address, address, __ATOMIC_RELAXED);
+  /* Pairing 34, release: the address, and the mapping or unmapping, before the version. */
+  __atomic_store_n(&own->version, version, __ATOMIC_%s);"""
+_HANDLE = """__atomic_store_n(&own->version, version, __ATOMIC_%s);
+  /* Pairing 33, release: the entry before the count that has peers look for it. */
+  __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);"""
+
 BUGS = (
     Bug(
         TWO_PRODUCERS,
@@ -342,15 +349,15 @@ BUGS = (
         "announcements",
         "a reply is published relaxed",
         "announcements.c",
-        "mapping or unmapping, before the version. */\n  __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);",
-        "mapping or unmapping, before the version. */\n  __atomic_store_n(&own->version, version, __ATOMIC_RELAXED);",
+        _REPLY % "RELEASE",
+        _REPLY % "RELAXED",
     ),
     Bug(
         "announcements",
         "a handle's version is published relaxed",
         "announcements.c",
-        "the handle before its version. */\n  __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);",
-        "the handle before its version. */\n  __atomic_store_n(&own->version, version, __ATOMIC_RELAXED);",
+        _HANDLE % "RELEASE",
+        _HANDLE % "RELAXED",
     ),
     Bug(
         "calls",

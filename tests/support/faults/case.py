@@ -38,9 +38,9 @@ LINK_FAULTS = ("link cut", "link pause", "link loss")
 """What the link between two hosts does: it is cut, for good or for less than the time-out, or it loses packets."""
 HARMLESS = ("none", "pause", "slow", "fork", "signals", "no directory", "full disk", "clock jumps", *LINK_FAULTS[1:])
 """Faults that nobody may notice."""
-LASTING_DESCRIPTORS = 2
-"""That a process keeps from its first communicator on: what wakes the thread that reports on a signal, and the directory
-of the cache."""
+LASTING_DESCRIPTORS = 3
+"""That a process keeps from its first communicator on: what wakes the thread that reports on a signal, the directory of
+the cache, and the directory that it uses instead where that can't be written."""
 _TIMEOUT_SECONDS = 3.0
 _HARMLESS_TIMEOUT_SECONDS = 15.0
 """Where no wait may run out: on a busy machine a rank that compiles a kernel takes seconds."""
