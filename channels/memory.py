@@ -300,6 +300,7 @@ class RegisteredMemory:
         self._require_open()
         if peer not in self._opened:
             handle = self._handle(peer)
+            self._group.failure.check()  # a failed peer's memory may be there still, but not for long
             with self._group.mapping_of(peer):
                 self._opened[peer] = self._group.mappings.acquire(handle)
         return self._opened[peer]

@@ -163,10 +163,10 @@ def test_behind_the_bound_what_is_held_is_kept_for_good(caplog: pytest.LogCaptur
     reached = threading.Event()
     ref = weakref.ref(reached)
     unused = UnusedMemory.on("a test's", 0)
+    unused.append_allocation(lambda: freed.append("before"))
     ranks.fail()
     ranks.aftermath.follow([reached])
     del reached
-    unused.append_allocation(lambda: freed.append("before"))
     with caplog.at_level(logging.WARNING, "proxyccl"):
         while ranks.aftermath.holds():
             pass

@@ -12,6 +12,7 @@ test that hangs is ended after DISTRIBUTED_TESTS_DEFAULT_TIMEOUT seconds, which 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import inspect
 import os
@@ -24,6 +25,7 @@ import types
 import unittest
 from collections import defaultdict
 from pathlib import Path
+from unittest import mock
 
 BACKEND = os.environ.setdefault("BACKEND", "proxyccl")
 os.environ.setdefault("WORLD_SIZE", "4")
@@ -34,6 +36,10 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
+
+# A test's set-up imports this one, which asks whether the GPU can run Triton's kernels, and so starts CUDA.
+with mock.patch("torch.utils._triton.has_triton", lambda: False):
+    import torch.testing._internal.common_device_type
 
 if BACKEND == "proxyccl":
     import proxyccl.torch  # noqa: F401  before torch 2.15 it is not found by itself
@@ -95,9 +101,11 @@ class TestBackend(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
             if BACKEND == "proxyccl" and part in self._testMethodName:
                 self.skipTest(reason)
         super().setUp()
+        _require_forkable()
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
+@functools.cache
 def _require_forkable() -> None:
     """Ends the program unless a forked process can use the GPUs that torch finds here."""
     child = os.fork()
@@ -145,7 +153,6 @@ def main() -> int:
     parser.add_argument("--shard", type=_shard, default=(1, 1), help="such as 1/3: the first of three parts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no test after this time")
     options = parser.parse_args()
-    _require_forkable()
     TestBackend.deadline = time.monotonic() + options.seconds
     result = unittest.TextTestRunner(verbosity=2).run(unittest.TestSuite(_selected(options)))
     by_reason = defaultdict(list)

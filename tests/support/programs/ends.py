@@ -28,6 +28,7 @@ if comm.rank == 0:
             comm.close()
         else:
             comm.all_reduce(x)
+            comm.synchronize()
     except ProxyCCLError as error:
         sys.stdout.write(f"{type(error).__name__}: {error}\n")
     sys.stdout.write(f"after {'long' if time.monotonic() - began > 10 else 'no time'}\n")
