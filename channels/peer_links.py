@@ -15,6 +15,7 @@ from proxyccl.channels.proxy_place import ProxyPlace, Where
 from proxyccl.channels.rdma import Rdma
 from proxyccl.channels.topology import Topology
 from proxyccl.device.errors import ArgumentError, WaitTimeoutError
+from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.cores import cores_of, parse_cores
 from proxyccl.proxy.daemon.client import DaemonClient
@@ -45,6 +46,9 @@ class ProxyOptions:
     def __post_init__(self) -> None:
         require_rings(self.threads if self.fifos == "peer" else self.fifos, self.threads)
         require_ring_size(self.fifo_size)
+        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon take Python's own integers
+            if (number := find_integer(getattr(self, name))) is not None:
+                object.__setattr__(self, name, number)
 
     def rings(self, world_size: int) -> dict[str, Any]:
         """The options of a proxy of a communicator of that size that concern rings and threads."""

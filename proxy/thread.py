@@ -6,10 +6,12 @@ of services: whoever adds a worker passes a function to call then.
 
 from __future__ import annotations
 
+import numbers
 import os
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
 from proxyccl.device.errors import ArgumentError, ResourceError
 from proxyccl.device.runtime import EngineFunctions
@@ -50,8 +52,10 @@ class IdlePolicy:
 
     def __post_init__(self) -> None:
         for name in ("spin_us", "yield_us", "max_sleep_us"):
-            if not 0 <= getattr(self, name) <= _LONGEST_US:
-                raise ArgumentError(name, f"must be from 0 to {_LONGEST_US:.0e} µs, not {getattr(self, name)!r}")
+            value: Any = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= float(value) <= _LONGEST_US:
+                raise ArgumentError(name, f"must be a number from 0 to {_LONGEST_US:.0e} µs, not {value!r}")
+            object.__setattr__(self, name, float(value))  # messages to a daemon take Python's own numbers
 
 
 def _pin(cores: Collection[int]) -> None:

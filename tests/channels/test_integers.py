@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl import ArgumentError, Communicator, FabricOptions, RdmaOptions, ThreadBootstrap, open_runtime
+from proxyccl import (
+    ArgumentError,
+    Communicator,
+    FabricOptions,
+    RdmaOptions,
+    ThreadBootstrap,
+    open_runtime,
+)
 from proxyccl.device.integers import find_integer
+from proxyccl.proxy.thread import IdlePolicy
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
 
@@ -220,10 +228,11 @@ OPTIONS = {
 }
 
 
-def test_options_may_be_integers_of_numpy() -> None:
+@pytest.mark.parametrize("place", ["thread", "process"])
+def test_options_may_be_integers_of_numpy(place: str) -> None:
     (bootstrap,) = ThreadBootstrap.create(np.int64(1))
     options: dict[str, Any] = {name: np.int32(value) for name, value in OPTIONS.items()}
-    with Communicator(bootstrap, **options) as comm:
+    with Communicator(bootstrap, proxy=place, idle=IdlePolicy(np.float32(5), np.int64(500)), **options) as comm:
         assert (comm.timeout, comm.local_world_size) == (20.0, 1)
         assert [fifo.size for fifo in comm.proxy.fifos] == [64]
 

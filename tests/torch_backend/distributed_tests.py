@@ -37,8 +37,11 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
 
-# A test's set-up imports this one, which asks whether the GPU can run Triton's kernels, and so starts CUDA.
-with mock.patch("torch.utils._triton.has_triton", lambda: False):
+# A test's set-up imports this one, which asks whether GPUs can run Triton's and Numba's kernels, and so starts CUDA.
+with (
+    mock.patch("torch.utils._triton.has_triton", return_value=False),
+    mock.patch("torch.testing._internal.common_utils.TEST_NUMBA", False),
+):
     import torch.testing._internal.common_device_type
 
 if BACKEND == "proxyccl":
