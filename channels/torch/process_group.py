@@ -29,6 +29,7 @@ from proxyccl.torch.executor import Executor
 from proxyccl.torch.monitored_barrier import monitored_barrier
 from proxyccl.torch.tensors import in_memory
 from proxyccl.torch.under_way import UnderWay
+from proxyccl.torch.unwaited import Unwaited
 from proxyccl.torch.watchdog import watch
 from proxyccl.torch.whole_group import WholeGroup
 from proxyccl.torch.work import DeviceWork, HostWork, JointWork
@@ -98,6 +99,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._splits = itertools.count()
         self._coalescing: list[DeviceWork | HostWork] | None = None
         self._group_name = self._group_desc = ""
+        self._unwaited = Unwaited()
         self._under_way = UnderWay(lambda: self._endpoints.failed is None)
         _alive.add(self)
         watch(self)
@@ -281,6 +283,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             work = self._issue_on_device(name, tensors, function, device, waits=waits, blocks=blocks)
         if self._coalescing is not None:
             self._coalescing.append(work)
+        elif not waits and not IS_BACKEND:
+            self._unwaited.add(work)
         return work
 
     def _issue_on_device(

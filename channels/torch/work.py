@@ -13,13 +13,30 @@ import torch
 import torch.distributed as dist
 
 from proxyccl.torch.errors import as_torch_error, torch_errors
+from proxyccl.torch.unwaited import Unwaited
 
 _NO_LIMIT = timedelta(0)
 _LEAST = timedelta(microseconds=1)
 _POLL_SECONDS = 2e-4
 
 
-class HostWork(dist.Work):
+class _KeptWork(dist.Work):
+    """A Work that may be kept until it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unwaited: Unwaited | None = None
+
+    def keep_in(self, unwaited: Unwaited) -> None:
+        """Has `forget` of `unwaited` be called when this is waited for."""
+        self._unwaited = unwaited
+
+    def _is_waited_for(self) -> None:
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
+
+
+class HostWork(_KeptWork):
     """A call on CPU tensors. It is done when `finish` was called.
 
     Args:
@@ -52,6 +69,7 @@ class HostWork(dist.Work):
         Raises:
             RuntimeError: it did not end within the time.
         """
+        self._is_waited_for()
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
             raise _timed_out(timeout)
@@ -105,7 +123,7 @@ class HostWork(dist.Work):
         return self._result
 
 
-class DeviceWork(dist.Work):
+class DeviceWork(_KeptWork):
     """A call on a stream of a device, which holds it once `issued` was called.
 
     Args:
@@ -178,6 +196,7 @@ class DeviceWork(dist.Work):
         Raises:
             RuntimeError: it did not end within the time.
         """
+        self._is_waited_for()
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         self._wait_until_issued(deadline, timeout)
         if deadline is not None:

@@ -1,6 +1,7 @@
 """One training by torch, started by torchrun: ``training.py KIND BACKEND``. Rank 0 prints its losses as JSON.
 
-KIND is ddp, fsdp, tensor_parallel (with FSDP across) or pipeline. It trains on the GPUs if there are as many as ranks.
+KIND is ddp, ddp_join, fsdp, tensor_parallel (with FSDP across) or pipeline. It trains on the GPUs if there are as many
+as ranks.
 """
 
 from __future__ import annotations
@@ -71,6 +72,20 @@ def ddp(device: torch.device) -> list[float]:
     return train(parallel, device, dist.get_rank(), dist.group.WORLD)
 
 
+def ddp_join(device: torch.device) -> list[float]:
+    """Data parallel where ranks have unlike numbers of batches. The losses are of rank 0's data."""
+    parallel = nn.parallel.DistributedDataParallel(model().to(device))
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.5), []
+    with parallel.join(divide_by_initial_world_size=False):
+        for x, target in [*batches(device, dist.get_rank())][dist.get_rank() :]:
+            loss = nn.functional.mse_loss(parallel(x), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
 def fsdp(device: torch.device) -> list[float]:
     """Fully sharded: parameters are gathered before they are used."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -126,7 +141,8 @@ def main() -> None:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group(backend, timeout=timedelta(seconds=60))
-    losses = {"ddp": ddp, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "pipeline": pipeline}[kind](device)
+    kinds = {"ddp": ddp, "ddp_join": ddp_join, "fsdp": fsdp, "tensor_parallel": tensor_parallel, "pipeline": pipeline}
+    losses = kinds[kind](device)
     if dist.get_rank() == 0:
         print(json.dumps(losses), flush=True)
     dist.barrier()
