@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -17,14 +16,13 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
-from proxyccl.torch import ProcessGroupProxyCCL  # noqa: E402
 from support import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
+from support.torch_groups import TIMEOUT, run  # noqa: E402
 
 T = TypeVar("T")
 HIP = ROOT / "build/rocm-on-host"
 LONG = 1 << 20  # elements: more than scratch memory holds
-TIMEOUT = timedelta(seconds=60)
 
 
 class Ranks:
@@ -39,20 +37,7 @@ class Ranks:
 
     def run(self, ranks: int, body: Callable[[Any], T], timeout: timedelta = TIMEOUT) -> list[T]:
         """body(group) on every rank at once: the results by rank, or the first rank's exception."""
-        store = dist.HashStore()
-
-        def on_rank(rank: int) -> T:
-            group = ProcessGroupProxyCCL(store, rank, ranks, timeout)
-            try:
-                return body(group)
-            except BaseException:
-                group.abort()
-                raise
-            finally:
-                group.shutdown()
-
-        with ThreadPoolExecutor(ranks) as pool:
-            return [future.result(120) for future in [pool.submit(on_rank, rank) for rank in range(ranks)]]
+        return run(body, ranks, timeout)
 
     def tensor(self, rank: int, value: float, count: int = 1000) -> Any:
         """A tensor of one value, on the rank's device."""
