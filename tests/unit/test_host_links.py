@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import itertools
 import os
 import resource
 import select
@@ -286,7 +287,10 @@ def test_strangers_give_way_where_no_descriptor_is_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.open("/dev/null", os.O_RDONLY)
     os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 5, before[1]))  # two for the selector, some to accept
+    # Numbers are limited, of which other tests' descriptors may have some.
+    used = {int(number) for number in os.listdir("/proc/self/fd")} - {free}
+    left = itertools.islice((number for number in itertools.count(free) if number not in used), 5)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(left) + 1, before[1]))  # two for the selector, some to accept
     try:
         links = listener.join([1], [], TIMEOUT, patient)
     finally:
