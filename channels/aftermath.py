@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,7 +26,7 @@ _POLL_SECONDS = 0.02
 class Aftermath:
     """What one rank knows of it. Any thread of the process may ask.
 
-    It has a bound: a rank that never closes its failed communicator would keep all memory from being freed. Behind the
+    It has a bound: a rank that never closes its failed communicator would keep all memory from being freed. After the
     bound what is held is never freed, and what is let go later is freed again. What peers reach is kept until they have
     ended all the same.
 
@@ -85,7 +84,7 @@ class Aftermath:
                     continue
 
     def follow(self, kept: Iterable[object]) -> None:
-        """This rank's kernels and proxy have ended, behind a failure, and it has said so.
+        """This rank's kernels and proxy have ended, after a failure, and it has said so.
 
         Args:
             kept: what peers reach; let go when they have ended too.
@@ -131,9 +130,7 @@ class Aftermath:
         for peer, segment in list(self._running.items()):
             ended = segment.presence in (Presence.LEFT, Presence.STOPPED)
             if not ended and peer in self._processes:
-                poll = select.poll()
-                poll.register(self._processes[peer], select.POLLIN)
-                ended = bool(poll.poll(0))
+                ended = process_descriptors.has_ended(self._processes[peer])
             if ended:
                 del self._running[peer]
                 if peer in self._processes:

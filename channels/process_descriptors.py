@@ -22,13 +22,14 @@ def acquire(pid: int) -> int:
     """
     with _lock:
         descriptor = _of_process.get(pid)
-        if descriptor is None or _has_ended(descriptor):  # then the number may be another process's
+        if descriptor is None or has_ended(descriptor):  # then the number may be another process's
             descriptor = _of_process[pid] = os.pidfd_open(pid)
         _users[descriptor] = _users.get(descriptor, 0) + 1
         return descriptor
 
 
-def _has_ended(descriptor: int) -> bool:
+def has_ended(descriptor: int) -> bool:
+    """Whether the process that a descriptor is of has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
