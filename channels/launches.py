@@ -128,7 +128,7 @@ class Launches:
 
     @property
     def last_stream(self) -> int | None:
-        """Handle of a stream whose end now comes behind the latest launch, or None where there is none.
+        """Handle of a stream whose end now comes after the latest launch, or None where there is none.
 
         A program that gives a stream by its number keeps it until the next call.
         """

@@ -378,7 +378,7 @@ class BaseRuntime(Protocol):
 
     @property
     def legacy_stream(self) -> int | None:
-        """The handle of the stream whose work runs behind all that threads' default streams hold; None where those do
+        """The handle of the stream whose work runs after all that threads' default streams hold; None where those do
         not exist.
         """
         ...

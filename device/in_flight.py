@@ -21,7 +21,7 @@ class Launcher(Protocol):
 
     @property
     def last_stream(self) -> int | None:
-        """A stream whose end comes behind the latest launch; its handle in the calling thread."""
+        """A stream whose end comes after the latest launch; its handle in the calling thread."""
         ...
 
 

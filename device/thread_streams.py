@@ -34,9 +34,9 @@ def identify_stream(runtime: BaseRuntime, handle: int) -> int | ThreadStream:
 
 
 def reachable_stream(runtime: BaseRuntime, stream: int | ThreadStream) -> int:
-    """A handle that, in the calling thread, means a stream whose end comes behind the end of `stream`.
+    """A handle that, in the calling thread, means a stream whose end comes after the end of `stream`.
 
-    No handle means another thread's own default stream. The legacy default stream stands for it: its work runs behind
+    No handle means another thread's own default stream. The legacy default stream stands for it: its work runs after
     what all threads' default streams hold.
     """
     if isinstance(stream, int):

@@ -88,7 +88,7 @@ class UnusedMemory:
             while True:
                 self._others.popleft()()
         taken = self._take()
-        # Asked behind that: what is let go after a failure comes later than the failure.
+        # Asked after that: what is let go after a failure comes later than the failure.
         if taken and is_held():
             self._allocations.extend(taken)
             return

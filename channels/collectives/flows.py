@@ -78,7 +78,7 @@ class _Last:
     Attributes:
         stream: that holds it: its handle is good as long as the stream lives.
         identity: the stream's (`identify_stream`).
-        event: behind it. The stream's end would not do: what was queued there since may wait for the peer.
+        event: after it. The stream's end would not do: what was queued there since may wait for the peer.
         captured: whether the event is part of a graph, so that nothing outside the graph can wait for it.
     """
 
@@ -149,7 +149,7 @@ class Flows:
         except KernelError:
             self._failure.check()
             raise
-        except BaseException as error:  # of a signal's handler, behind which the caller's arrays may go
+        except BaseException as error:  # of a signal's handler, after which the caller's arrays may go
             self._failure.abort(f"interrupted by {type(error).__name__}")
             with contextlib.suppress(KernelError):
                 own.synchronize()

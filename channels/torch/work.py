@@ -175,7 +175,7 @@ class DeviceWork(_KeptWork):
 
     @property
     def event(self) -> Any:
-        """The event behind the call; None where it is queued on the program's own stream, or is not queued yet."""
+        """The event after the call; None where it is queued on the program's own stream, or is not queued yet."""
         return self._event
 
     def has_passed(self) -> bool:

@@ -49,7 +49,7 @@ def test_the_same_handle_names_another_stream_in_each_thread() -> None:
 
 @pytest.mark.parametrize("given", [None, "number"])
 def test_a_launch_without_a_stream_follows_that_of_another_thread(given: str | None) -> None:
-    """Thread A's launch is held up; thread B's, which copies what A's writes, must come behind it."""
+    """Thread A's launch is held up; thread B's, which copies what A's writes, must come after it."""
 
     def body(comm: Communicator) -> None:
         runtime, launches = comm.runtime, comm.group.launches
