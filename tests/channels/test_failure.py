@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import re
 import threading
 import time
@@ -44,7 +43,7 @@ from support.devices import processes, rank_runtime
 from support.observing import wait_for
 from support.paths import PROGRAMS
 from support.processes import Ended, is_job_daemon, processes_with, run_processes, shared_memory_names
-from support.ranks import Gate, Ranks, live_threads, open_descriptors
+from support.ranks import Gate, Ranks, collect_garbage, live_threads, open_descriptors
 from support.running import SHORT, TIMEOUT, impatient, run_mpi, run_ranks
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -900,10 +899,9 @@ def _until_it_fails(comm: Communicator) -> None:
 @pytest.mark.parametrize("body", [_in_every_way, _until_it_fails])
 def test_communicators_give_back_descriptors_and_threads(body: Callable[[Communicator], None]) -> None:
     run_ranks(3, body)  # whatever a process keeps for good
-    gc.collect()
     descriptors, threads = open_descriptors(), live_threads()
     for _ in range(5):
         run_ranks(3, body)
-        gc.collect()  # a GPU's memory that it finds is freed when the device is next waited for
+        collect_garbage()  # a GPU's memory that is garbage is freed when the device is next waited for
     assert open_descriptors() <= descriptors
     assert live_threads() <= threads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from typing import Any
@@ -248,10 +247,8 @@ def test_what_is_lost_in_the_middle_of_a_shrink_leaves_nothing_behind(monkeypatc
     monkeypatch.setattr(Collectives, "start", fails)
     monkeypatch.setattr(group, "meet_survivors", meets_once)
     run_ranks(2, body)  # some descriptors are a process's for good
-    gc.collect()
     descriptors = open_descriptors()
     run_ranks(2, body)
-    gc.collect()
     assert open_descriptors() <= descriptors
 
 

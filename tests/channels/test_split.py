@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,6 @@ def settled() -> tuple[int, int]:
     """The descriptors and threads of this process, when they have not changed for a while."""
     seen: list[tuple[int, int]] = []
     while len(seen) < 10 or len(set(seen[-10:])) > 1:
-        gc.collect()  # a runtime's default stream goes with the runtime
         seen.append((open_descriptors(), live_threads()))
         time.sleep(0.02)
     return seen[-1]
@@ -214,7 +212,6 @@ def test_a_part_may_end_by_itself_while_the_whole_is_closed() -> None:
 def test_a_part_costs_few_descriptors_and_no_thread() -> None:
     def body(comm: Communicator) -> None:
         total(comm, 1)
-        gc.collect()
         comm.barrier()
         before = open_descriptors(), live_threads()
         comm.barrier()
