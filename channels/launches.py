@@ -21,6 +21,7 @@ from proxyccl.device.arrays import Array, current_stream
 from proxyccl.device.errors import KernelError
 from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch
+from proxyccl.device.owned import closed_stream
 from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream
@@ -107,7 +108,7 @@ class Launches:
                 self._failure.require_usable()  # C looks at the abort word itself
             if stream is None and self._on_host and self._last == self._default_handle:
                 handle = self._default_handle
-            elif type(stream) is int and stream == self._last:
+            elif type(stream) is int and stream == self._last and closed_stream(self._last_stream_owner) is None:
                 handle = stream
             else:
                 handle = self._next_stream(stream)
@@ -133,7 +134,7 @@ class Launches:
         A program that gives a stream by its number keeps it until the next call.
         """
         last = self._last
-        if last is None or self._failure.closed or getattr(self._last_stream_owner, "closed", False):
+        if last is None or self._failure.closed or closed_stream(self._last_stream_owner) is not None:
             return None
         return reachable_stream(self._runtime, last)
 
@@ -200,8 +201,12 @@ class Launches:
         on_default = stream is None and self._on_host
         handle = self._default_handle if on_default else self._runtime.stream_handle(stream)
         named = identify_stream(self._runtime, handle)
-        if named != self._last:
-            if self._last is not None:
+        closed = closed_stream(self._last_stream_owner)
+        if named != self._last or closed is not None:
+            if closed is not None:
+                if closed.end is not None and not self._runtime.is_capturing(handle):
+                    self._runtime.wait_event(handle, closed.end)
+            elif self._last is not None:
                 self._runtime.order_streams(reachable_stream(self._runtime, self._last), handle)
             self._last, self._last_stream_owner = named, stream
             self.prepared_calls.set_stream(handle if on_default else 0)

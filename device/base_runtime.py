@@ -81,7 +81,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Destroys the stream when its work is done."""
+        """Destroys the stream when its work is done. Another stream may have its handle then."""
         ...
 
 

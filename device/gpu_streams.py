@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from proxyccl.device.base_runtime import StreamLike, foreign_stream_handle
 from proxyccl.device.driver import Driver
+from proxyccl.device.errors import KernelError
 from proxyccl.device.gpu_context import DeviceContext
 from proxyccl.device.interrupts import await_driver
 from proxyccl.device.owned import Owned, OwnedStream
@@ -19,6 +21,15 @@ class GpuStream(OwnedStream):
         with context.current():
             self.handle = self._driver.create_stream()
         super().__init__(context.call, self._driver.destroy_stream, self.handle)
+
+    def close(self) -> None:
+        """Destroys the stream, which the driver does when its work has ended; `end` marks that."""
+        if not self.closed and self._process.is_here:
+            with contextlib.suppress(KernelError):  # the device's context is lost, and with it the work
+                end = GpuEvent(self._context)
+                end.record(self)
+                self.end = end
+        super().close()
 
     def synchronize(self) -> None:
         """Waits until all that was queued is done."""

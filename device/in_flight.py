@@ -11,6 +11,7 @@ from typing import Protocol
 
 from proxyccl.device.base_runtime import BaseRuntime, Event, StreamLike
 from proxyccl.device.errors import KernelError
+from proxyccl.device.owned import closed_stream
 from proxyccl.device.thread_streams import thread_number
 
 _BATCH = 16
@@ -42,6 +43,8 @@ class InFlight:
         """Keeps an object, and the stream, until what is now queued on the stream, with this handle, is done."""
         with self._lock:
             key = (handle, thread_number())
+            if key in self._open and closed_stream(self._open[key][0]) is not None:
+                self._end_batch(key)  # another stream has its handle now
             _, batch = self._open.setdefault(key, (stream, []))
             batch.append(kept)
             # An event that is captured into a graph never comes by itself; the batch waits for a later launch.
@@ -66,12 +69,12 @@ class InFlight:
         process's proxy wait behind it then, and kernels wait for those copies.
 
         This waits neither for graphs nor for the last few launches that other threads passed to `add`. It also skips
-        launches on streams that the program has closed or passes as integers: those streams may be gone.
+        the last few launches on streams that the program passes as integers: those streams may be gone.
         """
         with self._lock:
             for (handle, thread), (stream, _) in list(self._open.items()):
-                lives = type(stream) is not int and not getattr(stream, "closed", False)
-                if thread == thread_number() and lives and not self._runtime.is_capturing(handle):
+                lives = type(stream) is not int and thread == thread_number()
+                if closed_stream(stream) is not None or (lives and not self._runtime.is_capturing(handle)):
                     self._end_batch((handle, thread))
             events = [event for event, _ in self._batches]
             for launcher in self._launchers:
@@ -99,8 +102,11 @@ class InFlight:
             raise
 
     def _end_batch(self, key: tuple[int, int]) -> None:
-        _, kept = self._open.pop(key)
-        self._batches.append((self._event(key[0]), kept))
+        stream, kept = self._open.pop(key)
+        closed = closed_stream(stream)
+        event = self._event(key[0]) if closed is None else closed.end
+        if event is not None:
+            self._batches.append((event, kept))
 
     def _event(self, handle: int) -> Event:
         event: Event = self._runtime.create_event()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from proxyccl.device import forks
+from proxyccl.device.base_runtime import Event
 from proxyccl.device.errors import ArgumentError
 
 
@@ -27,9 +28,20 @@ class Owned:
 
 
 class OwnedStream(Owned):
-    """A stream that refuses to be used when it is closed."""
+    """A stream that refuses to be used when it is closed.
+
+    Attributes:
+        end: when it is closed, the event after its last work; None if that had ended by then.
+    """
+
+    end: Event | None = None
 
     def _require_open(self) -> None:
         self._process.require("the stream")
         if self.closed:
             raise ArgumentError("stream", "the stream is closed")
+
+
+def closed_stream(stream: Any) -> OwnedStream | None:
+    """The stream itself if the program has closed it: its handle may be another stream's by now."""
+    return stream if isinstance(stream, OwnedStream) and stream.closed else None

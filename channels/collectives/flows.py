@@ -15,6 +15,7 @@ from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel, Launch
+from proxyccl.device.owned import closed_stream
 from proxyccl.device.runtime import Event, Runtime, Stream, StreamLike
 from proxyccl.device.thread_streams import ThreadStream, identify_stream
 from proxyccl.proxy.codec import Codec
@@ -182,7 +183,8 @@ class Flows:
         caller's to order.
         """
         known = [last for flow in flows if (last := self._last.get(flow)) is not None and last.captured == captured]
-        for event in {last.event for last in known if last.identity != identity}:
+        others = [last for last in known if last.identity != identity or closed_stream(last.stream) is not None]
+        for event in {last.event for last in others}:
             self._runtime.wait_event(handle, event)
 
     def _prepare(self, transfers: Sequence[Transfer]) -> Launch:

@@ -187,6 +187,14 @@ void* hostStream(hipStream_t stream) {
   return static_cast<Stream*>(stream)->host;
 }
 
+// Drivers crash or return an error; here it is always an error.
+bool isDestroyed(hipStream_t stream) {
+  if (stream == nullptr || stream == hipStreamPerThread) return false;
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = streams.find(static_cast<Stream*>(stream));
+  return found == streams.end() || found->second->destroyed;
+}
+
 hipError_t synchronizeDevice(int device) {
   std::vector<std::shared_ptr<Stream>> waiting;
   {
@@ -472,6 +480,7 @@ HIP_EXPORT hipError_t hipEventDestroy(hipEvent_t event) {
   return static_cast<hipError_t>(proxyccl_host_event_destroy(event));
 }
 HIP_EXPORT hipError_t hipEventRecord(hipEvent_t event, hipStream_t stream) {
+  if (isDestroyed(stream)) return hipErrorInvalidHandle;
   return static_cast<hipError_t>(proxyccl_host_event_record(event, hostStream(stream)));
 }
 HIP_EXPORT hipError_t hipEventQuery(hipEvent_t event) {
