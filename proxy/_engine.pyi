@@ -402,6 +402,7 @@ class Lib:
     PROXYCCL_FABRIC_ROCR: Final[int]
     PROXYCCL_CALL_LOG_ENTRIES: Final[int]
     PROXYCCL_CALL_FIELDS: Final[int]
+    PROXYCCL_CALL_NUMBER_BITS: Final[int]
     PROXYCCL_CALL_ABORTED: Final[int]
     PROXYCCL_CALL_DIFFERS: Final[int]
     PROXYCCL_CALL_DIFFERED: Final[int]

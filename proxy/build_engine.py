@@ -163,8 +163,8 @@ int proxyccl_fabric_register(ProxycclFabricEndpoint *endpoint, uintptr_t address
                              ProxycclFabricOwner owner, int32_t device, ProxycclFabricRegion *region);
 int proxyccl_fabric_deregister(uintptr_t region);
 
-enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_ABORTED, PROXYCCL_CALL_DIFFERS,
-  PROXYCCL_CALL_DIFFERED, ... };
+enum { PROXYCCL_CALL_LOG_ENTRIES, PROXYCCL_CALL_FIELDS, PROXYCCL_CALL_NUMBER_BITS, PROXYCCL_CALL_ABORTED,
+  PROXYCCL_CALL_DIFFERS, PROXYCCL_CALL_DIFFERED, ... };
 typedef struct { uint64_t fields[...]; } ProxycclCall;
 typedef struct { uint64_t stamp; ProxycclCall call; ...; } ProxycclCallEntry;
 typedef struct {

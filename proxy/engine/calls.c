@@ -22,7 +22,7 @@ static void write_entry(ProxycclCallEntry *entry, uint64_t stamp, const Proxyccl
 static uint64_t read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
   /* Pairing 24, acquire: the stamp before the fields. */
   const uint64_t stamp = __atomic_load_n(&entry->stamp, __ATOMIC_ACQUIRE);
-  if ((stamp & kNumber) != sequence) return 0;
+  if ((stamp & kNumber) != (sequence & kNumber)) return 0;
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     call->fields[i] = __atomic_load_n(&entry->call.fields[i], __ATOMIC_RELAXED);
   /* Pairing 24, acquire: a reader that has read a later call's field sees that the stamp was zeroed. */
@@ -51,7 +51,7 @@ static uint64_t history_with(uint64_t history, const ProxycclCall *call) {
 int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   if (abort_is_up(callers->control)) return PROXYCCL_CALL_ABORTED;
   const uint64_t sequence = ++callers->sequence, slot = sequence % PROXYCCL_CALL_LOG_ENTRIES;
-  const uint64_t stamp = sequence | (callers->history & ~kNumber);
+  const uint64_t stamp = (sequence & kNumber) | (callers->history & ~kNumber);
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
   /* Pairing 51, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A release and

@@ -17,7 +17,7 @@
 #include "proxyccl/control.h"
 #include "stream_operations.h"
 
-/* A rank that makes a call each microsecond takes half a year to need another bit of the number. */
+/* Numbers come round: with a call each microsecond after half a year. No rank is that far ahead of another. */
 enum { PROXYCCL_CALL_LOG_ENTRIES = 256, PROXYCCL_CALL_FIELDS = 7, PROXYCCL_CALL_NUMBER_BITS = 44 };
 
 /* What must agree between ranks, as channels/calls.py names it. */
@@ -26,7 +26,8 @@ typedef struct ProxycclCall {
 } ProxycclCall;
 
 typedef struct ProxycclCallEntry {
-  uint64_t stamp; /* the call's number, from 1, below a digest of the calls before it; 0 while it is being written */
+  uint64_t stamp; /* the low bits of the call's number, from 1, below a digest of the calls before it; 0 while it is
+                     being written, and of the rare call whose two parts are 0, which is not compared */
   ProxycclCall call;
 } ProxycclCallEntry;
 

@@ -144,3 +144,14 @@ def test_calls_that_were_overwritten_and_did_not_differ_are_no_difference(pair: 
             assert log.agree(call_of(number)) == 0
     assert ahead.agree(call_of(1)) == 0
     assert behind.agree(call_of(2)) == CALL_DIFFERS
+
+
+def test_calls_are_compared_when_their_numbers_come_round(pair: Pair) -> None:
+    before = (1 << lib.PROXYCCL_CALL_NUMBER_BITS) - 2
+    for log in pair.logs:
+        log._callers.sequence = before
+    for number in range(1, 5):  # the second is number 0 of the log
+        assert [log.agree(call_of(number)) for log in pair.logs] == [0, 0]
+        assert [log.recent(1)[0][0] for log in pair.logs] == [before + number] * 2
+    assert pair.logs[0].agree(call_of(5)) == 0
+    assert pair.logs[1].agree(call_of(6)) == CALL_DIFFERS
