@@ -409,6 +409,7 @@ class _ProxycclDispatch:
     expert_ids: PointerField[CharPointer]
     weights: PointerField[CharPointer]
     scatter: PointerField[Int32Pointer]
+    scatter_tokens: int
     output: PointerField[CharPointer]
     output_scales: PointerField[CharPointer]
     output_weights: PointerField[CharPointer]

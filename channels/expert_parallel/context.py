@@ -424,7 +424,8 @@ class DispatchCombineContext:
         call.expert_ids = ffi.cast("char *", inputs.expert_ids.ptr)
         call.id_bytes = inputs.expert_ids.dtype.itemsize
         call.weights = ffi.cast("char *", inputs.weights.ptr if inputs.weights is not None else 0)
-        call.scatter = ffi.cast("int32_t *", inputs.scatter.ptr if inputs.scatter is not None else 0)
+        if inputs.scatter is not None:
+            call.scatter, call.scatter_tokens = ffi.cast("int32_t *", inputs.scatter.ptr), inputs.scatter.shape[0]
         call.wanted_tokens = inputs.wanted_tokens
         call.output_buffer = desc.output_buffer
         return call

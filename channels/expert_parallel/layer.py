@@ -828,12 +828,13 @@ class EPAll2AllLayer:
             CapacityError: more rows came to a rank than max_recv_tokens, or with layout="padded" to an expert than it
                 has room for, as tokens chose it twice. Those that did not fit were left out, and count as zero in
                 `combine`. `needed` is the most rows of a rank, or of an expert.
-            ArgumentError: an expert id was out of range, or full_scatter_indices no permutation. Bad ids were dropped.
+            ArgumentError: an expert id was out of range, or full_scatter_indices no permutation, or for fewer tokens
+                than the ranks have. Bad ids were dropped.
         """
         self.ctx.require_usable()
         most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         if self.ctx.bad_indices():
-            raise ArgumentError("full_scatter_indices", "must be a permutation of this rank's rows")
+            raise ArgumentError("full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks")
         if self.max_recv_tokens is None:
             return
         if bad is not None:

@@ -155,8 +155,9 @@ PROXYCCL_DEVICE int32_t Dispatch<Mode>::rowOf(const ProxycclExpertSlot& slot, ui
   if (call_.scatter != nullptr) {
     uint64_t before = token;
     for (uint32_t s = 0; s < source; ++s) before += tokensOf()[s];
-    row = static_cast<uint64_t>(static_cast<int64_t>(call_.scatter[before * topk_ + k]) - ownRows().first);
-    if (row >= ownRows().count) {
+    if (before < call_.scatter_tokens)
+      row = static_cast<uint64_t>(static_cast<int64_t>(call_.scatter[before * topk_ + k]) - ownRows().first);
+    if (before >= call_.scatter_tokens || row >= ownRows().count) {
       storeRelaxedSystem<uint32_t>(&team_->received_rows->bad_index, 1);
       return PROXYCCL_PAST_END;
     }

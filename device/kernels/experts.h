@@ -97,7 +97,7 @@ typedef struct ProxycclReceivedRows {
   uint32_t rows;          /* rows that this rank receives */
   uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
   uint32_t bad_slot;      /* the first such slot of that rank */
-  uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows */
+  uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows, or too few */
   uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
   uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
 } ProxycclReceivedRows;
@@ -179,14 +179,15 @@ typedef struct ProxycclDispatch {
   uint32_t id_bytes;      /* 4 or 8 */
   uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
   uint64_t row_bytes;
-  const char* input;      /* [tokens][row_bytes] */
-  const char* expert_ids; /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
-  const char* weights;    /* [tokens][topk], or null; float32 with a row for each rank */
-  const int32_t* scatter; /* [all ranks' tokens][topk], or null */
-  char* output;           /* [capacity][row_bytes - scale_bytes] */
-  char* output_scales;    /* [capacity][scale_bytes] */
-  char* output_weights;   /* [capacity], or null; with a row for each rank [capacity][topk] */
-  int32_t* received;      /* how many rows there are, or null */
+  const char* input;       /* [tokens][row_bytes] */
+  const char* expert_ids;  /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
+  const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
+  const int32_t* scatter;  /* [scatter_tokens][topk], or null */
+  uint64_t scatter_tokens; /* of all ranks, as the caller has them: what a stopped rank has sent may say more */
+  char* output;            /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;     /* [capacity][scale_bytes] */
+  char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
+  int32_t* received;       /* how many rows there are, or null */
   ProxycclExpertLayout layout;
 } ProxycclDispatch;
 

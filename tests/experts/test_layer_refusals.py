@@ -275,6 +275,29 @@ def test_scatter_indices_that_are_no_permutation_are_refused(place: int | str, l
     assert run_ranks(2, body, local_world_size=local_world_size) == refusals
 
 
+@pytest.mark.parametrize("local_world_size", [2, 1])
+def test_scatter_indices_for_fewer_tokens_than_there_are_are_refused(local_world_size: int) -> None:
+    """What lies behind them is right, but is not theirs to read."""
+    case = Case((4, 2), routing="an expert several times", local_world_size=local_world_size)
+    plan = plan_of(case)
+    scatter = plan.routing.random_scatter(np.random.default_rng(0))
+
+    def body(comm: Communicator) -> bool:
+        with case.layer(comm) as layer:
+            arrays = [on_device(comm, array) for array in (plan.inputs[comm.rank], plan.routing.ids[comm.rank])]
+            try:
+                layer.dispatch(*arrays, None, on_device(comm, scatter)[:5])
+                comm.synchronize()
+                layer.check()
+            except ArgumentError as error:
+                assert error.argument == "full_scatter_indices"
+                return True
+        return False
+
+    last = plan.routing.rank.reshape(6, case.topk)[5]
+    assert run_ranks(2, body, local_world_size=local_world_size) == [bool((last == rank).any()) for rank in range(2)]
+
+
 def test_a_descriptor_of_another_layer_is_refused(pair: Ranks) -> None:
     plan = plan_of(Case((4, 6)))
 
