@@ -834,7 +834,9 @@ class EPAll2AllLayer:
         self.ctx.require_usable()
         most, bad = self.ctx.most_rows(), self.ctx.bad_expert("exp_indices", self._num_tot_experts)
         if self.ctx.bad_indices():
-            raise ArgumentError("full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks")
+            raise ArgumentError(
+                "full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks"
+            )
         if self.max_recv_tokens is None:
             return
         if bad is not None:
