@@ -15,6 +15,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError
 from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
 from proxyccl.torch.store_bootstrap import StoreBootstrap
+from proxyccl.torch.to_self import ToSelf
 
 _LINGER_SECONDS = 2.0
 """At the process's end: for the last kernels of peers, which store to this rank's memory."""
@@ -73,6 +74,7 @@ class Endpoints:
         self._making: dict[_Key, _Making] = {}
         self._made: dict[_Key, Communicator] = {}
         self._closed = self._aborted = False
+        self._to_self = ToSelf(rank, self._require_open)
 
     def of_all(self, device: torch.device) -> Communicator:
         """The communicator of all ranks for a device. All ranks call this together."""
@@ -88,6 +90,14 @@ class Endpoints:
     def has_met(self, device: torch.device, peer: int) -> bool:
         """Whether the communicator with a peer exists, so that `with_peer` does not wait for the peer."""
         return (device.type, device.index, peer) in self._made
+
+    def send_to_self(self, tensor: torch.Tensor) -> None:
+        """Sends a tensor to this rank's next `recv_from_self` on the device; see `ToSelf.send`."""
+        self._to_self.send(tensor, self._timeout)
+
+    def recv_from_self(self, tensor: torch.Tensor) -> None:
+        """Receives this rank's next `send_to_self` on the device; see `ToSelf.recv`."""
+        self._to_self.recv(tensor, self._timeout)
 
     @contextmanager
     def transferring(self, peer: int) -> Iterator[None]:

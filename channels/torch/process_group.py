@@ -48,6 +48,12 @@ _Flow = tuple[int, bool]
 """A peer, and whether this rank sends to it."""
 
 
+class _Coalescing(threading.local):
+    """The Work that a thread collects; None while it collects none."""
+
+    works: list[DeviceWork | HostWork] | None = None
+
+
 _alive: set[ProcessGroupProxyCCL] = set()
 """The groups that were not shut down. torch keeps their C++ part alone, which without Python's does nothing."""
 
@@ -97,7 +103,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         self._sequence = 0
         self._barriers = itertools.count()
         self._splits = itertools.count()
-        self._coalescing: list[DeviceWork | HostWork] | None = None
+        self._coalescing = _Coalescing()
         self._group_name = self._group_desc = ""
         self._unwaited = Unwaited()
         self._under_way = UnderWay(lambda: self._endpoints.failed is None)
@@ -281,8 +287,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             work = self._issue_transfer(name, tensors, function, device, flow)
         else:
             work = self._issue_on_device(name, tensors, function, device, waits=waits, blocks=blocks)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
+        if self._coalescing.works is not None:
+            self._coalescing.works.append(work)
         elif not waits and not IS_BACKEND:
             self._unwaited.add(work)
         return work
@@ -328,10 +334,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         if not is_captured:
             self._under_way.add((device, flow), number, name, work.has_passed)
         elif not has_met:
-            raise RuntimeError(
-                f"{name}: a graph is being captured; expected a transfer with that rank before, which makes what "
-                "transfers need"
-            )
+            expected = "a transfer with that rank before, which makes what transfers need"
+            if flow[0] == self._rank:
+                expected = "a copy, as this is that rank itself"
+            raise RuntimeError(f"{name}: a graph is being captured; expected {expected}")
 
         def run() -> None:
             failure: BaseException | None = None
@@ -414,9 +420,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             return self._executors[device, flow]
 
     def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
-        if (device, flow) not in self._streams:
-            self._streams[device, flow] = own_streams.take(device)
-        return self._streams[device, flow]
+        with self._lock:
+            if (device, flow) not in self._streams:
+                self._streams[device, flow] = own_streams.take(device)
+            return self._streams[device, flow]
 
     def _check(self) -> None:
         self._endpoints.check()
@@ -702,11 +709,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
         tensors = in_memory(tensors)
         self._require_rank(peer, "peer")
-        if peer == self._rank:
-            raise ValueError(f"peer: rank {peer} is this rank itself; expected another")
         (tensor,) = tensors
 
         def call() -> None:
+            if peer == self._rank:
+                (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
+                return
             comm, number = self._endpoints.with_peer(tensor.device, peer)
             pair = {number: [tensor]}
             with self._endpoints.transferring(peer):
@@ -714,13 +722,13 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
         name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
         work = self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
-        return None if self._coalescing is not None else work
+        return None if self._coalescing.works is not None else work
 
     # -- coalescing ---
 
     def start_coalescing(self, device: Any = None) -> None:
-        """Collects the Work of the calls that follow. Each runs as it comes, and no transfer waits for another."""
-        self._coalescing = []
+        """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
+        self._coalescing.works = []
 
     def end_coalescing(self, device: Any = None) -> Any:
         """Ends `start_coalescing`.
@@ -728,7 +736,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         Returns:
             One Work of all calls since then.
         """
-        collected, self._coalescing = self._coalescing, None
+        collected, self._coalescing.works = self._coalescing.works, None
         if collected is None:
             raise RuntimeError("end_coalescing: there was no start_coalescing before it")
         return JointWork(collected)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 
+from proxyccl.torch.endpoints import Endpoints  # noqa: E402
 from support import torch_on_hip  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 from support.torch_groups import TIMEOUT, run  # noqa: E402
@@ -216,26 +216,109 @@ def test_a_batch_meets_single_transfers_of_some_ranks(on: Ranks) -> None:
     on.run(3, body)
 
 
-def test_a_peer_that_does_not_come_is_named(on: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("batched", [False, True], ids=["one-by-one", "batch"])
+def test_every_rank_and_itself_in_any_order(on: Ranks, batched: bool) -> None:
+    ranks = 2
+
+    def body(group: Any) -> None:
+        rank = group.rank()
+        for receives_first in (False, True):
+            outs = {(peer, i): on.tensor(rank, -1.0) for peer in range(ranks) for i in range(2)}
+            sends = [(isend, on.tensor(rank, 10.0 * rank + i), peer) for peer, i in outs]
+            receives = [(irecv, out, peer) for (peer, _), out in outs.items()]
+            if batched:
+                group.start_coalescing()
+            ordered = [*receives, *sends] if receives_first else [*sends, *receives]
+            works = [call(group, tensor, peer) for call, tensor, peer in ordered]
+            for work in [group.end_coalescing()] if batched else works:
+                work.wait()
+            for (peer, i), out in outs.items():
+                assert on.holds(out, 10 * peer + i)
+
+    on.run(ranks, body)
+
+
+def test_a_transfer_to_oneself_without_its_other_half_is_named(on: Ranks) -> None:
+    def body(group: Any) -> None:
+        rank, out = group.rank(), on.tensor(group.rank(), -1.0)
+        group.set_timeout(timedelta(seconds=0.5))
+        work = isend(group, out, rank) if rank == 0 else irecv(group, out, rank)
+        text = "send of rank 0 to itself: it made no recv" if rank == 0 else "recv of rank 1 to itself: it made no send"
+        with pytest.raises(dist.DistBackendError, match=f"Timed out with WaitTimeoutError: {text} within 0.5 s"):
+            work.wait()
+        group.set_timeout(TIMEOUT)
+        works = [isend(group, on.tensor(rank, 1.0, 5), rank), irecv(group, on.tensor(rank, 1.0, 6), rank)]
+        for work in works:
+            with pytest.raises(ValueError, match=f"rank {rank} sends itself a tensor of 20 bytes and receives one of"):
+                work.wait()
+        works = [isend(group, on.tensor(rank, 3.0), rank), irecv(group, out, rank)]
+        for work in works:
+            work.wait()
+        assert on.holds(out, 3)
+
+    on.run(2, body)
+
+
+def test_threads_of_a_rank_transfer_and_collect_at_once(on: Ranks) -> None:
+    """Each thread has peers of its own, as the transfers of two ranks meet in order."""
+    ranks = 4
+
+    def body(group: Any) -> None:
+        rank, errors = group.rank(), []
+        barrier = threading.Barrier(ranks)
+
+        def with_peer(peer: int) -> None:
+            try:
+                barrier.wait(60)
+                for i in range(5):
+                    out = on.tensor(rank, -1.0)
+                    if i % 2:
+                        group.start_coalescing()
+                    works = [isend(group, on.tensor(rank, 10.0 * rank + i), peer), irecv(group, out, peer)]
+                    for work in [group.end_coalescing()] if i % 2 else works:
+                        work.wait()
+                    assert on.holds(out, 10 * peer + i)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=with_peer, args=(peer,)) for peer in range(ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for error in errors:
+            raise error
+
+    on.run(ranks, body)
+
+
+def test_a_peer_that_does_not_come_is_named(
+    on: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By both directions at once, of ranks that are not the group's first."""
-    others = threading.Event()
+    others, meetings, connect = threading.Event(), [], Endpoints._connect
+
+    def counted(self: Endpoints, *arguments: Any) -> Any:
+        meetings.append(arguments)
+        return connect(self, *arguments)
+
+    monkeypatch.setattr(Endpoints, "_connect", counted)
 
     def body(group: Any) -> None:
         if group.rank() != 1:
             assert others.wait(60)
             return
-        began = time.monotonic()
         works = [isend(group, on.tensor(1, 1.0), 2), irecv(group, on.tensor(1, 1.0), 2)]
         for work in works:
             with pytest.raises(dist.DistBackendError, match=r"WaitTimeoutError: between ranks 1 and 2, .* ranks \[1\]"):
                 work.wait()
             assert work.is_completed()
             assert not work.is_success()
-        assert time.monotonic() - began < 2  # one time-out for both
+        assert len(meetings) == 1  # one time-out for both
         others.set()
 
     with caplog.at_level(logging.ERROR, "proxyccl.torch"):
-        on.run(3, body, timeout=timedelta(seconds=1))
+        on.run(3, body, timeout=timedelta(seconds=2))
     assert "send to rank 2, call 1 of rank 1: between ranks 1 and 2" in caplog.text
 
 
@@ -265,11 +348,12 @@ def test_a_transfer_that_the_peer_does_not_match_is_named(on: Ranks) -> None:
             work.wait()
         assert on.holds(out, 1)
         if rank == 1:
+            group.set_timeout(timedelta(seconds=1))
             work = irecv(group, out, 2)
             with pytest.raises(dist.DistBackendError, match="Timed out with WaitTimeoutError: between ranks 1 and 2"):
                 work.wait(timedelta(seconds=60))
 
-    on.run(3, body, timeout=timedelta(seconds=2))
+    on.run(3, body)
 
 
 def test_no_two_transfers_share_a_stream(on: Ranks) -> None:
