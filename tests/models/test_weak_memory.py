@@ -41,6 +41,7 @@ BOUNDS = {
     "question": (2, 3),
     "announcements": (2, 3),
     "calls": (2, 3),
+    "overwritten_calls": (2, 3),
 }
 # Executions at random, which reach further than a bound of switches does.
 RANDOM = {
@@ -62,6 +63,7 @@ RANDOM = {
     "question": 10000,
     "announcements": 20000,
     "calls": 20000,
+    "overwritten_calls": 20000,
 }
 
 TRIGGER_STORES = """\
@@ -372,6 +374,27 @@ BUGS = (
         "calls.c",
         "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);",
         "__atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELAXED);",
+    ),
+    Bug(
+        "overwritten_calls",
+        "a call that is overwritten keeps its stamp meanwhile",
+        "calls.c",
+        "__atomic_store_n(&entry->stamp, 0, __ATOMIC_RELAXED);",
+        "",
+    ),
+    Bug(
+        "overwritten_calls",
+        "the fields of a call may come before the end of the one that they overwrite",
+        "calls.c",
+        "__atomic_thread_fence(__ATOMIC_RELEASE);",
+        "",
+    ),
+    Bug(
+        "overwritten_calls",
+        "a call's stamp is read again before its fields are",
+        "calls.c",
+        "__atomic_thread_fence(__ATOMIC_ACQUIRE);",
+        "",
     ),
 )
 

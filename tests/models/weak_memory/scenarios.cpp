@@ -632,6 +632,21 @@ struct CallScenario {
   }
 };
 
+// -- overwritten calls: one rank is a lap of the log ahead, and its later call takes the place of the one that the
+// other rank compares ---
+
+struct OverwrittenCallScenario : CallScenario {
+  static void run(uint32_t thread) {
+    ProxycclCall call = {};
+    for (uint64_t& field : call.fields) field = 1;
+    CHECK(proxyccl_calls_agree(&callers[thread], &call) == 0);  // their first calls are the same, whole or gone
+    if (thread == 1) return;
+    callers[0].sequence = kEntry + PROXYCCL_CALL_LOG_ENTRIES - 1;
+    for (uint64_t& field : call.fields) field = 2;
+    CHECK(proxyccl_calls_agree(&callers[0], &call) == 0);
+  }
+};
+
 }  // namespace
 
 #define SCENARIO(name, threads, ...) {name, threads, __VA_ARGS__::begin, __VA_ARGS__::run}
@@ -655,5 +670,6 @@ const Scenario kScenarios[] = {
     SCENARIO("question", 2, QuestionScenario),
     SCENARIO("announcements", 2, AnnouncementScenario),
     SCENARIO("calls", 2, CallScenario),
+    SCENARIO("overwritten_calls", 2, OverwrittenCallScenario),
 };
 const unsigned kScenarioCount = sizeof kScenarios / sizeof kScenarios[0];
