@@ -40,7 +40,7 @@ from support.paths import PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
 from support.reference import Call
-from support.running import TIMEOUT, run_mpi, run_ranks
+from support.running import TIMEOUT, impatient, run_mpi, run_ranks
 from support.span_calls import COLLECTIVES, KINDS, Kind, SpanCalls, allocate
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -281,7 +281,7 @@ def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
         calls, stream = SpanCalls(comm, 100 * comm.world_size), comm.runtime.create_stream()
         x, out = calls.spans("all_gather", 100, 0, in_place=False)
         calls.run("all_gather", 100, 0)
-        barrier(comm)
+        impatient(comm, SHORT)
         if comm.rank == 1:
             assert failed.wait(60)
             return failure_of(lambda: comm.synchronize(stream))
@@ -291,7 +291,7 @@ def test_a_rank_that_never_comes_is_named_with_the_plan() -> None:
         failed.set()
         return error
 
-    errors = run_ranks(size, body, timeout=SHORT)
+    errors = run_ranks(size, body)
     for rank, error in enumerate(errors):
         assert isinstance(error, WaitTimeoutError), (rank, error)
         assert "waited too long for rank 1 to join plan 1" in str(error)
@@ -504,10 +504,11 @@ def test_calls_that_differ_are_named() -> None:
         calls = SpanCalls(comm, 64 * comm.world_size)
         share = 8 + comm.rank
         x, out = calls.spans("all_gather", share, 0, in_place=False)
+        impatient(comm, SHORT)
         return failure_of(lambda: (calls.issue("all_gather", x, out), comm.synchronize()))
 
     if size > 1:
-        errors = run_ranks(size, body, timeout=SHORT)
+        errors = run_ranks(size, body)
         assert any(isinstance(error, MismatchError) and error.argument == "count" for error in errors), errors
 
 

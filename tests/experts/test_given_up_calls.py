@@ -13,7 +13,7 @@ from proxyccl.channels.expert_parallel import geometry
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.device._native import ffi
 from support.layer_cases import Case, plan_of, run_ranks
-from support.running import TIMEOUT
+from support.running import TIMEOUT, impatient
 
 pytestmark = pytest.mark.host_only(reason="fills tables with numbers that lead anywhere")
 
@@ -49,6 +49,7 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
 
     def body(comm: Communicator) -> None:
         layer = plan.case.layer(comm, **LAYOUTS[layout])
+        impatient(comm, 0.5)
         if comm.rank == 1:
             wait_for_failure(comm)  # it makes no dispatch
             return
@@ -63,4 +64,4 @@ def test_calls_after_a_dispatch_that_gave_up_touch_no_row(
         assert counters.has_failed == 1
         assert (out == 7).all()
 
-    run_ranks(2, body, timeout=0.5)
+    run_ranks(2, body)
