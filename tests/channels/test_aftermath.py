@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import subprocess
@@ -21,6 +20,7 @@ from proxyccl.device import open_runtime, unused_memory
 from proxyccl.device._native import lib as native
 from proxyccl.device.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
 from support.devices import ON_HOST
+from support.ranks import collect_garbage
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.hip
@@ -186,7 +186,7 @@ def test_behind_the_bound_what_is_held_is_kept_for_good(caplog: pytest.LogCaptur
 
 
 def collected(ref: Callable[[], object]) -> bool:
-    gc.collect()
+    collect_garbage()
     return ref() is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import weakref
@@ -26,7 +25,7 @@ from proxyccl.device.runtime import Memory
 from proxyccl.device.shared_memory import SharedMemory
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import rank_runtime
-from support.ranks import Gate, Ranks
+from support.ranks import Gate, Ranks, collect_garbage
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = [pytest.mark.daemon, pytest.mark.hip]
@@ -151,7 +150,7 @@ def test_forgotten_registered_memory_lives_until_close(ranks: Ranks) -> None:
         comm.proxy_channels(forgotten)
         comm.register(closed).close()
         del forgotten, closed
-        gc.collect()
+        collect_garbage()
         assert memories[0]() is not None
         assert memories[1]() is None
 
@@ -166,7 +165,7 @@ def test_a_closed_communicator_frees_what_was_registered_with_it() -> None:
 
     with Ranks(2) as ranks:
         memories = ranks.run(body)
-    gc.collect()
+    collect_garbage()
     assert [memory() for memory in memories] == [None, None]
 
 

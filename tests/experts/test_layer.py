@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, replace
@@ -43,7 +42,7 @@ from support.layer_cases import (
     same_numbers,
 )
 from support.paths import PROGRAMS
-from support.ranks import Ranks
+from support.ranks import Ranks, collect_garbage
 from support.reference import numpy_dtype, unit_roundoff
 from support.running import run_mpi
 
@@ -515,10 +514,10 @@ def test_a_forgotten_layer_keeps_what_its_peers_reach() -> None:
 
     def body(comm: Communicator) -> None:
         workspace = weakref.ref(plan.case.layer(comm).ctx.workspace)
-        gc.collect()
+        collect_garbage()
         assert workspace() is not None
         comm.close()
-        gc.collect()
+        collect_garbage()
         assert workspace() is None
 
     run_ranks(2, body)

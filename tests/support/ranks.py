@@ -9,6 +9,8 @@ import contextlib
 import gc
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -101,10 +103,27 @@ class Ranks:
             raise
 
 
+class _Cycle:
+    """Garbage, one object of it."""
+
+    __slots__ = ("__weakref__", "itself")
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
 def collect_garbage() -> None:
-    """Collects until nothing is left: a finalizer holds what it releases, which is garbage only once it has run."""
-    while gc.collect():
-        pass
+    """Collects until nothing is left: a finalizer holds what it releases, which is garbage only once it has run.
+
+    `gc.collect` does nothing while another thread, maybe that of another rank, collects and runs such a finalizer.
+    """
+    while True:
+        gone = weakref.ref(_Cycle())
+        found = gc.collect()
+        if gone() is not None:
+            time.sleep(0.001)
+        elif found == 1:
+            return
 
 
 def open_descriptors() -> int:
