@@ -194,6 +194,8 @@ class Communicator:
             ArgumentError: the ranks are not different ranks of this communicator, or this rank is not among them.
             MismatchError: members gave different lists.
             WaitTimeoutError: not all members came within the time. This communicator goes on.
+            ResourceError: there are too few descriptors. This communicator goes on, here and on the other members,
+                which get an AbortedError.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap can't join some of its ranks.
         """
         self._group.failure.require_usable()
@@ -227,6 +229,7 @@ class Communicator:
             MismatchError: a rank excludes others.
             ClosedError: this communicator is closed, or was shrunk before.
             PeerLostError: more ranks were lost than the call can bear while it waits for them.
+            ResourceError: there are too few descriptors. This communicator is closed, and the others go on.
             RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board (`Bootstrap`).
         """
         self._group.failure.require_own_process()
@@ -235,7 +238,12 @@ class Communicator:
         excluded = self._excluded(exclude)
         bounded = self.timeout if timeout is None else timeout_from(timeout)
         shrunk = object.__new__(Communicator)
-        shrunk._take(self._group.shrink(excluded, bounded), self._collectives.cta_policy)
+        try:
+            shrunk._take(self._group.shrink(excluded, bounded), self._collectives.cta_policy)
+        except ResourceError as error:  # the others go on without this rank when they find that it has left
+            self._group.failure.abort(f"shrink: {error}")
+            self._group.close()
+            raise
         shrunk._inherit(self)
         if self._group.failure.aborted:
             self._group.close()

@@ -7,7 +7,7 @@ whose programs differ find out at once, and what a rank receives is checked befo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -17,7 +17,14 @@ from proxyccl.channels.failure import FailureState
 from proxyccl.channels.one_caller import OneCaller
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device.descriptors import naming_exhaustion
-from proxyccl.device.errors import AbortedError, CommunicatorError, ExchangeError, MismatchError, ProxyCCLError
+from proxyccl.device.errors import (
+    AbortedError,
+    CommunicatorError,
+    ExchangeError,
+    MismatchError,
+    ProxyCCLError,
+    ResourceError,
+)
 from proxyccl.proxy.codec import Codec, ProtocolError
 
 T = TypeVar("T")
@@ -26,6 +33,9 @@ _FAILED = b"\0failed\0"
 """Begins the message of a rank that can't take part: no purpose does."""
 _LONGEST_REASON = 2000
 _TELLING_SECONDS = 10.0
+_TELLING_OPEN_SECONDS = 1.0
+"""Once the group is open its failure tells all ranks too, wherever they are."""
+_RAN_OUT = (ResourceError, OSError, MemoryError)
 
 
 class Exchange:
@@ -34,18 +44,21 @@ class Exchange:
     Args:
         bootstrap: what carries them.
         timeout: bound of each, in seconds.
+        give_up: called while waiting until the group is open; it raises to end the wait early.
 
     Attributes:
         made: exchanges that this rank took part in so far.
     """
 
-    def __init__(self, bootstrap: Bootstrap, timeout: float) -> None:
+    def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
         self.rank = bootstrap.rank
         self.world_size = bootstrap.world_size
         self.timeout = timeout
         self._bootstrap = bootstrap
         self._guard: tuple[FailureState, Watcher] | None = None
+        self._give_up = give_up
         self._one_caller = OneCaller()
+        self._inside = 0  # `telling` within another
         self._ended = False
         self.made = 0
 
@@ -61,20 +74,25 @@ class Exchange:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Around what this rank does between exchanges before the group is open: where that fails, the next exchange of
-        its peers ends with the reason. An exchange's own failure is known to all.
+        """Around what this rank does between exchanges: where that fails, the next exchange of its peers ends with the
+        reason. An exchange's own failure is known to all. Once the group is open, peers are told where this rank has
+        run out of something. It goes on only if all of them tell so.
 
         Raises:
             ResourceError: there are too few descriptors.
         """
+        self._inside += 1
         try:
             with naming_exhaustion("this rank's part of the communicator"):
                 yield
         except CommunicatorError:
             raise
         except Exception as error:
-            self._tell(error)
+            if self._inside == 1 and (self._guard is None or isinstance(error, _RAN_OUT)):
+                self._tell(error)
             raise
+        finally:
+            self._inside -= 1
 
     def end(self) -> None:
         """The group has ended: what carries the exchanges may be gone."""
@@ -83,9 +101,22 @@ class Exchange:
     def _tell(self, error: Exception) -> None:
         if self._ended:  # its peers heard by its end
             return
-        message = _FAILED + f"{type(error).__name__}: {error}".encode()[:_LONGEST_REASON]
+        reason = f"{type(error).__name__}: {error}"
+        longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
+        everyone: list[bytes] = []
+        self.made += 1
         with contextlib.suppress(ProxyCCLError, OSError):  # whoever does not hear it finds that this rank stays away
-            self._bootstrap.all_gather(message, min(self.timeout, _TELLING_SECONDS), lambda: None)
+            message = _FAILED + reason.encode()[:_LONGEST_REASON]
+            everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
+        in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)
+        if self._guard is not None and not in_step:
+            self._guard[0].abort(reason)
+
+    def _give_up_wait(self) -> None:
+        if self._guard is None:
+            self._give_up()
+        else:
+            self._guard[0].check()
 
     def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
         """Every rank's value, in rank order.
@@ -147,10 +178,10 @@ class Exchange:
                 raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
 
     def _check(self, purpose: str) -> None:
+        self._give_up_wait()
         if self._guard is None:
             return
-        failure, watcher = self._guard
-        failure.check()
+        _, watcher = self._guard
         peer = watcher.left_before(self.made)
         if peer is not None:
             raise self._mismatch(peer, f"{purpose!r} here, rank {peer} has closed the communicator")

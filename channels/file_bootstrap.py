@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from proxyccl.channels.bootstrap import require_place
 from proxyccl.channels.survivors import Board
+from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import ArgumentError, ExchangeError, ResourceError, UntrustedPathError, WaitTimeoutError
 from proxyccl.device.private_directories import open_private, read_private
 
@@ -34,6 +36,7 @@ class FileBootstrap:
     Raises:
         ArgumentError: the rank does not fit, the directory can't be used, or another rank or job of that number has
             used it.
+        ResourceError: there are too few descriptors.
         UntrustedPathError: the directory belongs to another user, or other users can read it, or it is a link.
     """
 
@@ -113,6 +116,11 @@ class FileBootstrap:
         """The directory stays."""
 
 
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 class _FileBoard:
     def __init__(self, directory: _Directory, rank: int) -> None:
         self._directory, self._rank = directory, rank
@@ -141,29 +149,37 @@ class _FileBoard:
 class _Directory:
     """A directory of this user's alone, held open: nobody can put another in its place.
 
+    It holds a descriptor more, and gives that up for a file while one is open. So a rank that has too few descriptors
+    can still say so.
+
     Raises:
         ArgumentError: it can't be used.
+        ResourceError: there are too few descriptors.
         UntrustedPathError: it belongs to another user, or other users can read it, or it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         try:
             self.path = Path(path).absolute()
-            self._descriptor = open_private(self.path, secret=True, make=True)
+            with naming_exhaustion(f"the directory {self.path}"):
+                self._descriptor = open_private(self.path, secret=True, make=True)
+                self._held = [self._descriptor]
+                weakref.finalize(self, _close_all, self._held)
+                self._held.append(os.dup(self._descriptor))
         except (TypeError, ValueError) as error:
             if isinstance(error, UntrustedPathError):
                 raise
             raise ArgumentError("directory", f"expected a path, not {path!r}: {error}") from None
         except OSError as error:
             raise ArgumentError("directory", f"{path} can't be used: {error}") from None
-        weakref.finalize(self, os.close, self._descriptor)
+        self._lock = threading.Lock()  # of `_room`
 
     def __str__(self) -> str:
         return str(self.path)
 
     def read(self, name: str) -> bytes | None:
         """A file's contents; None if there is no such file. Raises OSError and UntrustedPathError."""
-        with contextlib.suppress(FileNotFoundError):
+        with self._room(), contextlib.suppress(FileNotFoundError):
             return read_private(self._descriptor, self.path / name, secret=True)
         return None
 
@@ -173,7 +189,7 @@ class _Directory:
         Raises ResourceError.
         """
         draft = f".{name}-{secrets.token_hex(8)}"
-        with self._told(name):
+        with self._told(name), self._room():
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(draft, flags, 0o600, dir_fd=self._descriptor)
             try:
@@ -190,6 +206,18 @@ class _Directory:
         """Removes a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """Around what has one file open."""
+        with self._lock:
+            if len(self._held) > 1:
+                os.close(self._held.pop())
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):  # another thread has taken it; later it may be there again
+                    self._held.append(os.dup(self._descriptor))
 
     @contextlib.contextmanager
     def _told(self, name: str) -> Iterator[None]:

@@ -27,13 +27,13 @@ from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.channels.topology import Topology
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device import forks
+from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
     CommunicatorError,
     DriverError,
     KernelError,
-    MismatchError,
     ProxyCCLError,
     WaitTimeoutError,
 )
@@ -159,7 +159,9 @@ class Group:
         number, check = self._splits[ranks], self.failure.require_usable
         try:
             meeting = meet_apart(self._meeting, self.topology, members, number, timeout, check, self.mapping_of)
-        except MismatchError:  # all members have met
+        except WaitTimeoutError:  # whoever did not come still may
+            raise
+        except ProxyCCLError:  # all members have met, or hear that one can't
             self._splits[ranks] += 1
             raise
         self._splits[ranks] += 1
@@ -177,7 +179,8 @@ class Group:
                 raise ClosedError("the communicator was shrunk before; shrink the communicator that this gave")
             self._shrunk = True
         self._stop_work()
-        meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
+        with naming_exhaustion("this rank's part of the communicator"):
+            meeting = meet_survivors(self._meeting, self.topology, excluded, self._watcher.has_ended, timeout)
         for peer in set(range(self.world_size)) - {*meeting.members, *excluded}:
             if not self._watcher.has_ended(peer):
                 self._late(peer, "shrink", "come", timeout)
@@ -211,10 +214,10 @@ class Group:
         topology = self.links.topology
         if not topology.spans_hosts:
             return {}
+        others = [peer for peer in range(self.world_size) if not topology.same_host(peer)]
         listener = Listener(self.rank)
         try:
-            offers = self.exchange.all_gather(listener.offer, OFFER, "links between hosts")
-            others = [peer for peer in range(self.world_size) if not topology.same_host(peer)]
+            offers = self.exchange.all_gather(listener.offer(len(others)), OFFER, "links between hosts")
             return listener.join(others, offers, self.timeout, lambda: None)
         finally:
             listener.close()

@@ -25,6 +25,7 @@ from proxyccl.channels.control import Presence
 from proxyccl.channels.error_record import ErrorRecord
 from proxyccl.channels.greetings import Greetings
 from proxyccl.device import forks
+from proxyccl.device.descriptors import EXHAUSTED, naming_exhaustion, require_descriptors
 from proxyccl.device.errors import PeerLostError
 from proxyccl.proxy.codec import Codec, Message, ProtocolError
 
@@ -33,8 +34,10 @@ _IPV6 = Path("/proc/net/if_inet6")
 _TOKEN_BYTES = 16
 _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
 _INTERVAL_SECONDS = 0.1
-_UNREACHABLE = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-"""What a call is repeated after, as a link that is down for a moment comes back."""
+_WHILE_JOINING = 4
+"""Descriptors, beside the links': of what waits for calls, of calls, and of one that asks for this host's addresses."""
+_CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
+"""What a call is repeated after: a link that is down for a moment comes back, and so do descriptors of other calls."""
 _KEEP_ALIVE = {
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
@@ -135,11 +138,20 @@ class Listener:
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
-        self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
+        with naming_exhaustion("links to ranks of other hosts"):
+            self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
 
-    @property
-    def offer(self) -> Offer:
-        """Where the others find this rank."""
+    def offer(self, peers: int) -> Offer:
+        """Where the others find this rank.
+
+        Args:
+            peers: how many ranks it will be linked to.
+
+        Raises:
+            ResourceError: there are too few descriptors for that. While a peer waits for calls it can't be told.
+        """
+        with naming_exhaustion(f"links to {peers} ranks of other hosts"):
+            require_descriptors(peers + _WHILE_JOINING)
         return Offer(host_addresses(), self._socket.getsockname()[1], self._token)
 
     def join(
@@ -187,7 +199,7 @@ class Listener:
                     next_calls = time.monotonic() + _INTERVAL_SECONDS
                     refused = {address: _begin_call(calls, address, offer.port) for address in to_call}
                     failures |= {address: os.strerror(status) for address, status in refused.items() if status}
-                    to_call = [address for address, status in refused.items() if status in _UNREACHABLE]
+                    to_call = [address for address, status in refused.items() if status in _CALLED_AGAIN]
                 for key, _ in calls.select(_INTERVAL_SECONDS):
                     connection, address = key.data
                     try:
@@ -201,7 +213,7 @@ class Listener:
                         failures[address] = "somebody else listens there"
                     except OSError as error:
                         failures[address] = str(error)
-                        if error.errno in _UNREACHABLE:
+                        if error.errno in _CALLED_AGAIN:
                             to_call.append(address)
                     calls.unregister(connection)
                     connection.close()
@@ -231,7 +243,10 @@ class Listener:
 
 def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
     """Returns 0, or the status of what can't even begin."""
-    connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        return error.errno or errno.EIO
     connection.setblocking(False)
     status = connection.connect_ex((address, port))
     if status not in (0, errno.EINPROGRESS):

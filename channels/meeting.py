@@ -11,7 +11,7 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -32,10 +32,15 @@ from proxyccl.channels.topology import (
 )
 from proxyccl.channels.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
 from proxyccl.device import open_runtime
+from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import (
+    AbortedError,
+    ArgumentError,
+    CommunicatorError,
     MismatchError,
     PeerLostError,
     ProxyCCLError,
+    ResourceError,
     RuntimeUnavailableError,
     WaitTimeoutError,
 )
@@ -185,35 +190,40 @@ def meet_apart(
 
     Raises:
         WaitTimeoutError: not all members came within the time.
+        AbortedError: a member can't take part.
+        ResourceError: this rank can't, as there are too few descriptors.
         MismatchError: they came with different lists.
         RuntimeUnavailableError: they are on several hosts, and the bootstrap can't join some ranks alone.
     """
     whole.runtime.activate()
     part = topology.part(members)
     key = _key(members, number)
-    control = create_segment(whole.runtime, part.rank, timeout, len(members))
-    with contextlib.ExitStack() as undo:
+    refusals = _Refusals(whole, members, number, give_up)
+    if part.spans_hosts:
+        bootstrap = _subset(whole.bootstrap, members, key)
+        exchange = Exchange(bootstrap, timeout, give_up)
+    # The others are told before they miss what is undone.
+    with contextlib.ExitStack() as undo, exchange.telling() if part.spans_hosts else refusals.telling():
+        control = create_segment(whole.runtime, part.rank, timeout, len(members))
         undo.callback(control.close)
         if part.spans_hosts:
-            bootstrap = _subset(whole.bootstrap, members, key)
-            exchange = Exchange(bootstrap, timeout)
             offered = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
             handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
         else:
             handles = {}
             place = whole.control.rendezvous.invite(key, control.memory.handle)
             undo.callback(whole.control.rendezvous.withdraw, place)
-            _find_handles(handles, whole, members, key, timeout, give_up)
+            _find_handles(handles, whole, members, key, timeout, refusals.check)
         segments: dict[int, ControlSegment] = {}
         for peer, handle in handles.items():
             if peer != part.rank:
-                with mapping_of(members[peer]):
+                with mapping_of(members[peer]), refusals.explaining():
                     segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                 undo.callback(segments[peer].close)
         control.introduce(segments)
         if not part.spans_hosts:
             bootstrap = _mailboxes(part.rank, control, segments)
-            exchange = Exchange(bootstrap, timeout)
+            exchange = Exchange(bootstrap, timeout, refusals.check)
         # All have found all, and mapped all: the invitation goes, and none of the segments can be gone.
         answers = exchange.all_gather((list(members), secrets.token_hex(4)), _PART, "split")
         for peer, (theirs, _) in enumerate(answers):
@@ -262,6 +272,7 @@ def meet_survivors(
         ExcludedError: the others go on without this rank.
         MismatchError: a rank excludes others than this one does.
         PeerLostError: ranks were lost in every attempt.
+        ResourceError: there are too few descriptors. The others go on when they find that this rank has left.
         RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
     """
     whole.runtime.activate()
@@ -281,6 +292,8 @@ def meet_survivors(
                         segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
                         undo.callback(segments[peer].close)
                 joined = True
+            except ResourceError:  # of this rank's own: the others go on without it
+                raise
             except ProxyCCLError:  # a member has ended meanwhile
                 joined = False
             if survivors.all_joined(assembly, joined=joined):
@@ -336,9 +349,60 @@ def _board(whole: Meeting, topology: Topology) -> Board:
     return board()
 
 
-def _key(members: Sequence[int], number: int) -> int:
+class _Refusals:
+    """By which members of a part on one host learn that one of them can't take part. It leaves the reason in its
+    rendezvous, where the others look while they wait for it.
+
+    Args:
+        whole, members, number, give_up: as of `meet_apart`.
+    """
+
+    def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:
+        self._whole, self._give_up = whole, give_up
+        self._key = _key(members, number, "refused")
+        self._others = [member for member in members if member in whole.segments]
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around this rank's part: where that fails, the others are told. What they know already is not repeated.
+
+        Raises:
+            ResourceError: there are too few descriptors.
+        """
+        try:
+            with naming_exhaustion("this rank's part of the split"):
+                yield
+        except CommunicatorError:
+            raise
+        except Exception as error:
+            self._whole.control.rendezvous.refuse(self._key, f"{type(error).__name__}: {error}")
+            raise
+
+    def check(self) -> None:
+        """Raises AbortedError if a member can't take part, and what `give_up` raises."""
+        self._give_up()
+        for member in self._others:
+            reason = self._whole.segments[member].rendezvous.find(self._key)
+            if reason is not None:
+                raise AbortedError(
+                    f"split: rank {member} can't take part: {reason.decode(errors='replace')}",
+                    rank=member,
+                    operation="split",
+                )
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around the mapping of a member's segment, which is gone if that member can't take part."""
+        try:
+            yield
+        except ArgumentError:
+            self.check()
+            raise
+
+
+def _key(members: Sequence[int], number: int, purpose: str = "split") -> int:
     """A name, in 64 bits, of the number-th meeting of these ranks."""
-    digest = hashlib.sha256(repr((sorted(members), number)).encode()).digest()
+    digest = hashlib.sha256(repr((purpose, sorted(members), number)).encode()).digest()
     return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
 
 

@@ -81,7 +81,8 @@ def register(group: Group, array: Any, *, symmetric: bool = False, argument: str
     view = as_view(array, argument, gpu=group.runtime.name)
     if view.device[0] != group.runtime.name:
         raise ArgumentError(argument, f"lies on {view.device[0]}, the communicator uses {group.runtime.name}")
-    return RegisteredMemory.exchange(group, view, symmetric)
+    with group.exchange.telling():
+        return RegisteredMemory.exchange(group, view, symmetric)
 
 
 def deregister(group: Group, array: Any) -> None:

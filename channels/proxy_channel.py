@@ -232,6 +232,7 @@ class HandlerChannel(Channel):
 
 def connect(group: Group, dst: RegisteredMemory, src: RegisteredMemory, peers: list[int]) -> ChannelSet[ProxyChannel]:
     """One channel to each of `peers`. See `Communicator.proxy_channels`."""
-    channels, kept = connect_handles(group, dst, src, peers, 1)
+    with group.exchange.telling():
+        channels, kept = connect_handles(group, dst, src, peers, 1)
     runtime: Runtime = group.runtime
     return ChannelSet(runtime, ProxyChannel, [channels[peer][0] for peer in peers], (kept, dst, src))

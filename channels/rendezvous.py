@@ -17,7 +17,8 @@ from proxyccl.proxy._engine import ffi, lib
 if TYPE_CHECKING:
     from proxyccl.proxy._engine import ProxycclLetterPointer  # the stub's; cffi has no such name
 
-MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS
+_MOST_REFUSALS = 4
+MOST_INVITATIONS: int = lib.PROXYCCL_INVITATIONS - _MOST_REFUSALS
 MOST_DECISIONS: int = lib.PROXYCCL_DECISIONS
 _FIRST_PAUSE_SECONDS = 1e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
@@ -34,6 +35,7 @@ class Rendezvous:
         self._shared = ffi.cast("ProxycclRendezvous *", address)
         self._lock = threading.Lock()
         self._used: set[int] = set()
+        self._refusals = 0
 
     @staticmethod
     def nbytes() -> int:
@@ -71,6 +73,15 @@ class Rendezvous:
         with self._lock:
             lib.proxyccl_invitation_withdraw(self._shared, place)
             self._used.discard(place)
+
+    def refuse(self, key: int, reason: str) -> None:
+        """By the owner: leaves under a key why it does not come. It stays until some later ones take its place."""
+        message = reason.encode()[: lib.PROXYCCL_INVITATION_BYTES]
+        with self._lock:
+            place = MOST_INVITATIONS + self._refusals % _MOST_REFUSALS
+            self._refusals += 1
+            lib.proxyccl_invitation_withdraw(self._shared, place)
+            lib.proxyccl_invite(self._shared, place, key, message, len(message))
 
     def find(self, key: int) -> bytes | None:
         """By a peer: what lies under a key; None if nothing does."""

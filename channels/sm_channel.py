@@ -82,7 +82,8 @@ def connect(
 ) -> ChannelSet[SmChannel]:
     """Channels to `peers`; all ranks call this together. See `Communicator.sm_channels`."""
     pointers = {peer: dst.peer_ptr(peer) for peer in peers}  # refuses before anything is exchanged
-    semaphores = SmSemaphores(group, 1)
+    with group.exchange.telling():
+        semaphores = SmSemaphores(group, 1)
     channels = []
     for number, peer in enumerate(peers):
         handle = ffi.new("ProxycclSmChannel *")

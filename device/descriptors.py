@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import resource
 from collections.abc import Iterator
 
@@ -36,3 +37,15 @@ def naming_exhaustion(what: str) -> Iterator[None]:
         if error.errno not in EXHAUSTED:
             raise
         raise out_of_descriptors(what, error.errno) from None
+
+
+def require_descriptors(count: int) -> None:
+    """Raises OSError unless this process can open so many more. Another thread may take them later."""
+    opened: list[int] = []
+    try:
+        opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+        while len(opened) < count:
+            opened.append(os.dup(opened[0]))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)

@@ -97,13 +97,15 @@ class Collectives:
     def team(self) -> Team:
         """The team of all ranks. Made when first used, by all ranks together."""
         if self._team is None:
-            self._team = Team(self.group)
+            with self.group.exchange.telling():
+                self._team = Team(self.group)
         return self._team
 
     def by_proxy(self) -> ByProxy:
         """This rank's plans. Made when first used, by all ranks together."""
         if self._by_proxy is None:
-            self._by_proxy = ByProxy(self.group)
+            with self.group.exchange.telling():
+                self._by_proxy = ByProxy(self.group)
         return self._by_proxy
 
     def levels(self) -> tuple[Team, Team]:
@@ -115,16 +117,15 @@ class Collectives:
             topology = self.group.topology
             across = [members[topology.local_rank] for members in topology.node_members()]
             inside = topology.node_ranks
-            self._levels = (
-                Team(self.group, members=inside),
-                Team(self.group, members=across),
-            )
+            with self.group.exchange.telling():
+                self._levels = Team(self.group, members=inside), Team(self.group, members=across)
         return self._levels
 
     def flows(self) -> Flows:
         """What transfers between pairs of ranks use. Made when first used, by all ranks together."""
         if self._flows is None:
-            self._flows = Flows(self.group)
+            with self.group.exchange.telling():
+                self._flows = Flows(self.group)
         return self._flows
 
     def scratch(self, nbytes: int) -> Memory:

@@ -79,6 +79,7 @@ class Plans:
         self._changes = 0  # of what is known of arrays
         self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
         self._symmetric = group.symmetric
+        self._exchange = group.exchange
         group.symmetric.listen(self._forget)
 
     def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
@@ -126,7 +127,9 @@ class Plans:
         if plan is None or (guard is not None and not guard.holds):
             # Read first too: replies that come meanwhile are not in the plan.
             settled = all(self._symmetric.is_settled(view) for view in arrays)
-            plan, guard = make_plan(), self._symmetric.guard(arrays)
+            with self._exchange.telling():
+                plan = make_plan()
+            guard = self._symmetric.guard(arrays)
             if settled or isinstance(plan, StreamOperations):  # a plan of the proxy waits for the replies itself
                 self._keep(self._plans, launched, (plan, guard), changes)
             else:

@@ -174,9 +174,10 @@ class ExecutionPlans:
         if source.size == 0:
             return
         resources = self._resources.get(plan.digest)
-        if resources is None:
-            resources = self._resources[plan.digest] = _Resources(group, plan)
-        launch, owners = resources.prepare(source, target, dtype, given)
+        with group.exchange.telling():
+            if resources is None:
+                resources = self._resources[plan.digest] = _Resources(group, plan)
+            launch, owners = resources.prepare(source, target, dtype, given)
         group.launches.launch(launch, stream, (source.owner, target.owner, *owners))
         if key is not None and isinstance(launch, Launch):
             _keep(self._calls, key, _Call(resources, resources.moves, encode_fields(fields), launch))

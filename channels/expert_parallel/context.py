@@ -133,16 +133,17 @@ class DispatchCombineContext:
         quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("expert_quantize.h", "expert_pack") if scale_elements else None
         self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
-        self.workspace = ExpertWorkspace(
-            group,
-            config,
-            layout,
-            blocks=self.blocks,
-            threads=threads,
-            local_combine=local_combine,
-            proxied=proxied,
-            scale_bytes=self._scale_bytes,
-        )
+        with group.exchange.telling():
+            self.workspace = ExpertWorkspace(
+                group,
+                config,
+                layout,
+                blocks=self.blocks,
+                threads=threads,
+                local_combine=local_combine,
+                proxied=proxied,
+                scale_bytes=self._scale_bytes,
+            )
         self.workspace.experts.dropping_ids = dropping_ids
         self.layout = layout
         self.nodes = Nodes(config, group.topology, self.workspace.members)

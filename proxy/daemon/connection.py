@@ -17,6 +17,7 @@ from msgspec import structs
 
 from proxyccl.device import forks
 from proxyccl.device._native import lib as native
+from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import (
     ClosedError,
     ProtocolError,
@@ -74,6 +75,7 @@ class DaemonAddress(Protocol):
 
         Raises:
             RuntimeUnavailableError: there is no such daemon; the message says what to do.
+            ResourceError: there are too few descriptors.
         """
         ...
 
@@ -130,9 +132,11 @@ def introduce(address: str, timeout: float) -> tuple[socket.socket, HelloAnswer]
 
     Raises:
         RuntimeUnavailableError: the daemon does not accept this process.
+        ResourceError: there are too few descriptors.
         OSError, ProtocolError: there is none, or it does not answer.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with naming_exhaustion("a connection to the node daemon"):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         limit_waits(connection, timeout, timeout)
         connection.connect(address)
@@ -170,6 +174,7 @@ def daemon_process(path: Path) -> int:
 
     Raises:
         RuntimeUnavailableError: none answers.
+        ResourceError: there are too few descriptors.
     """
     connection, process = NodeDaemon(path).connect(_HELLO_SECONDS)
     connection.close()
@@ -215,7 +220,7 @@ class DaemonConnection:
 
     Raises:
         RuntimeUnavailableError: there is no daemon, or it does not accept this process.
-        ResourceError: there is no memory for a thread.
+        ResourceError: there are too few descriptors, or there is no memory for a thread.
     """
 
     def __init__(

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from proxyccl.device.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.connection import introduce
@@ -106,7 +107,9 @@ class JobDaemon:
 
     def _start(self, timeout: float) -> bool:
         """Starts the daemon. False if another rank is about to."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        with naming_exhaustion("the socket of the job's own node daemon"):
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with listener:
             try:
                 listener.bind(abstract(self._name))
                 listener.listen(BACKLOG)
@@ -140,11 +143,13 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
 
     Raises:
         RuntimeUnavailableError: it does not start; the message says why.
+        ResourceError: there are too few descriptors.
     """
     if not sys.executable:
         raise _no_daemon("this process does not know its Python interpreter (sys.executable is empty)")
     command = [sys.executable, "-P", str(_PROGRAM), str(listener.fileno())]
-    errors = os.memfd_create("proxyccl-stderr", os.MFD_CLOEXEC)
+    with naming_exhaustion("what the job's own node daemon writes"):
+        errors = os.memfd_create("proxyccl-stderr", os.MFD_CLOEXEC)
     try:
         process = subprocess.Popen(
             [*command, JOB_OPTIONS.encode(options).decode()],
@@ -167,6 +172,8 @@ def _launch(listener: socket.socket, options: JobOptions, timeout: float) -> Non
             words = _text_of(errors).strip() or "it wrote nothing"
             raise _no_daemon(f"it ended while it started, with status {code}: {words}")
     except OSError as error:
+        if error.errno in EXHAUSTED:
+            raise out_of_descriptors("the start of the job's own node daemon", error.errno) from None
         raise _no_daemon(f"cannot start {sys.executable}: {error}") from None
     finally:
         os.close(errors)

@@ -2,25 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+import resource
 import threading
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from proxyccl import AbortedError, Communicator, ResourceError, ThreadBootstrap
-from proxyccl.channels import watcher
+from proxyccl import AbortedError, Communicator, FileBootstrap, ResourceError, ThreadBootstrap
+from proxyccl.channels import exchange, watcher
+from proxyccl.channels.host_links import Listener
 from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.host.runtime import HostRuntime
-from support.running import TIMEOUT
+from proxyccl.proxy.daemon.connection import daemon_process
+from proxyccl.proxy.daemon.job import JobDaemon, JobOptions, new_name
+from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.host_only(reason="descriptors are the host's")
 
 
 def exhausted(*_: Any, **__: Any) -> Any:
     raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def exhausted_on(thread: str, allowed: Any) -> Any:
+    """What finds no descriptor in the threads whose names begin so."""
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        if threading.current_thread().name.startswith(thread):
+            return exhausted()
+        return allowed(*arguments, **options)
+
+    return call
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def test_the_error_names_the_purpose_and_the_limit() -> None:
@@ -36,15 +69,6 @@ def test_the_error_names_the_purpose_and_the_limit() -> None:
 @pytest.mark.parametrize("where", ["own segment", "peers' segments", "watch", "runtime"])
 def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has none left from some step on."""
-
-    def only_rank_1(allowed: Any) -> Any:
-        def call(*arguments: Any, **options: Any) -> Any:
-            if threading.current_thread().name == "rank 1":
-                return exhausted()
-            return allowed(*arguments, **options)
-
-        return call
-
     owner: Any
     owner, name = {
         "own segment": (HostRuntime, "allocate_pinned"),
@@ -52,7 +76,7 @@ def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: py
         "watch": (watcher.os, "pipe"),
         "runtime": (HostRuntime, "create_stream"),
     }[where]
-    monkeypatch.setattr(owner, name, only_rank_1(getattr(owner, name)))
+    monkeypatch.setattr(owner, name, exhausted_on("rank 1", getattr(owner, name)))
     bootstraps = ThreadBootstrap.create(3)
     errors: dict[int, BaseException] = {}
 
@@ -73,3 +97,118 @@ def test_all_ranks_hear_at_once_that_one_has_too_few(where: str, monkeypatch: py
     for rank in (0, 2):
         assert isinstance(errors[rank], AbortedError), errors
         assert "rank 1 can't take part: ResourceError: no descriptor is left" in str(errors[rank])
+
+
+def transfer(comm: Communicator) -> None:
+    with comm.transfers() as transfers:
+        transfers.send(np.ones(10), 1 - comm.rank)
+        transfers.recv(np.ones(10), 1 - comm.rank)
+
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "register": lambda comm: comm.register(np.ones(10)),
+    "sm_channels": lambda comm: comm.sm_channels(comm.register(np.ones(10)), peers=[comm.rank]),
+    "kernel": lambda comm: comm.all_reduce(np.ones(10), algorithm="ring"),
+    "proxy": lambda comm: comm.all_reduce(np.ones(10), algorithm="proxy"),
+    "transfers": transfer,
+    "split": lambda comm: comm.split([1, 0]),
+}
+
+
+@pytest.mark.parametrize("step", ["allocate", "allocate_pinned", "open", "open_pinned", "export"])
+@pytest.mark.parametrize("name", CALLS)
+def test_all_ranks_hear_at_once_that_one_has_too_few_for_a_call(
+    name: str, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            monkeypatch.setattr(HostRuntime, step, exhausted_on("rank-1", getattr(HostRuntime, step)))
+        comm.all_gather_bytes(b"")
+        began, raised = time.monotonic(), None
+        try:
+            CALLS[name](comm)
+        except (ResourceError, AbortedError) as error:
+            raised = error
+        if raised is not None and comm.rank == 1:
+            assert isinstance(raised, ResourceError), raised
+            assert "no descriptor is left" in str(raised)
+        elif raised is not None:
+            assert isinstance(raised, AbortedError), raised
+            assert re.search("rank 1 can't take part: ResourceError: no descriptor|rank 1 ended", str(raised))
+        assert time.monotonic() - began < TIMEOUT / 2
+        monkeypatch.undo()
+        if name == "split":  # by which the communicator does not end
+            comm.all_gather_bytes(b"")
+            comm.split([1, 0]).all_gather_bytes(b"")
+
+    with contextlib.suppress(AbortedError):
+        run_ranks(2, body, proxy="thread")
+
+
+def test_the_communicator_goes_on_where_all_ranks_have_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_limited = threading.Barrier(2)
+    monkeypatch.setattr(exchange, "_TELLING_OPEN_SECONDS", TIMEOUT)  # on a busy machine they come apart
+
+    def body(comm: Communicator) -> None:
+        if comm.rank == 0:
+            monkeypatch.setattr(HostRuntime, "allocate", exhausted_on("rank-", HostRuntime.allocate))
+        all_limited.wait(TIMEOUT)
+        with pytest.raises(ResourceError, match="no descriptor is left"):
+            comm.all_reduce(np.ones(10), algorithm="ring")
+        if all_limited.wait(TIMEOUT) == 0:
+            monkeypatch.undo()
+        comm.all_gather_bytes(b"")
+        assert (comm.all_reduce(np.ones(10), algorithm="ring") == 2).all()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("step", ["allocate_pinned", "open_pinned"])
+def test_the_others_shrink_at_once_without_a_rank_that_has_too_few(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body(comm: Communicator) -> None:
+        comm.all_gather_bytes(b"")
+        if comm.rank == 0:
+            monkeypatch.setattr(HostRuntime, step, exhausted_on("rank-1", getattr(HostRuntime, step)))
+        comm.all_gather_bytes(b"")
+        began = time.monotonic()
+        if comm.rank == 1:
+            with pytest.raises(ResourceError, match="no descriptor is left"):
+                comm.shrink()
+            assert comm.closed
+        else:
+            with comm.shrink() as shrunk:
+                assert shrunk.members == (0, 2)
+                assert time.monotonic() - began < TIMEOUT / 2
+
+    run_ranks(3, body)
+
+
+def test_a_rank_without_descriptors_still_has_messages_for_its_peers(tmp_path: Path) -> None:
+    bootstrap = FileBootstrap(tmp_path / "private", 0, 1)
+    with no_descriptors():
+        for number in range(3):
+            assert bootstrap.all_gather(b"%d" % number, TIMEOUT, lambda: None) == [b"%d" % number]
+        with pytest.raises(ResourceError, match=r"no descriptor is left for the directory .*/other"):
+            FileBootstrap(tmp_path / "other", 0, 1)
+    assert bootstrap.all_gather(b"", TIMEOUT, lambda: None) == [b""]
+
+
+def test_links_to_other_hosts_are_refused_before_peers_wait_for_them() -> None:
+    listener = Listener(0)
+    with no_descriptors():
+        with pytest.raises(ResourceError, match="no descriptor is left for links to 3 ranks of other hosts"):
+            listener.offer(3)
+        with pytest.raises(ResourceError, match="no descriptor is left for links to ranks of other hosts"):
+            Listener(0)
+    assert listener.offer(3).port
+    listener.close()
+
+
+def test_a_daemon_is_not_blamed_for_too_few_descriptors(tmp_path: Path) -> None:
+    daemon = JobDaemon(new_name(), JobOptions(1, None, [0], (0, 0, 1)))
+    with no_descriptors():
+        with pytest.raises(ResourceError, match="no descriptor is left for a connection to the node daemon"):
+            daemon_process(tmp_path / "socket")
+        with pytest.raises(ResourceError, match="no descriptor is left for a connection to the node daemon"):
+            daemon.connect(TIMEOUT)

@@ -49,7 +49,7 @@ def patient() -> None:
 def joined(world_size: int) -> list[dict[int, HostLink]]:
     """The links of ranks that are all on different hosts, by rank."""
     listeners = [Listener(rank) for rank in range(world_size)]
-    offers = [listener.offer for listener in listeners]
+    offers = [listener.offer(1) for listener in listeners]
 
     def join(rank: int) -> dict[int, HostLink]:
         peers = [peer for peer in range(world_size) if peer != rank]
@@ -84,7 +84,7 @@ def heard(link: HostLink) -> ErrorRecord | Presence | str | None:
 
 def call(listener: Listener, hello: bytes) -> socket.socket:
     """Somebody's connection to a listener."""
-    offer = listener.offer
+    offer = listener.offer(1)
     connection = socket.create_connection((offer.addresses[0], offer.port), timeout=TIMEOUT)
     connection.sendall(hello)
     return connection
@@ -95,7 +95,7 @@ def hello(rank: int, token: bytes) -> bytes:
 
 
 def token_of(listener: Listener) -> bytes:
-    return listener.offer.token
+    return listener.offer(1).token
 
 
 def test_each_rank_gets_a_link_to_every_other() -> None:
@@ -136,7 +136,7 @@ def test_a_peer_that_closes_says_goodbye(pair: tuple[HostLink, HostLink]) -> Non
 
 def test_a_peer_that_is_killed_is_lost() -> None:
     listener = Listener(0)
-    program = [sys.executable, "-c", CALLER_THAT_IS_KILLED, OFFER.encode(listener.offer).decode()]
+    program = [sys.executable, "-c", CALLER_THAT_IS_KILLED, OFFER.encode(listener.offer(1)).decode()]
     with subprocess.Popen(program) as process:
         link = listener.join([1], [], TIMEOUT, patient)[1]
         listener.close()
@@ -321,8 +321,8 @@ def test_a_rank_that_nobody_answers_says_what_it_tried() -> None:
 
 def test_many_addresses_of_a_peer_make_one_link() -> None:
     callee, caller = Listener(0), Listener(1)
-    addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer.addresses]  # the first leads nowhere
-    offer = structs.replace(callee.offer, addresses=addresses)
+    addresses = ["240.0.0.1", "127.0.0.1", "127.0.0.2", *callee.offer(1).addresses]  # the first leads nowhere
+    offer = structs.replace(callee.offer(1), addresses=addresses)
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
         links = caller.join([0], [offer], TIMEOUT, patient)
@@ -355,7 +355,7 @@ def test_a_host_that_is_out_of_reach_for_a_moment_is_called_again(when: str, mon
             return super().send(*arguments)
 
     callee, caller = Listener(0), Listener(1)
-    offer = structs.replace(callee.offer, addresses=["127.0.0.1"])
+    offer = structs.replace(callee.offer(1), addresses=["127.0.0.1"])
     monkeypatch.setattr(host_links.socket, "socket", Unreachable)
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(callee.join, [1], [], TIMEOUT, patient)
