@@ -127,11 +127,15 @@ _idle: list[_Helper] = []
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def wait_elsewhere(wait: Callable[[], None]) -> None:
+def wait_elsewhere(wait: Callable[[], None], look: Callable[[], None] | None = None) -> None:
     """Makes a call that waits in C for long, and raises what that raises. For the main thread another thread makes it,
     where it goes on if the main thread is interrupted.
+
+    Args:
+        wait: the call.
+        look: called from time to time meanwhile; it raises to end the wait, in any thread. The call goes on elsewhere.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if look is None and threading.current_thread() is not threading.main_thread():
         wait()
         return
     try:
@@ -139,6 +143,8 @@ def wait_elsewhere(wait: Callable[[], None]) -> None:
     except IndexError:
         helper = _Helper()
     outcome = helper.call(wait)
-    outcome.done.wait()
+    while not outcome.done.wait(None if look is None else SLICE_MS / 1000):
+        if look is not None:
+            look()
     if outcome.error is not None:
         raise outcome.error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +22,7 @@ from proxyccl import (
     Communicator,
     ExchangeError,
     MismatchError,
+    PeerLostError,
     ThreadBootstrap,
     TorchBootstrap,
     WaitTimeoutError,
@@ -189,6 +192,7 @@ def torch_distributed(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     )
     torch = types.ModuleType("torch")
     torch.__dict__["distributed"] = distributed
+    torch.__dict__["cuda"] = types.SimpleNamespace(is_initialized=lambda: False)
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
     return distributed
@@ -217,6 +221,40 @@ def test_a_process_group_must_be_there_and_hold_this_process(torch_distributed: 
     torch_distributed.__dict__["is_initialized"] = lambda: False
     with pytest.raises(ArgumentError, match="init_process_group"):
         TorchBootstrap()
+
+
+class Interrupt(BaseException):
+    """What a signal's handler raises, as Ctrl-C raises KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("how", ["signal", "failure", "time-out"])
+def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed: types.ModuleType) -> None:
+    inside, stuck = threading.Event(), threading.Event()
+
+    def wait_for_ever(out: list[Any], value: Any, group: Group) -> None:
+        inside.set()
+        stuck.wait(4 * TIMEOUT)
+
+    def interrupt(number: int, frame: types.FrameType | None) -> None:
+        raise Interrupt
+
+    def give_up() -> None:
+        if how == "failure" and inside.is_set():
+            raise PeerLostError("rank 1 is gone", rank=0)
+
+    torch_distributed.__dict__["all_gather_object"] = wait_for_ever
+    bootstrap = TorchBootstrap(Group(ThreadBootstrap.create(2)[0]))
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    began = time.monotonic()
+    try:
+        if how == "signal":
+            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises({"signal": Interrupt, "failure": PeerLostError, "time-out": WaitTimeoutError}[how]):
+            bootstrap.all_gather(b"", 0.1 if how == "time-out" else 2 * TIMEOUT, give_up)
+        assert time.monotonic() - began < TIMEOUT
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        stuck.set()
 
 
 class GarblingBootstrap:
