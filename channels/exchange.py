@@ -99,7 +99,7 @@ class Exchange:
         self._ended = True
 
     def _tell(self, error: Exception) -> None:
-        if self._ended:  # its peers heard by its end
+        if self._ended or (self._guard is not None and self._guard[0].inherited):  # its peers heard by its end
             return
         reason = f"{type(error).__name__}: {error}"
         longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
@@ -148,7 +148,12 @@ class Exchange:
         self.all_gather_bytes(b"", purpose)
 
     def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
-        """Every rank's bytes. Raises as `all_gather`, and ConcurrentCallError if another thread is in it."""
+        """Every rank's bytes.
+
+        Raises as `all_gather`, ConcurrentCallError if another thread is in it, and ClosedError in a fork's child.
+        """
+        if self._guard is not None:
+            self._guard[0].require_own_process()
         with self._one_caller.only(purpose):
             return self._all_gather_bytes(data, purpose)
 

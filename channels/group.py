@@ -280,7 +280,8 @@ class Group:
         return self.topology.uses_rdma() or not self.symmetric.offered
 
     def set_timeout(self, seconds: float) -> None:
-        """Changes the bound of every wait from now on; of this rank's alone."""
+        """Changes the bound of every wait from now on; of this rank's alone. Raises ClosedError in a fork's child."""
+        self.failure.require_own_process()
         self.timeout = self.exchange.timeout = seconds
         self.control.set_timeout(seconds)
 

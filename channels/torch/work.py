@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from proxyccl.device import forks
 from proxyccl.torch.errors import as_torch_error, torch_errors
 from proxyccl.torch.unwaited import Unwaited
 
@@ -25,13 +26,18 @@ class _KeptWork(dist.Work):
 
     def __init__(self) -> None:
         super().__init__()
+        self._process = forks.here()
         self._unwaited: Unwaited | None = None
 
     def keep_in(self, unwaited: Unwaited) -> None:
         """Has `forget` of `unwaited` be called when this is waited for."""
         self._unwaited = unwaited
 
-    def _is_waited_for(self) -> None:
+    def _is_waited_for(self, ended: threading.Event) -> None:
+        """At the begin of a wait for `ended`, which no thread of a fork's child sets."""
+        if not ended.is_set():
+            with torch_errors():
+                self._process.require("the call")
         if self._unwaited is not None:
             self._unwaited.forget(self)
 
@@ -69,7 +75,7 @@ class HostWork(_KeptWork):
         Raises:
             RuntimeError: it did not end within the time.
         """
-        self._is_waited_for()
+        self._is_waited_for(self._done)
         seconds = timeout.total_seconds()
         if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
             raise _timed_out(timeout)
@@ -196,7 +202,7 @@ class DeviceWork(_KeptWork):
         Raises:
             RuntimeError: it did not end within the time.
         """
-        self._is_waited_for()
+        self._is_waited_for(self._issued)
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         self._wait_until_issued(deadline, timeout)
         if deadline is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -271,6 +274,54 @@ def test_a_group_can_be_split() -> None:
         part.shutdown()
 
     run(body)
+
+
+def test_a_forks_child_is_refused_and_the_parent_goes_on() -> None:
+    """Also where it waits for a call of the parent's, which no thread of its own ends."""
+    child_has_ended = threading.Barrier(2)
+
+    def refusals(group: Any, pending: Any) -> str:
+        calls = [
+            pending.wait,
+            lambda: all_reduced(group, torch.ones(3)),
+            lambda: group.set_timeout(TIMEOUT),
+            group.abort,
+        ]
+        errors = []
+        for call in calls:
+            try:
+                call()
+                errors.append("no error")
+            except Exception as error:  # the child says what it was
+                errors.append(f"{type(error).__name__}: {error}")
+        group.shutdown()
+        return "\n".join(errors)
+
+    def body(group: Any) -> None:
+        other, tensor = 1 - group.rank(), torch.ones(3)
+        assert all_reduced(group, tensor).tolist() == [2, 2, 2]
+        if group.rank() == 0:
+            pending = group.recv([tensor], other, 0)
+            told, tell = os.pipe()
+            if (child := os.fork()) == 0:
+                signal.alarm(60)
+                os.write(tell, refusals(group, pending).encode())
+                os._exit(0)
+            os.waitpid(child, 0)
+            os.close(tell)
+            with open(told) as answer:
+                errors = answer.read().split("\n")
+            assert len(errors) == 4
+            for error in errors:
+                assert re.match("(DistBackendError: proxyccl: )?ClosedError: .* is a fork of it", error)
+            child_has_ended.wait(TIMEOUT.total_seconds())
+            pending.wait()
+        else:
+            child_has_ended.wait(TIMEOUT.total_seconds())
+            group.send([tensor], other, 0).wait()
+        assert all_reduced(group, torch.ones(3)).tolist() == [2, 2, 2]
+
+    run(body, ranks=2)
 
 
 def test_errors_are_torchs_with_our_texts() -> None:

@@ -70,6 +70,8 @@ def call_everything() -> None:
         comm.drain,
         comm.check,
         lambda: comm.abort("by a child"),
+        lambda: setattr(comm, "timeout", 0.001),
+        lambda: comm.group.exchange.barrier("by a child"),
         lambda: proxy.drain(1.0),
         lambda: proxy.add_plan(None),  # type: ignore[arg-type]  # it is refused first
         comm.runtime.synchronize,
