@@ -40,14 +40,14 @@ def handling(handler: Callable[[], object]) -> Iterator[list[float]]:
         times.append(time.monotonic())
         handler()
 
-    before = signal.signal(signal.SIGUSR1, handle)
-    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR1))
+    before = signal.signal(signal.SIGUSR2, handle)  # SIGUSR1 is the library's own
+    timer = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR2))
     timer.start()
     try:
         yield times
     finally:
         timer.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
 
 
 def interrupt() -> None:

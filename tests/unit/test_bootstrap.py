@@ -244,16 +244,16 @@ def test_a_wait_in_torch_ends_by_what_ends_any_wait(how: str, torch_distributed:
 
     torch_distributed.__dict__["all_gather_object"] = wait_for_ever
     bootstrap = TorchBootstrap(Group(ThreadBootstrap.create(2)[0]))
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    before = signal.signal(signal.SIGUSR2, interrupt)
     began = time.monotonic()
     try:
         if how == "signal":
-            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGUSR2)).start()
         with pytest.raises({"signal": Interrupt, "failure": PeerLostError, "time-out": WaitTimeoutError}[how]):
             bootstrap.all_gather(b"", 0.1 if how == "time-out" else 2 * TIMEOUT, give_up)
         assert time.monotonic() - began < TIMEOUT
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
         stuck.set()
 
 
