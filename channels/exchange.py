@@ -140,8 +140,7 @@ class Exchange:
             return codec.decode(data, f"rank {peer}")
         except ProtocolError as cause:
             error = ExchangeError(f"{purpose}: {cause}", rank=self.rank, peer=peer, operation="bootstrap")
-            self._file(error)
-            raise error from cause
+            raise self._file(error) from cause
 
     def barrier(self, purpose: str) -> None:
         """Waits until all ranks have come here. Raises as `all_gather`."""
@@ -166,8 +165,10 @@ class Exchange:
                 everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
                 self._require_purpose(everyone, purpose, tag)
         except CommunicatorError as error:
-            self._file(error)
-            raise
+            filed = self._file(error)
+            if filed is error:
+                raise
+            raise filed from error
         except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
             if self._guard is not None:
                 self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
@@ -202,6 +203,5 @@ class Exchange:
         message = f"{DIFFERENT_CALL}: this rank and rank {peer} make different calls: {cause}"
         return MismatchError(message, argument=DIFFERENT_CALL, rank=self.rank, peer=peer)
 
-    def _file(self, error: CommunicatorError) -> None:
-        if self._guard is not None:
-            self._guard[0].file_exchange_failure(error)
+    def _file(self, error: CommunicatorError) -> CommunicatorError:
+        return error if self._guard is None else self._guard[0].file_exchange_failure(error)

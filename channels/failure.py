@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from proxyccl.channels.error_record import ErrorRecord, exception_from
 from proxyccl.channels.watcher import Watcher
 from proxyccl.device import forks
 from proxyccl.device._native import lib
-from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, WaitTimeoutError
+from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, ProxyLostError, WaitTimeoutError
 from proxyccl.device.interrupts import raise_interrupt
 from proxyccl.proxy.interface import ProxyFailure
 
@@ -73,6 +74,7 @@ class FailureState:
         self.state = "opening"
         self._process = forks.here()
         self._watcher: Watcher | None = None
+        self._stopped_proxy: Callable[[], str] = str
         self._exception: CommunicatorError | None = None
         self._lock = threading.RLock()  # a signal's handler may ask while it is held
         self.cause = ""
@@ -81,9 +83,15 @@ class FailureState:
     def __str__(self) -> str:
         return self.state
 
-    def watch(self, watcher: Watcher, observer: Observer) -> None:
-        """Begins: from now on failures are passed on to the peers and reported."""
-        self._watcher, self.observer = watcher, observer
+    def watch(self, watcher: Watcher, observer: Observer, stopped_proxy: Callable[[], str]) -> None:
+        """Begins: from now on failures are passed on to the peers and reported.
+
+        Args:
+            watcher: passes failures on.
+            observer: reports them.
+            stopped_proxy: says that the process of this rank's proxy is stopped; empty if it is not.
+        """
+        self._watcher, self.observer, self._stopped_proxy = watcher, observer, stopped_proxy
         self.state = "open"
 
     def close(self) -> None:
@@ -146,7 +154,9 @@ class FailureState:
         with self._lock:
             if self._exception is None:
                 self._pass_on()
-                self._exception = self._of_parent() or exception_from(self._control.record(), self._rank, self.cause)
+                self._exception = self._of_parent() or self._of_stopped_proxy(
+                    exception_from(self._control.record(), self._rank, self.cause)
+                )
         self.observer.annotate(self._exception)
         return self._exception
 
@@ -155,6 +165,22 @@ class FailureState:
         if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
             return None
         return self._parent.exception() if self._parent.aborted else None
+
+    def find_cause(self) -> None:
+        """Finds out now, after a failure, what may not be seen any more when the exception is asked for."""
+        with self._lock:
+            if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
+                self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
+
+    def _of_stopped_proxy(self, error: CommunicatorError) -> CommunicatorError:
+        """The exception for an error. A time-out while this rank's proxy is stopped is the proxy's, for which kernels
+        wait, or for a rank that does.
+        """
+        if not isinstance(error, WaitTimeoutError) or not (stopped := self._stopped_proxy()):
+            return error
+        message = f"the node daemon of this rank is lost: {stopped}; {error}"
+        peer, channel, operation = error.peer, error.channel, error.operation
+        return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
 
     def abort(self, reason: str) -> None:
         """Ends the group on all ranks. Waits for nobody. Raises ClosedError in a fork's child."""
@@ -181,16 +207,25 @@ class FailureState:
         self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field))
         return self.exception()
 
-    def file_exchange_failure(self, error: CommunicatorError) -> None:
-        """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already."""
+    def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
+        """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already.
+
+        Returns the exception to raise: that of a stopped proxy, if that explains why nobody came.
+        """
         if self._control.aborted:
-            return
-        codes = {WaitTimeoutError: lib.PROXYCCL_ERROR_TIMEOUT, MismatchError: lib.PROXYCCL_ERROR_MISMATCH}
+            return error if error is self._exception else self._of_stopped_proxy(error)
+        error = self._of_stopped_proxy(error)
+        codes = {
+            WaitTimeoutError: lib.PROXYCCL_ERROR_TIMEOUT,
+            MismatchError: lib.PROXYCCL_ERROR_MISMATCH,
+            ProxyLostError: lib.PROXYCCL_ERROR_PROXY_LOST,
+        }
         code = codes.get(type(error), lib.PROXYCCL_ERROR_LOCAL)
         self._exception, self.cause = error, str(error)
         self._control.raise_abort(ErrorRecord(code, self._rank, error.peer))
         self._pass_on()
         self.observer.annotate(error)
+        return error
 
     def file_proxy_failure(self, failure: ProxyFailure) -> None:
         """Ends the group because this rank's proxy failed."""

@@ -237,13 +237,21 @@ class Group:
             if (proxy := self.links.proxy_if_started) is not None:  # otherwise no stream waits for it
                 proxy.end_waits()
 
+        def stopped_proxy() -> str:
+            proxy = self.links.proxy_if_started
+            return proxy.stopped() if proxy is not None else ""
+
+        def failed() -> None:
+            self.failure.find_cause()
+            observer.failed()
+
         self._watcher = Watcher(
             self.rank,
             self.control,
             self._segments,
             self._meeting.pids,
             self._host_links,
-            on_abort=observer.failed,
+            on_abort=failed,
             each_turn=each_turn,
             end_waits=end_waits,
             on_error=lambda error: self.failure.abort(f"its watcher has failed: {type(error).__name__}: {error}"),
@@ -251,7 +259,7 @@ class Group:
             members=self._meeting.members,
         )
         self._aftermath.begin()
-        self.failure.watch(self._watcher, observer)
+        self.failure.watch(self._watcher, observer, stopped_proxy)
         self.exchange.guard(self.failure, self._watcher)
         with _open_lock:
             orphan = self._parent is not None and self._parent.failure.closed
@@ -449,16 +457,15 @@ class Group:
             for other in others:
                 other._watcher.announce(Presence.PRESENT)
 
-    def _late(self, peer: int, operation: str, what: str, timeout: float) -> WaitTimeoutError:
+    def _late(self, peer: int, operation: str, what: str, timeout: float) -> CommunicatorError:
         """Ends the group as a peer did not do something in time. Returns the exception."""
-        error = WaitTimeoutError(
+        late = WaitTimeoutError(
             f"{operation}: rank {peer} did not {what} within {timeout:g} s",
             rank=self.rank,
             peer=peer,
             operation=operation,
         )
-        self.failure.file_exchange_failure(error)
-        return error
+        return self.failure.file_exchange_failure(late)
 
     def _wait_at_exit(self, deadline: float) -> None:
         """Waits for the peers, then ends this group. Where one stays away the report says so: nobody catches errors."""

@@ -194,7 +194,7 @@ class PeerLinks:
             **options.rings(self._exchange.world_size),
             on_failure=self._failure.file_proxy_failure,
             description=self._description,
-            timeout=self._exchange.timeout,
+            timeout=lambda: self._exchange.timeout,
             name=f"proxyccl-{self._exchange.rank}",
             address=address,
             takes_private=self._takes_private,

@@ -185,13 +185,12 @@ class PlanMemories:
         while (found := symmetric.memories_at_peers(announced)) is None:
             failure.check()
             if time.monotonic() > deadline:
-                error = WaitTimeoutError(
+                late = WaitTimeoutError(
                     f"a peer's proxy did not map an array within {self._group.timeout:g} s",
                     rank=self._group.rank,
                     operation="map for plans",
                 )
-                failure.file_exchange_failure(error)
-                raise error
+                raise failure.file_exchange_failure(late)
             symmetric.update()  # peers may wait for this rank alike
             time.sleep(_POLL_SECONDS)
         return found

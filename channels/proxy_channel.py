@@ -142,7 +142,7 @@ class ProxyChannel(Channel):
             return count() >= value
 
         if not any(found() for _ in range(_SPINS)) and not wait_at_most(found, deadline, failure.check):
-            error = WaitTimeoutError(
+            late = WaitTimeoutError(
                 f"rank {self._group.rank} waited too long on the CPU for {what} on channel {self.id}: expected "
                 f"{value}, saw {count()}",
                 rank=self._group.rank,
@@ -150,8 +150,7 @@ class ProxyChannel(Channel):
                 channel=self.id,
                 operation=operation,
             )
-            failure.file_exchange_failure(error)
-            raise error
+            raise failure.file_exchange_failure(late)
 
     def _signalled(self) -> int:
         word = engine.cast("uint64_t *", self._group.control.semaphore_host(self.id))

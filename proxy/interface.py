@@ -403,6 +403,10 @@ class Proxy(Protocol):
         """
         ...
 
+    def stopped(self) -> str:
+        """That the proxy's process is stopped by a signal, in words; empty if it is not, or if it is this process."""
+        ...
+
     def end_waits(self) -> None:
         """Ends the waits of streams for plans and their stages. For after a failure, when no worker does it."""
         ...

@@ -331,6 +331,10 @@ class ProxyService:
         reason = f"{what}, and a stream has waited for {timeout:g} s"
         self._fail(ProxyFailure(native.PROXYCCL_ERROR_PROXY_LOST, slowest, None, errno.ETIMEDOUT, reason))
 
+    def stopped(self) -> str:
+        """Empty: it is in this process."""
+        return ""
+
     def end_waits(self) -> None:
         """See `Proxy.end_waits`."""
         self._shared.end_waits()

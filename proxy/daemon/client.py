@@ -78,7 +78,7 @@ class DaemonClient:
         idle: what idle threads in this process do; the daemon's threads have the daemon's policy.
         on_failure: called in a thread of this object when a worker ends on an error and when the daemon is lost.
         description: the rank, for observers and the daemon's log.
-        timeout: seconds that the daemon may take for an answer.
+        timeout: gives the seconds that the daemon may take for an answer.
         address: of the daemon; None for the node daemon at the default socket.
         takes_private: whether memory that the daemon can't map may be the source of copies, by a service in this
             process; otherwise it is refused.
@@ -107,7 +107,7 @@ class DaemonClient:
         on_failure: Callable[[ProxyFailure], None],
         name: str = "proxyccl",
         description: Description | None = None,
-        timeout: float = 30.0,
+        timeout: Callable[[], float] = lambda: 30.0,
         address: DaemonAddress | None = None,
         takes_private: bool = False,
     ) -> None:
@@ -154,7 +154,7 @@ class DaemonClient:
                 ring_per_connection,
             )
             descriptors = [shared.descriptor, *(fifo.pinned.descriptor for fifo in self.fifos)]
-            opened = self._daemon.ask(request, Opened, takes=timeout, descriptors=descriptors)  # may open a device
+            opened = self._daemon.ask(request, Opened, takes=timeout(), descriptors=descriptors)  # may open a device
             self._observed = _open_observed(opened.observed, threads)
         except ProxyCCLError:
             self._daemon.hang_up()
@@ -241,6 +241,10 @@ class DaemonClient:
         """Loses the daemon, as `Proxy.check_turns` fails a proxy. Handlers run elsewhere, and hold up no plan."""
         if self._daemon.is_open and self._turns.look_for_streams() > timeout:
             self._daemon.give_up(f"has run none of the proxy for {timeout:g} s while a stream waited")
+
+    def stopped(self) -> str:
+        """See `Proxy.stopped`."""
+        return self._daemon.stopped()
 
     def end_waits(self) -> None:
         """Ends the waits of streams for plans and their stages, for after a failure."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.protocol import (
@@ -27,10 +29,10 @@ class DaemonRdma:
     Args:
         daemon: the connection to the daemon, which opens a device for it.
         request: which device.
-        timeout: seconds that the registration of memory may take.
+        timeout: gives the seconds that the registration of memory may take.
     """
 
-    def __init__(self, daemon: DaemonConnection, request: OpenRdma, timeout: float) -> None:
+    def __init__(self, daemon: DaemonConnection, request: OpenRdma, timeout: Callable[[], float]) -> None:
         self._daemon = daemon
         self._timeout = timeout
         daemon.ask(request, Done)
@@ -55,7 +57,7 @@ class DaemonRdma:
         """Lets peers reach memory of this process, which the daemon maps."""
         if not handle:
             raise ArgumentError("memory", "the node daemon reaches memory by a handle alone, and this has none")
-        exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout)
+        exposed = self._daemon.ask(Expose(handle, nbytes, transport), Exposed, takes=self._timeout())
         return RdmaMemory(
             transport, exposed.address, exposed.key, exposed.local_key, exposed.copied, owner=exposed.number
         )

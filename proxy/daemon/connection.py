@@ -60,6 +60,7 @@ _MARGIN = 10.0  # seconds that an answer may take beside what was asked for
 _HELLO_SECONDS = 10.0
 _LOOK_SECONDS = 0.05  # between two looks at the workers' turns
 _DAEMON = "the node daemon"
+_STOPPED = "is stopped, and SIGCONT lets it go on"
 
 A = TypeVar("A", bound=Reply)
 
@@ -208,7 +209,8 @@ class DaemonConnection:
     """Requests to a daemon, from any thread, one at a time. A thread reads what the daemon sends.
 
     Args:
-        timeout: seconds that the daemon may take for an answer, up to 10, beside what the request itself takes.
+        timeout: gives the seconds that the daemon may take for an answer, up to 10, beside what the request itself
+            takes.
         name: of the thread.
         on_failure: called, in that thread, when a worker fails and when the daemon is lost.
         address: of the daemon; None for the node daemon at the default socket. `hang_up` closes it.
@@ -225,7 +227,7 @@ class DaemonConnection:
 
     def __init__(
         self,
-        timeout: float,
+        timeout: Callable[[], float],
         name: str,
         on_failure: Callable[[ProxyFailure], None],
         address: DaemonAddress | None = None,
@@ -239,7 +241,7 @@ class DaemonConnection:
         self._closed = False
         self._process = forks.here()
         self.address = address or NodeDaemon(socket_path())
-        self._socket, self.daemon = self.address.connect(timeout)
+        self._socket, self.daemon = self.address.connect(timeout())
         forks.keep_from_children(self._socket)
         self.daemon_started = start_of(self.daemon)
         self._reader = Thread(
@@ -305,7 +307,7 @@ class DaemonConnection:
         number = next(self._numbers)
         try:
             send(self._socket, REQUESTS, structs.replace(request, request=number), descriptors)
-            return self._answer_to(number, takes + min(self._timeout, _MARGIN), turns)
+            return self._answer_to(number, takes + min(self._timeout(), _MARGIN), turns)
         except BrokenPipeError:
             self._reader.join(_MARGIN)  # it finds out why
         except (OSError, queue.Empty) as error:
@@ -320,7 +322,7 @@ class DaemonConnection:
             try:
                 answer = self._answers.get(timeout=left if turns is None else min(left, _LOOK_SECONDS))
             except queue.Empty:
-                if turns is None or left == 0 or turns.look() > self._timeout:
+                if turns is None or left == 0 or turns.look() > self._timeout():
                     raise
                 continue
             if answer is None or answer.request in (None, number):
@@ -358,8 +360,12 @@ class DaemonConnection:
 
     def give_up(self, what: str) -> None:
         """Loses a daemon that lives, or may live. `what` it does, or does not do, follows the name of its process."""
-        stopped = "; it is stopped, and SIGCONT lets it go on" if is_stopped(self.daemon) else ""
+        stopped = f"; it {_STOPPED}" if is_stopped(self.daemon) else ""
         self._lose(f"process {self.daemon} {what}{stopped}")
+
+    def stopped(self) -> str:
+        """See `Proxy.stopped`; empty too if the daemon is lost."""
+        return f"process {self.daemon} {_STOPPED}" if self.is_open and is_stopped(self.daemon) else ""
 
     def close_service(self, timeout: float, turns: TurnWatch) -> bool:
         """Has the daemon drain the rings and free all that it was given, and hangs up.
@@ -382,6 +388,6 @@ class DaemonConnection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._reader is not threading.current_thread():
-            self._reader.join(self._timeout)
+            self._reader.join(self._timeout())
         self._socket.close()
         self.address.close()

@@ -48,7 +48,7 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> Iterator[Daemon]:
     own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     monkeypatch.setattr(NodeDaemon, "connect", lambda self, timeout: (own, os.getpid()))
     failures: list[ProxyFailure] = []
-    client = DaemonConnection(5.0, "test", failures.append)
+    client = DaemonConnection(lambda: 5.0, "test", failures.append)
     with theirs:
         yield Daemon(theirs, client, failures)
         client.hang_up()

@@ -38,7 +38,7 @@ from support.observing import wait_for
 from support.paths import EXAMPLES, PROGRAMS
 from support.processes import run_processes
 from support.ranks import Ranks
-from support.running import TIMEOUT, run_alone, run_mpi, run_ranks
+from support.running import TIMEOUT, impatient, run_alone, run_mpi, run_ranks
 from support.span_calls import SpanCalls
 
 PROGRAM = PROGRAMS / "failure.py"
@@ -58,6 +58,14 @@ extern "C" __global__ void take_signals(DeviceHandle<ProxyChannel> channel, int 
 }
 extern "C" __global__ void leave_memory(DeviceHandle<ProxyChannel> channel) { channel.put(0, 1 << 20, 64); }
 extern "C" __global__ void flush(ProxyChannelDeviceHandle channel) { channel.flush(); }
+extern "C" __global__ void put_and_flush(DeviceHandle<ProxyChannel> channel) {
+  channel.put(0, 0, 64);
+  channel.flush();
+}
+extern "C" __global__ void signal_and_wait(DeviceHandle<ProxyChannel> channel) {
+  channel.signal();
+  channel.wait();
+}
 """
 
 
@@ -416,6 +424,76 @@ def test_a_stopped_daemon_ends_the_waits_of_streams_at_the_time_out(own_daemon: 
     assert all(isinstance(error, ProxyLostError) for error in errors), errors
     reason = f"process {own_daemon.process.pid} has run none of the proxy for 3 s while a stream waited; it is stopped"
     assert any(reason in str(error) for error in errors), errors
+
+
+WAITS = {
+    "flush": lambda comm, kernels, channel: kernels.put_and_flush(1, 1, channel),
+    "room in the trigger ring": lambda comm, kernels, channel: kernels.put_signals(1, 1, channel, 500),
+    "a signal (ProxyChannel)": lambda comm, kernels, channel: kernels.signal_and_wait(1, 1, channel),
+    "a signal, on the CPU": lambda comm, kernels, channel: channel.wait(),
+    "a barrier": lambda comm, kernels, channel: comm.all_gather_bytes(b"") if comm.rank else channel.wait(),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_for_a_stopped_daemon_ends_by_its_loss(daemon: RunningDaemon, wait: str) -> None:
+    def body(comm: Communicator) -> tuple[BaseException | None, BaseException | None]:
+        channels = comm.proxy_channels(comm.empty(256, "uint8"))
+        kernels = comm.compile(KERNELS)
+        impatient(comm)
+        if comm.rank == 0:
+            stopped.enter_context(daemon.stopped())
+        comm.all_gather_bytes(b"")
+
+        def call() -> None:
+            WAITS[wait](comm, kernels, channels[0])
+            comm.synchronize()
+
+        error = caught(call)
+        failed.wait()  # it is stopped until both ranks have heard; what is asked later says the same
+        stopped.close()
+        closing = time.monotonic()
+        again = caught(comm.barrier)
+        comm.close()
+        assert time.monotonic() - closing < TIMEOUT / 2
+        return error, again
+
+    failed = threading.Barrier(2)
+    with contextlib.ExitStack() as stopped:
+        errors = run_ranks(2, body, fifo_size=64)
+    assert all(isinstance(error, ProxyLostError) for both in errors for error in both), errors
+    assert any(f"process {daemon.process.pid} is stopped" in str(error) for error, _ in errors), errors
+
+
+def test_a_failure_that_nobody_has_asked_for_is_still_that_of_the_daemon_that_goes_on(daemon: RunningDaemon) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        (channel,) = comm.proxy_channels(comm.empty(256, "uint8"), peers=[0])
+        stream = comm.runtime.create_stream()
+        impatient(comm)
+        with daemon.stopped():
+            comm.compile(KERNELS, "put_and_flush")(1, 1, channel, stream=stream)
+            wait_for(lambda: comm.group.failure.aborted, "the kernel gives up")
+            stream.synchronize()
+            wait_for(lambda: comm.group.failure._exception is not None, "the watcher has a look")
+        return caught(lambda: comm.synchronize(stream))
+
+    (error,) = run_ranks(1, body)
+    assert isinstance(error, ProxyLostError), error
+
+
+def test_requests_to_a_stopped_daemon_end_by_a_time_out_that_was_shortened(daemon: RunningDaemon) -> None:
+    def body(comm: Communicator) -> BaseException | None:
+        comm.proxy_channels(comm.empty(256, "uint8"), peers=[0])
+        impatient(comm)
+        memory = comm.empty(256, "uint8")
+        with daemon.stopped():
+            started = time.monotonic()
+            error = caught(lambda: comm.proxy_channels(memory, peers=[0]))
+            assert time.monotonic() - started < 8  # the longest time for an answer is 10 s
+        return error
+
+    (error,) = run_ranks(1, body)
+    assert isinstance(error, ProxyLostError), error
 
 
 def test_a_daemon_that_is_stopped_for_less_than_the_time_out_is_not_lost(own_daemon: RunningDaemon) -> None:

@@ -177,8 +177,8 @@ def test_a_failed_transfer_of_a_part_tells_the_peer_that_was_lost(pair: tuple[Ho
     part = FailureState(1, segments[1], whole)
     watcher = Watcher(1, segments[0], {}, {}, {0: pair[1]})
     watcher_of_part = Watcher(1, segments[1], {}, {}, {}, parent=watcher, members=[0, 1])
-    whole.watch(watcher, whole.observer)
-    part.watch(watcher_of_part, part.observer)
+    whole.watch(watcher, whole.observer, str)
+    part.watch(watcher_of_part, part.observer, str)
     pair[0]._socket.close()
     part.file_proxy_failure(ProxyFailure(lib.PROXYCCL_ERROR_TRANSPORT, 0, None, -5, "the write failed", peer=0))
     for state in (whole, part):
