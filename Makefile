@@ -85,12 +85,14 @@ test-faults: $(VENV)/.installed
 	  --report build/faults-$(SEED)-$(COUNT)$(if $(HOSTS),-hosts).txt
 
 # RDMA, in a virtual machine with Soft-RoCE. Where that can't be had it is skipped, unless PROXYCCL_REQUIRE_RDMA is 1.
+# In there root runs the tests, who does not take another user's kernels: so it copies them.
+WITH_RDMA_CACHE = sh -c 'cp -r build/rdma-cache /run && PROXYCCL_CACHE=/run/rdma-cache exec "$$0" "$$@"'
 test-rdma: $(VENV)/.installed
 	@if reason=$$($(BIN)/python $(SOFT_ROCE)/fetch_machine.py build/soft-roce); then \
 	  $(BIN)/python tests/support/fetch_fabric.py build/fabric; \
-	  export PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache && $(BIN)/python $(SOFT_ROCE)/kernels.py && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
-	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- env PROXYCCL_CACHE=$$PROXYCCL_CACHE $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
+	  PROXYCCL_CACHE=$(CURDIR)/build/rdma-cache $(BIN)/python $(SOFT_ROCE)/kernels.py && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --cores $(RDMA_CORES) -- $(WITH_RDMA_CACHE) $(BIN)/pytest $(RDMA_PYTEST) tests/rdma/soft_roce && \
+	  $(BIN)/python $(SOFT_ROCE)/machine.py --nodes 2 --cores 1 -- $(WITH_RDMA_CACHE) $(BIN)/python tests/rdma/soft_roce/two_machines.py; \
 	elif [ $$? = 2 ] && [ "$$PROXYCCL_REQUIRE_RDMA" != 1 ]; then \
 	  echo "test-rdma is skipped: $$reason"; \
 	else \
