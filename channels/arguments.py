@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.memory import allocate
+from proxyccl.channels.memory import allocate, require_room
 from proxyccl.device.arrays import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer, find_integer
+from proxyccl.device.integers import as_integer, find_integer, find_items
 
 LONGEST_TIME = 1e9
 """Seconds: what kernels count in 64-bit nanoseconds, with room to spare."""
@@ -29,7 +28,7 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
     view = as_view(x, argument, gpu=runtime.name)
     here = f"the communicator uses {runtime.name}:{runtime.device}"
     if view.device[0] != runtime.name or view.device[1] not in (-1, runtime.device):
-        raise ArgumentError(argument, f"the array lies on {view.device[0]}:{view.device[1]}, {here}")
+        raise ArgumentError(argument, f"the array lies on {view.place}, {here}")
     if view.device[1] == -1 and view.nbytes and (device := runtime.pointer_device(view.ptr)) != runtime.device:
         raise ArgumentError(argument, f"the array lies on device {device}, {here}")
     if view.ptr % view.dtype.itemsize:
@@ -61,6 +60,7 @@ def output_view(
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
     """A new array for a result: torch's where the argument was, numpy's for arrays of the host, else one of `empty`."""
+    require_room(shape, source.dtype)
     owner = source.owner
     if hasattr(owner, "new_empty"):  # a torch tensor
         return owner.new_empty(shape)
@@ -109,10 +109,11 @@ def as_rank(world_size: int, rank: Any, argument: str) -> int:
 
 def as_ranks(world_size: int, ranks: Any, argument: str) -> list[int]:
     """Different ranks that a caller names, in the caller's order. Raises ArgumentError for anything else."""
-    if not isinstance(ranks, Iterable):
+    given = find_items(ranks)
+    if given is None:
         raise ArgumentError(argument, f"expected ranks, not {ranks!r}")
     members: list[int] = []
-    for rank in ranks:
+    for rank in given:
         member = find_integer(rank)
         if member is None or not 0 <= member < world_size:
             raise ArgumentError(argument, f"{rank!r} is not a rank; expected 0 to {world_size - 1}")

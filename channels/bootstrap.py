@@ -19,6 +19,9 @@ from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutErro
 from proxyccl.device.integers import as_integer
 from proxyccl.device.interrupts import wait_elsewhere
 
+MOST_RANKS = 1 << 20
+"""Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
+
 
 class Bootstrap(Protocol):
     """Joins `world_size` ranks. All of them make the same calls in the same order.
@@ -61,9 +64,11 @@ def require_place(rank: object, world_size: object) -> tuple[int, int]:
     """A rank's number and the number of ranks, as plain integers; also from numpy's.
 
     Raises:
-        ArgumentError: one is not an integer, `world_size` is below 1, or there is no rank of that number.
+        ArgumentError: one is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or there is no rank of that
+            number.
     """
-    size = as_integer(world_size, "world_size", "must be a positive integer", 1)
+    expected = f"must be an integer from 1 to {MOST_RANKS}"
+    size = as_integer(world_size, "world_size", expected, 1, MOST_RANKS)
     return as_integer(rank, "rank", f"must be an integer from 0 to {size - 1}", 0, size - 1), size
 
 
@@ -346,6 +351,7 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     if value is None:
         return MpiBootstrap(), True
     if hasattr(value, "all_gather") and hasattr(value, "world_size"):
+        require_place(getattr(value, "rank", None), value.world_size)
         return value, False
     module = type(value).__module__.split(".")[0]
     if module == "mpi4py":

@@ -41,6 +41,7 @@ from proxyccl.device.arrays import Array
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike
+from proxyccl.device.texts import require_text, require_texts
 from proxyccl.proxy.fabric.options import FabricOptions
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.thread import IdlePolicy
@@ -66,6 +67,11 @@ def timeout_from(value: float | None) -> float:
         except ValueError:
             raise ArgumentError("PROXYCCL_TIMEOUT", f"must be a number of seconds, not {text!r}") from None
     return as_seconds(value, "timeout", "must be a positive number of seconds")
+
+
+def _require_instance(argument: str, value: object, kind: type) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise ArgumentError(argument, f"must be an object of {kind.__name__} or None, not {value!r}")
 
 
 class Communicator:
@@ -138,6 +144,11 @@ class Communicator:
         cta_policy: str | None = None,
         linger: float | None = None,
     ) -> None:
+        _require_instance("idle", idle, IdlePolicy)
+        _require_instance("rdma", rdma, RdmaOptions)
+        _require_instance("fabric", fabric, FabricOptions)
+        if not isinstance(runtime, str | None) and not hasattr(runtime, "activate"):
+            raise ArgumentError("runtime", f"must be a name, a Runtime or None, not {runtime!r}")
         policy = requested_policy(cta_policy)
         proxy_options = ProxyOptions(requested_place(proxy), fifos, proxy_threads, fifo_size, idle, proxy_cores)
         bounded = timeout_from(timeout)
@@ -539,8 +550,8 @@ class Communicator:
         self._group.failure.require_usable()
         module: Module = self.runtime.compile(
             source,
-            options=tuple(options),
-            include_dirs=tuple(include_dirs),
+            options=require_texts(options, "options"),
+            include_dirs=require_texts(include_dirs, "include_dirs"),
             control=self._group.control.device_pointer,
         )
         kernel_or_module: Kernel | Module = module if name is None else module[name]
@@ -956,11 +967,14 @@ class Communicator:
             purpose: what the exchange is for, in words; the same on all ranks.
 
         Raises:
+            ArgumentError: `data` is not bytes, or `purpose` not a text.
             WaitTimeoutError: not all ranks came within the time-out.
             MismatchError: a rank came for another purpose, or has closed the communicator.
         """
         self._group.failure.require_usable()
-        return self._group.exchange.all_gather_bytes(data, purpose)
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ArgumentError("data", f"must be bytes, not {type(data).__name__}")
+        return self._group.exchange.all_gather_bytes(bytes(data), require_text(purpose, "purpose"))
 
     def drain(self) -> None:
         """Waits until this rank's proxy has moved all that kernels which have ended asked for.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ from proxyccl.channels.symmetric import Announced
 from proxyccl.device.arrays import Array, ArrayView, as_view
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
-from proxyccl.device.integers import as_integer, find_integer
+from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message, Uint32, Uint64
 from proxyccl.proxy.interface import RdmaMemory
@@ -48,21 +48,25 @@ _OFFER = Codec(_Offer, 1 << 20, "memory offer")
 _IDS = Codec[dict[int, Uint32]](dict[int, Uint32], 1 << 20, name="memory ids")
 
 
+def require_room(shape: tuple[int, ...], dtype: DType) -> None:
+    """Raises ResourceError for an array that no memory has room for."""
+    if dtype.itemsize * math.prod(shape) > MOST_BYTES or any(n > MOST_BYTES for n in shape):
+        raise ResourceError(f"can't allocate {shape} of {dtype}: no memory has more than {MOST_BYTES} bytes")
+
+
 def allocate(group: Group, shape: int | Sequence[int], dtype: Any, *, symmetric: bool = False) -> Array:
     """A new array in device memory, which peers' kernels may reach if it is symmetric. See `Communicator.empty`."""
     group.failure.require_usable()
-    single = find_integer(shape) is not None or not isinstance(shape, Iterable)
-    extents: Any = [shape] if single else shape
-    found = [find_integer(n) for n in extents]
-    dims = tuple(n for n in found if n is not None)
-    if len(dims) < len(found):
+    given = find_extents(shape)
+    found = None if given is None else [find_integer(n) for n in given]
+    dims = tuple(n for n in found or () if n is not None)
+    if found is None or len(dims) < len(found):
         raise ArgumentError("shape", f"must be an integer or a sequence of integers, not {shape!r}")
     if any(n < 0 for n in dims):
         raise ArgumentError("shape", f"dimensions can't be negative: {dims}")
     element: DType = as_dtype(dtype)
+    require_room(dims, element)
     nbytes = element.itemsize * math.prod(dims)
-    if nbytes > MOST_BYTES or any(n > MOST_BYTES for n in dims):
-        raise ResourceError(f"can't allocate {dims} of {element}: no memory has more than {MOST_BYTES} bytes")
     take = group.symmetric.allocate if symmetric else group.runtime.allocate
     array = Array(group.runtime, take(max(nbytes, 1)), dims, element)
     array.identity = object()

@@ -44,21 +44,24 @@ class ProxyOptions:
     cores: str | None
 
     def __post_init__(self) -> None:
-        require_rings(self.threads if self.fifos == "peer" else self.fifos, self.threads)
+        require_rings(self.threads if self._by_peer else self.fifos, self.threads)
         require_ring_size(self.fifo_size)
         for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon take Python's own integers
             if (number := find_integer(getattr(self, name))) is not None:
                 object.__setattr__(self, name, number)
 
+    @property
+    def _by_peer(self) -> bool:
+        return isinstance(self.fifos, str) and self.fifos == "peer"
+
     def rings(self, world_size: int) -> dict[str, Any]:
         """The options of a proxy of a communicator of that size that concern rings and threads."""
-        by_peer = self.fifos == "peer"
-        fifos = min(MAX_RINGS, max(self.threads, world_size)) if by_peer else self.fifos
+        fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
         return {
             "fifos": fifos,
             "threads": self.threads,
             "fifo_size": self.fifo_size,
-            "ring_per_connection": by_peer,
+            "ring_per_connection": self._by_peer,
             "idle": self.idle,
         }
 

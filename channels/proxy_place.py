@@ -69,7 +69,7 @@ def requested_place(argument: str | None) -> Where | None:
     if argument is None:
         return None
     for place in PLACES:
-        if argument == place:
+        if isinstance(argument, str) and argument == place:
             return place
     raise ArgumentError(name, f"{argument!r} is none of {', '.join(map(repr, PLACES))}")
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import structs
 
 from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
-from proxyccl.device.integers import find_integer
+from proxyccl.device.integers import find_integer, find_items
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.hosts import host_name
@@ -278,12 +278,15 @@ def encode_choice(choice: TransportChoice, world_size: int) -> str:
     if isinstance(choice, str):
         choice = {(a, b): choice for a in range(world_size) for b in range(a + 1, world_size)} or {(0, 1): choice}
     pairs: dict[tuple[int, int], str] = {}
+    if not isinstance(choice, Mapping):
+        raise ArgumentError(argument, f"must be a name, or a dict of names by pairs of ranks, not {choice!r}")
     for pair, name in choice.items():
-        if name not in TRANSPORTS:
+        if not isinstance(name, str) or name not in TRANSPORTS:
             raise ArgumentError(argument, f"{name!r} is none of {', '.join(TRANSPORTS)}")
-        ranks = sorted(rank for rank in map(find_integer, pair) if rank is not None and rank >= 0)
-        if len(pair) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
-            raise ArgumentError(argument, f"{pair!r} is no pair of different ranks")
+        given = [find_integer(rank) for rank in find_items(pair) or ()]
+        ranks = sorted(rank for rank in given if rank is not None and 0 <= rank < max(world_size, 2))
+        if len(given) != 2 or len(ranks) != 2 or ranks[0] == ranks[1]:
+            raise ArgumentError(argument, f"{pair!r} is not a pair of different ranks of this communicator")
         pairs[ranks[0], ranks[1]] = name
     return _CHOICE.encode(sorted((*pair, name) for pair, name in pairs.items())).decode()
 

@@ -35,6 +35,12 @@ class ArrayView:
         return math.prod(self.shape)
 
     @property
+    def place(self) -> str:
+        """Its device in words: "cuda:1", or "cuda" where the exporter does not say which one."""
+        runtime, number = self.device
+        return runtime if number == -1 else f"{runtime}:{number}"
+
+    @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.size * self.dtype.itemsize

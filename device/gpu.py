@@ -45,6 +45,7 @@ from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names, kernels_of_image, text_with_exports
 from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.texts import require_text, require_texts
 from proxyccl.device.unused_memory import UnusedMemory
 
 
@@ -293,6 +294,8 @@ class GpuRuntime:
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
     ) -> Module:
         """Compiles kernels for this device's architecture."""
+        require_text(source, "source")
+        options, include_dirs = require_texts(options, "options"), require_texts(include_dirs, "include_dirs")
         compiler, extra = self.driver.compiler, (*(f"-I{directory}" for directory in include_dirs), *options)
         full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
 

@@ -10,12 +10,28 @@ from proxyccl.device.errors import ArgumentError
 
 def find_integer(value: Any) -> int | None:
     """The number that an object with ``__index__`` stands for, else None. True and False are not numbers here."""
-    if isinstance(value, bool):
+    if type(value) is int:
+        return value
+    # A tensor of bool has an index, which numpy's do not.
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool":
         return None
     try:
         return operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # the second is torch's for a tensor without values
         return None
+
+
+def find_items(value: Any) -> list[Any] | None:
+    """What a collection that a caller gave holds, in its order; None if the caller gave something else."""
+    try:
+        return list(value)
+    except TypeError:  # also of an array of no dimensions, which has __iter__ all the same
+        return None
+
+
+def find_extents(value: Any) -> list[Any] | None:
+    """What a caller gave as a shape: a number alone, or a collection. None for anything else."""
+    return [value] if find_integer(value) is not None else find_items(value)
 
 
 def as_integer(value: Any, argument: str, expected: str, lowest: int, highest: int | None = None) -> int:

@@ -7,7 +7,7 @@ kernel takes, or refused by position, before anything is launched.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ from proxyccl.device.arrays import as_view
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.in_flight import InFlight
-from proxyccl.device.integers import as_integer, find_integer
+from proxyccl.device.integers import as_integer, find_extents, find_integer
 
 if TYPE_CHECKING:
     from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
@@ -30,7 +30,7 @@ Shape = int | Sequence[int]
 
 def _dimensions(shape: Shape, argument: str) -> tuple[int, int, int]:
     expected = "must be one to three positive 32-bit integers"
-    given = [shape] if find_integer(shape) is not None or not isinstance(shape, Iterable) else list(shape)
+    given = find_extents(shape) or []
     if not 1 <= len(given) <= 3:
         raise ArgumentError(argument, f"{expected}, not {shape!r}")
     x, y, z = [as_integer(extent, argument, expected, 1, (1 << 32) - 1) for extent in (*given, 1, 1)[:3]]
@@ -155,6 +155,8 @@ class Kernel:
                 return struct.pack(_FLOAT_FORMAT[size], float(value))
             except OverflowError:
                 raise ArgumentError(argument, f"{value} does not fit in a float of {size} bytes") from None
+            except (TypeError, ValueError) as error:  # an array of several numbers, or of texts
+                raise ArgumentError(argument, f"expected a number: {error}") from error
         if kind == INTEGER:
             number, bits = int(value) if isinstance(value, bool | np.bool_) else find_integer(value), 8 * size
             if number is None:
@@ -182,8 +184,7 @@ class Kernel:
         if view.device[0] != self.runtime.name or view.device[1] not in (-1, self.runtime.device):
             raise ArgumentError(
                 argument,
-                f"the array lies on {view.device[0]}:{view.device[1]}, the kernel runs on "
-                f"{self.runtime.name}:{self.runtime.device}",
+                f"the array lies on {view.place}, the kernel runs on {self.runtime.name}:{self.runtime.device}",
             )
         return view.ptr
 
@@ -198,7 +199,7 @@ class Module:
         self._kernels = kernels
 
     def __getitem__(self, name: str) -> Kernel:
-        if name not in self._kernels:
+        if not isinstance(name, str) or name not in self._kernels:
             raise ArgumentError(
                 "name", f"unknown kernel {name!r}; this source has {', '.join(self._kernels) or 'none'}"
             )

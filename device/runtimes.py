@@ -114,6 +114,8 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
         ArgumentError: the runtime or the device is unknown.
         RuntimeUnavailableError: this machine does not offer it; the message says what is missing.
     """
+    if not isinstance(name, str | None):
+        raise ArgumentError("runtime", f"must be a name or None, not {name!r}")
     chosen = name or os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     if chosen not in RUNTIMES:
         raise ArgumentError("runtime", f"unknown runtime {chosen!r}; expected one of {', '.join(RUNTIMES)}")

@@ -213,12 +213,14 @@ class Collectives:
     def selector(self) -> Selector:
         """Which algorithm is used for which call; the same on all ranks.
 
-        Setting it raises ArgumentError for a plan that these ranks can't execute.
+        Setting it raises ArgumentError for anything but a `Selector`, and for a plan that these ranks can't execute.
         """
         return self._selector
 
     @selector.setter
     def selector(self, selector: Selector) -> None:
+        if not isinstance(selector, Selector):
+            raise ArgumentError("selector", f"must be a Selector, not {type(selector).__name__}")
         for plan in selector.plans:
             self.execution_plans.require_executable(plan)
         self._selector = selector

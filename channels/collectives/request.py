@@ -48,7 +48,7 @@ def requested_policy(argument: str | None) -> CtaPolicy:
 
 def _policy(argument: str, value: object) -> CtaPolicy:
     for policy in CTA_POLICIES:
-        if value == policy:
+        if isinstance(value, str) and value == policy:
             return policy
     raise ArgumentError(argument, f"{value!r} is none of {', '.join(map(repr, CTA_POLICIES))}")
 

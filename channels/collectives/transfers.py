@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +18,7 @@ from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import Transfer
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
+from proxyccl.device.integers import as_integer, find_items
 from proxyccl.device.runtime import Runtime, StreamLike
 
 
@@ -217,7 +217,7 @@ def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
 
 def _counts(ranks: int, counts: Sequence[int], argument: str) -> list[int]:
     expected = f"expected {ranks} numbers of rows, one a rank"
-    values = list(counts) if isinstance(counts, Iterable) else []
+    values = find_items(counts) or []
     if len(values) != ranks:
         raise ArgumentError(argument, f"{expected}, not {counts!r}")
     return [as_integer(rows, argument, expected, 0) for rows in values]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -33,7 +33,7 @@ from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
 from proxyccl.device.arrays import Array
 from proxyccl.device.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.integers import as_integer
+from proxyccl.device.integers import as_integer, find_items
 from proxyccl.proxy.codec import Codec
 
 _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
@@ -57,9 +57,10 @@ def default_sizes(runtime: str) -> tuple[int, ...]:
 def checked_arguments(sizes: Any, iterations: Any, seconds: Any) -> tuple[tuple[int, ...], int, float]:
     """The arguments of `tune`. Raises ArgumentError unless it can measure these."""
     expected = "must be positive numbers of bytes in rising order"
-    if not isinstance(sizes, Iterable):
+    given = find_items(sizes)
+    if given is None:
         raise ArgumentError("sizes", f"{expected}, not {sizes!r}")
-    chosen = tuple(as_integer(size, "sizes", expected, 1, MOST_BYTES) for size in sizes)
+    chosen = tuple(as_integer(size, "sizes", expected, 1, MOST_BYTES) for size in given)
     if not chosen or any(size >= following for size, following in pairwise(chosen)):
         raise ArgumentError("sizes", f"{expected}, not {list(chosen)}")
     count = as_integer(iterations, "iterations", "must be a positive integer", 1)

@@ -18,6 +18,7 @@ from proxyccl.channels.execution_plans.operations import CHANNELLED
 from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends
 from proxyccl.device.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
+from proxyccl.device.texts import require_text
 
 _Times = Counter[tuple[int, int]]
 """How often something is done: by the chunks and the unit of the pipeline around it, (0, 0) outside of any."""
@@ -111,9 +112,9 @@ class ExecutionPlan:
         elif isinstance(plan, bytes | bytearray):
             data = bytes(plan)
         elif isinstance(plan, str) and plan.lstrip().startswith("{"):
-            data = plan.encode()
+            data = require_text(plan, "plan").encode()
         elif isinstance(plan, str | os.PathLike):
-            data, source = Path(plan).read_bytes(), str(plan)
+            data, source = Path(require_text(plan, "plan")).read_bytes(), str(plan)
         else:
             raise ArgumentError("plan", f"expected a path, JSON or an ExecutionPlan, not {type(plan).__name__}")
         try:

@@ -269,7 +269,7 @@ class EPAll2AllLayer:
                     f"must be a multiple of {_SCALES_ALIGNMENT}, and of {scale_elements}, the elements that share a "
                     f"scale, not {hidden}",
                 )
-        if layout not in _LAYOUTS:
+        if not isinstance(layout, str) or layout not in _LAYOUTS:
             raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {layout!r}")
         if expert_alignment is not None:
             expert_alignment = whole_number("expert_alignment", expert_alignment, 1)
@@ -406,6 +406,8 @@ class EPAll2AllLayer:
             ResourceError: no memory or channel ids are left.
             CommunicatorError: see `Communicator.shrink`.
         """
+        if communicator is not None and not isinstance(communicator, Communicator):
+            raise ArgumentError("communicator", f"must be a Communicator or None, not {type(communicator).__name__}")
         survivors = self.ctx.communicator.shrink() if communicator is None else communicator
         with closing_on_error(survivors, owned=communicator is None):
             all_ranks = range(self.ep_config.world_size + len(self.lost_ranks))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import numpy as np
 
-from proxyccl.channels.arguments import input_view
+from proxyccl.channels.arguments import as_ranks, input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device._native import lib
 from proxyccl.device.arrays import ArrayView
 from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_items
 from proxyccl.device.runtime import StreamLike
 
 
@@ -24,18 +24,10 @@ def lost_ranks_of(given: Any, world_size: int) -> tuple[int, ...]:
     Raises:
         ArgumentError: it is not a sequence of different ranks from 0 to world_size + len(lost_ranks) - 1.
     """
-    try:
-        ranks = list(given)
-    except TypeError:
-        raise ArgumentError("lost_ranks", f"must be a sequence of ranks, not {given!r}") from None
-    most = world_size + len(ranks) - 1
-    for rank in ranks:
-        if isinstance(rank, bool) or not hasattr(rank, "__index__") or not 0 <= rank <= most:
-            raise ArgumentError("lost_ranks", f"{rank!r} is not a rank; expected 0 to {most}")
-    lost = tuple(sorted(map(operator.index, ranks)))
-    if len(set(lost)) < len(lost):
-        raise ArgumentError("lost_ranks", f"{list(lost)} has a rank twice; expected different ranks")
-    return lost
+    ranks = find_items(given)
+    if ranks is None:
+        raise ArgumentError("lost_ranks", f"expected ranks, not {given!r}")
+    return tuple(sorted(as_ranks(world_size + len(ranks), ranks, "lost_ranks")))
 
 
 def experts_left(num_tot_experts: int, world_size: int, lost: int) -> int:

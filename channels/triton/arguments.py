@@ -90,9 +90,7 @@ def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
         return _integer(number, name)
     view = as_view(value, name, gpu=runtime)
     if view.device[0] != runtime or view.device[1] not in (-1, device):
-        raise ArgumentError(
-            name, f"the array lies on {view.device[0]}:{view.device[1]}, the kernel runs on {runtime}:{device}"
-        )
+        raise ArgumentError(name, f"the array lies on {view.place}, the kernel runs on {runtime}:{device}")
     if view.dtype.name not in _ELEMENTS:
         raise ArgumentError(name, f"Triton has no type {view.dtype}; expected one of {', '.join(_ELEMENTS)}")
     return _pointer(f"*{_ELEMENTS[view.dtype.name]}", view.ptr, value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton
@@ -16,7 +16,7 @@ from proxyccl.channels.communicator import Communicator
 from proxyccl.device.arrays import current_stream
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.gpu import GpuRuntime
-from proxyccl.device.integers import as_integer, find_integer
+from proxyccl.device.integers import as_integer, find_extents
 from proxyccl.device.runtime import StreamLike
 from proxyccl.triton import interpreter
 from proxyccl.triton.arguments import CONSTEXPR, Argument, as_argument, constant
@@ -134,7 +134,7 @@ class TritonKernel:
         if callable(grid):
             grid = grid({name: argument.value for name, argument in arguments.items()})
         expected = "must be one to three positive integers"
-        shape = [grid] if find_integer(grid) is not None or not isinstance(grid, Iterable) else list(grid)
+        shape = find_extents(grid) or []
         if not 1 <= len(shape) <= 3:
             raise ArgumentError("grid", f"{expected}, not {grid!r}")
         x, y, z = [as_integer(extent, "grid", expected, 1, (1 << 31) - 1) for extent in (*shape, 1, 1)[:3]]

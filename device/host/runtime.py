@@ -36,6 +36,7 @@ from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.shared_memory import SharedMemory, export_descriptor
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.texts import require_text, require_texts
 
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
@@ -323,7 +324,9 @@ class HostRuntime:
         self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
     ) -> Module:
         """Compiles kernels with the machine's C++ compiler."""
-        options = (*self._cxxflags, *options)
+        require_text(source, "source")
+        include_dirs = require_texts(include_dirs, "include_dirs")
+        options = (*self._cxxflags, *require_texts(options, "options"))
         names = kernel_names(source if in_plain_text(source, options) else preprocessed(source, options, include_dirs))
         if not names:
             raise ArgumentError("source", NO_KERNEL)

@@ -76,7 +76,7 @@ def _check(field: str, shown: str, value: object) -> None:
         if find_integer(value) not in allowed:
             raise ArgumentError(shown, f"must be a whole number from {allowed[0]} to {allowed[-1]}, not {value!r}")
     elif field in _CHOICES:
-        if value not in _CHOICES[field]:
+        if not isinstance(value, str) or value not in _CHOICES[field]:
             raise ArgumentError(shown, f"must be one of {', '.join(_CHOICES[field])}, not {value!r}")
     elif not isinstance(value, str) or not value.strip("=^,"):
         raise ArgumentError(shown, f"must be a name, not {value!r}")

@@ -107,7 +107,7 @@ def _check(field: str, shown: str, value: object, *, optional: bool) -> None:
             raise ArgumentError(shown, f"must be the name of an RDMA device, not {value!r}")
         return
     if field in _CHOICES:
-        if isinstance(value, bool) or value not in _CHOICES[field]:
+        if (value if isinstance(value, str) else find_integer(value)) not in _CHOICES[field]:
             raise ArgumentError(shown, f"must be one of {', '.join(map(str, _CHOICES[field]))}, not {value!r}")
         return
     allowed = _RANGES[field]

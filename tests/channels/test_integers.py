@@ -13,6 +13,7 @@ from proxyccl import (
     Communicator,
     FabricOptions,
     RdmaOptions,
+    ResourceError,
     ThreadBootstrap,
     open_runtime,
 )
@@ -169,6 +170,15 @@ REFUSED: dict[str, tuple[str, Callable[[Communicator, Any], object]]] = {
     "iterations": ("iterations", lambda c, v: c.tune([1024], v)),
     "sizes": ("sizes", lambda c, v: c.tune([1, v])),
     "stream": ("stream", lambda c, v: c.barrier(stream=v)),
+    "op": ("op", lambda c, v: c.all_reduce(ones(c), v)),
+    "cta_policy": ("cta_policy", lambda c, v: c.all_reduce(ones(c), cta_policy=v)),
+    "data": ("data", lambda c, v: c.all_gather_bytes(v)),
+    "purpose": ("purpose", lambda c, v: c.all_gather_bytes(b"", ["purpose", v])),  # type: ignore[arg-type]
+    "selector": ("selector", lambda c, v: setattr(c.collectives, "selector", v)),
+    "source": ("source", lambda c, v: c.compile([v])),  # type: ignore[arg-type]
+    "name": ("name", lambda c, v: c.compile(KERNEL, [v])),  # type: ignore[arg-type]
+    "options": ("options", lambda c, v: c.compile(KERNEL, options=v)),
+    "include_dirs": ("include_dirs", lambda c, v: c.compile(KERNEL, include_dirs=[[v]])),  # type: ignore[list-item]
 }
 # `seconds` bounds the first, x has too few rows for the second, and no memory has room for the others.
 ELSEWHERE = {("iterations", 2**70), ("all_to_all_v", 2**70), ("empty", 2**70), ("empty of two", 2**70)}
@@ -196,10 +206,19 @@ SEQUENCES: dict[str, tuple[str, Callable[[Communicator], object]]] = {
     "all_to_all_v": ("recv_counts", lambda c: c.all_to_all_v(ones(c), [2, 2], 4)),
     "tune": ("sizes", lambda c: c.tune(1024)),
 }
+# An array of no dimensions can be asked for its items, and then refuses. An array has no truth value.
+SEQUENCES |= {
+    "split by an array": ("ranks", lambda c: c.split(np.array(0))),  # type: ignore[arg-type]
+    "all_to_all_v by an array": ("send_counts", lambda c: c.all_to_all_v(ones(c), np.array(4), [2, 2])),  # type: ignore[arg-type]
+    "empty": ("shape", lambda c: c.empty(np.array(4.0))),  # type: ignore[arg-type]
+    "grid": ("grid", lambda c: c.compile(KERNEL, "store")(np.array(1.0), 1, c.empty(1), 1)),  # type: ignore[operator]
+    "op": ("op", lambda c: c.all_reduce(ones(c), np.array([0, 1]))),  # type: ignore[arg-type]
+    "cta_policy": ("cta_policy", lambda c: c.all_reduce(ones(c), cta_policy=np.array([0, 1]))),  # type: ignore[arg-type]
+}
 
 
 @pytest.mark.parametrize("call", SEQUENCES)
-def test_a_number_in_the_place_of_several_is_refused_by_name(ranks: Ranks, call: str) -> None:
+def test_what_is_not_a_sequence_or_a_name_is_refused_by_name(ranks: Ranks, call: str) -> None:
     argument, function = SEQUENCES[call]
 
     def body(comm: Communicator) -> None:
@@ -208,6 +227,35 @@ def test_a_number_in_the_place_of_several_is_refused_by_name(ranks: Ranks, call:
         assert caught.value.argument == argument
 
     ranks.run(body)
+
+
+def test_rows_that_no_memory_has_room_for_are_refused(ranks: Ranks) -> None:
+    def body(comm: Communicator) -> None:
+        with pytest.raises(ResourceError, match="no memory has more than"):
+            comm.all_to_all_v(ones(comm), [2, 2], [2**62, 2**62])
+
+    ranks.run(body)
+
+
+@pytest.mark.parametrize("world_size", [0, 2**20 + 1, 2**70, True, None])
+def test_a_number_of_ranks_that_nobody_has_is_refused(world_size: Any) -> None:
+    with pytest.raises(ArgumentError, match="world_size: must be an integer from 1 to 1048576"):
+        ThreadBootstrap.create(world_size)
+
+
+@pytest.mark.parametrize("name", ["idle", "rdma", "fabric", "runtime"])
+def test_an_option_of_another_class_is_refused_by_name(name: str) -> None:
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(ArgumentError) as caught:
+        Communicator(bootstrap, **{name: np.array([1, 2])})  # type: ignore[arg-type]
+    assert caught.value.argument == name
+
+
+@pytest.mark.parametrize("choice", [1, {0: "copy"}, {(0, 1, 2): "copy"}, {(0, 9): "copy"}, {(0, 1): 3}], ids=str)
+def test_a_choice_of_transports_that_names_no_pair_is_refused(choice: Any) -> None:
+    (bootstrap,) = ThreadBootstrap.create(1)
+    with pytest.raises(ArgumentError, match="transport: "):
+        Communicator(bootstrap, transport=choice)
 
 
 def test_an_array_without_an_element_type_is_refused(ranks: Ranks) -> None:

@@ -155,7 +155,7 @@ def test_a_bad_id_is_refused_by_the_number_of_all_experts() -> None:
         ([3], 6, r"^lost_ranks: 3 is not a rank; expected 0 to 2$"),
         ([-1], 6, r"^lost_ranks: -1 is not a rank"),
         (["a"], 6, r"^lost_ranks: 'a' is not a rank"),
-        ([0, 0], 8, r"^lost_ranks: \[0, 0\] has a rank twice"),
+        ([0, 0], 8, r"^lost_ranks: rank 0 is given twice"),
         ([1], 4, r"^num_tot_experts: must be a multiple of 3, the ranks with those that are lost, not 4$"),
     ],
 )

@@ -1,0 +1,34 @@
+"""Texts that callers give: sources, options and paths for a compiler, and names."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_items
+
+
+def require_text(value: Any, argument: str) -> str:
+    """A text, or the path of a file, that UTF-8 can encode and C can read to its end.
+
+    Raises ArgumentError for anything else.
+    """
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise ArgumentError(argument, f"must be a text, not {type(value).__name__}")
+    try:
+        has_zero = b"\0" in text.encode()
+    except UnicodeEncodeError as error:
+        raise ArgumentError(argument, f"has a character that UTF-8 can't encode: {error}") from None
+    if has_zero:
+        raise ArgumentError(argument, "has a zero character, which ends a text in C")
+    return text
+
+
+def require_texts(values: Any, argument: str) -> tuple[str, ...]:
+    """Several such texts. Raises ArgumentError for anything else, also for a single text: its items are characters."""
+    texts = None if isinstance(values, str | bytes) else find_items(values)
+    if texts is None:
+        raise ArgumentError(argument, f"must be a sequence of texts, not {values!r}")
+    return tuple(require_text(text, argument) for text in texts)
