@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Array", "ArrayView", "as_view", "current_stream", "fingerprint"]
 
+_MOST_ADDRESS = 2**64 - 1
 _from_buffer, _cast = ffi.from_buffer, ffi.cast  # looked up once, not in each call
 
 
@@ -97,11 +99,14 @@ class Array:
         Waits until the values are on the device.
 
         Raises:
-            ArgumentError: the values are a masked array.
+            ArgumentError: the values are a masked array, or can't be broadcast or converted.
         """
         require_unmasked(values, "values")
         host = np.empty(self.shape, self.dtype.numpy())
-        host[...] = np.asarray(values)
+        try:
+            host[...] = np.asarray(values)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ArgumentError("values", f"can't become {self.shape} of {self.dtype}: {error}") from error
         if self.nbytes:
             self._runtime.copy(self.ptr, host.ctypes.data, self.nbytes)
         return self
@@ -179,15 +184,24 @@ register(Array, _fingerprint)
 register(np.ndarray, _numpy_fingerprint)
 
 
-def _from_interface(interface: dict[str, Any], device: tuple[str, int], owner: object, argument: str) -> ArrayView:
-    dtype = as_dtype(np.dtype(interface["typestr"]), argument)
-    shape = tuple(int(n) for n in interface["shape"])
+def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView:
+    interface = x.__cuda_array_interface__
+    try:
+        numpy_type = np.dtype(interface["typestr"])
+        shape = tuple(operator.index(n) for n in interface["shape"])
+        strides = None if interface.get("strides") is None else tuple(map(operator.index, interface["strides"]))
+        pointer, read_only = interface["data"]
+        address = operator.index(pointer or 0)
+        if not 0 <= address <= _MOST_ADDRESS or any(n < 0 for n in shape) or len(strides or shape) != len(shape):
+            raise ValueError(f"address {address}, shape {shape}, strides {strides}")  # noqa: TRY301
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(argument, f"its __cuda_array_interface__ can't be read: {error!r}") from error
+    dtype = as_dtype(numpy_type, argument)
     if interface.get("mask") is not None:
         raise ArgumentError(argument, "the array has a mask; expected one whose elements all count")
-    require_contiguous(shape, interface.get("strides"), dtype, argument)
-    pointer, read_only = interface["data"]
-    require_memory(pointer or 0, shape, argument)
-    return ArrayView(int(pointer or 0), shape, dtype, device, not read_only, owner)
+    require_contiguous(shape, strides, dtype, argument)
+    require_memory(address, shape, argument)
+    return ArrayView(address, shape, dtype, device, not read_only, x)
 
 
 def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -> ArrayView:
@@ -228,7 +242,8 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return from_dlpack(x, argument)
     if hasattr(x, "__cuda_array_interface__"):
-        return _from_interface(x.__cuda_array_interface__, (gpu, -1), x, argument)
+        # To the host runtime too it means a GPU's memory, which the CPU can't touch.
+        return _from_interface(x, ("cuda" if gpu == "host" else gpu, -1), argument)
     try:
         buffer = memoryview(x)
     except TypeError:
@@ -237,6 +252,12 @@ def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
             "expected an array (an object with __dlpack__, __cuda_array_interface__ or the buffer protocol), "
             f"not {type(x).__name__}",
         ) from None
+    except (BufferError, ValueError) as error:  # it was closed or released
+        raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
     if buffer.c_contiguous:  # numpy would give an array at address 0 new memory
         require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
-    return _from_numpy(np.asarray(buffer), not buffer.readonly, (x, buffer), argument)
+    try:
+        array = np.asarray(buffer)
+    except ValueError as error:
+        raise ArgumentError(argument, f"has elements of a type that numpy does not know: {error}") from error
+    return _from_numpy(array, not buffer.readonly, (x, buffer), argument)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from proxyccl.device._native import ffi
@@ -81,6 +82,8 @@ _is_valid.restype, _is_valid.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _DLTENSOR = b"dltensor"
+_REFUSALS = (BufferError, RuntimeError, TypeError, ValueError)
+"""What libraries raise that don't export an array, such as one whose memory was donated or deleted."""
 
 # What an exported tensor refers to, until its consumer calls the deleter.
 _exported: dict[int, tuple[object, ...]] = {}
@@ -124,16 +127,20 @@ def from_dlpack(x: Any, argument: str) -> ArrayView:
         ArgumentError: it has no memory, it is not contiguous, its element type or device is not known, or its library
             refuses.
     """
-    device_type, device = (int(v) for v in x.__dlpack_device__())
+    try:
+        device_type, device = map(operator.index, x.__dlpack_device__())
+    except _REFUSALS as error:
+        raise ArgumentError(argument, f"its library does not say where it lies: {error}") from error
     runtime = _DL_RUNTIME.get(device_type)
     if runtime is None:
         raise ArgumentError(argument, f"DLPack device type {device_type} is not supported; expected CPU, CUDA or ROCm")
     # On a GPU -1 tells the exporter not to order its stream with ours: the caller names the stream.
     try:
         capsule = x.__dlpack__() if runtime == "host" else x.__dlpack__(stream=-1)
-    except BufferError as error:
-        raise ArgumentError(argument, f"its library refuses to export it by DLPack: {error}") from None
-    tensor = _DLManagedTensor.from_address(_get_pointer(capsule, _DLTENSOR)).tensor
+        managed = int(_get_pointer(capsule, _DLTENSOR))
+    except _REFUSALS as error:
+        raise ArgumentError(argument, f"its library refuses to export it by DLPack: {error}") from error
+    tensor = _DLManagedTensor.from_address(managed).tensor
     dtype = from_dlpack_type(tensor.dtype.code, tensor.dtype.bits, tensor.dtype.lanes)
     if dtype is None:
         raise ArgumentError(

@@ -465,3 +465,67 @@ def test_collectives_take_every_kind_of_array() -> None:
         assert gathered.tolist() == [1, 2, 1, 2]
 
     run_ranks(2, body)
+
+
+class OfDLPack:
+    """An exporter that answers as it is told; an exception is raised."""
+
+    def __init__(self, device: Any, capsule: Any) -> None:
+        self._device, self._capsule = device, capsule
+
+    def __dlpack_device__(self) -> Any:
+        return self._device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        if isinstance(self._capsule, Exception):
+            raise self._capsule
+        return self._capsule
+
+
+def closed_memory() -> memoryview:
+    memory = memoryview(bytearray(16))
+    memory.release()
+    return memory
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OfDLPack((1, 0), RuntimeError("Array has been deleted")),  # jax, of donated memory
+        lambda: OfDLPack((1, 0), TypeError("no")),
+        lambda: OfDLPack((1, 0), None),
+        lambda: OfDLPack((1, 0), np.ones(4).__dlpack__(max_version=(1, 0))),
+        lambda: OfDLPack(None, None),
+        lambda: OfDLPack((1,), None),
+        lambda: OnlyCudaInterface(shape=4),
+        lambda: OnlyCudaInterface(shape=(-1,)),
+        lambda: OnlyCudaInterface(shape=("a",)),
+        lambda: OnlyCudaInterface(typestr="zz"),
+        lambda: OnlyCudaInterface(data=None),
+        lambda: OnlyCudaInterface(data=("a", False)),
+        lambda: OnlyCudaInterface(data=(-4096, False)),
+        lambda: OnlyCudaInterface(data=(2**64, False)),
+        lambda: OnlyCudaInterface(strides=(4, 4)),
+        lambda: OnlyCudaInterface(strides=4),
+        closed_memory,
+        ctypes.c_void_p * 4,  # numpy has no such elements
+    ],
+)
+def test_an_exporter_that_fails_or_contradicts_itself_is_refused_by_name(make: Callable[[], Any]) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        as_view(make(), "x")
+    assert caught.value.argument == "x"
+
+
+def test_memory_of_a_gpu_is_not_taken_for_the_hosts() -> None:
+    """By the CUDA array interface alone: a kernel of the host runtime would read an address of the GPU."""
+    assert as_view(OnlyCudaInterface(), "x", gpu="host").place == "cuda"
+    assert as_view(OnlyCudaInterface(), "x", gpu="hip").place == "hip"
+
+
+@pytest.mark.parametrize("values", ["abc", object(), [1, 2], {}], ids=lambda x: type(x).__name__)
+def test_values_that_an_array_can_not_hold_are_refused(values: Any) -> None:
+    runtime = rank_runtime(0)
+    x = Array(runtime, runtime.allocate(4), (4,), as_dtype("uint8"))
+    with pytest.raises(ArgumentError, match="values: can't become"):
+        x.upload(values)
