@@ -101,7 +101,10 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
             desc.require_received(layer.ctx, "handle")
         of_sources = desc.counts[:, own : own + config.num_experts_per_rank]
         counts = _of_all_ranks(layer, of_sources).t().to(torch.int64)
-        return (counts.cumsum(1) - counts) << 32 | counts
+        room = desc.rows // config.num_experts_per_rank  # an expert that tokens chose twice was sent more
+        ends = counts.cumsum(1)
+        begins = (ends - counts).clamp(max=room)
+        return begins << 32 | (ends.clamp(max=room) - begins)
 
     return Handle(
         routing,

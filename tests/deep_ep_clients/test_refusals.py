@@ -114,10 +114,12 @@ def test_too_many_rows_of_an_expert_are_told(pair: Ranks, use_fp8: bool) -> None
         twice = torch.full((MOST, TOPK), 5)
         with pytest.raises(CapacityError, match=r"^an expert received 32 rows"):
             given.low_latency(x=x, topk_idx=twice, use_fp8=use_fp8)
-        _, counts, _, _, hook = given.low_latency(x=x, topk_idx=twice, use_fp8=use_fp8, return_recv_hook=True)
+        _, counts, handle, _, hook = given.low_latency(x=x, topk_idx=twice, use_fp8=use_fp8, return_recv_hook=True)
         with pytest.raises(CapacityError, match=r"^an expert received 32 rows"):
             hook()
         assert counts.tolist() == ([0, 2 * MOST, 0, 0] if comm.rank == 1 else [0] * 4)
+        if comm.rank == 1:  # of rank 0 as many as there is room for, and none of rank 1 after them
+            assert handle[1][1].tolist() == [2 * MOST, 2 * MOST << 32]
         given.destroy()
 
     pair.run(body)
