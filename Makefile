@@ -13,14 +13,14 @@ marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
 C_SOURCES = $(shell find device proxy channels tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
-SOURCES := $(shell find device proxy channels src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
+SOURCES := $(shell find device proxy channels faces tools src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
 
 # Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.
 ROCM_ON_HOST := build/rocm-on-host
 ON_HIP := ROCM_PATH=$(CURDIR)/$(ROCM_ON_HOST) PROXYCCL_RUNTIME=hip
 ROCM_ON_CUDA := build/rocm-on-cuda
 FORWARD = mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -Wall -Wextra -fPIC -shared -fvisibility=hidden -pthread \
-  -Idevice -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
+  -Idevice -Idevice/memory -Idevice/host -Idevice/include $(filter %.cpp,$^) -ldl -o $@
 FIND_NVRTC := import glob, nvidia; print(max(p for r in nvidia.__path__ for p in glob.glob(r + "/**/libnvrtc.so.*", recursive=True)))
 SOFT_ROCE := tests/support/soft_roce
 RDMA_CORES ?= 1

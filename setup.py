@@ -14,12 +14,12 @@ GENERATED = Path("build/host_kernels")
 
 def kernel_libraries() -> dict[str, str]:
     """The sources of the host's libraries of shipped kernels, by name: several, so that they build in parallel."""
-    types = runpy.run_path("device/element_types.py")["ELEMENT_TYPES"]
-    dispatches = ("expert_dispatch", "expert_dispatch_masks", "expert_dispatch_shared_masks")
-    kernels = [f"{name}_kernel" for name in (*dispatches, "expert_dispatch_ids")]
-    files = ("expert_combine", *kernels, "expert_quantize", "expert_spread", "expert_survivors")
-    experts = [f'#include "{name}.h"\n' for name in files]
-    scaled = tuple(f"{name}_scaled" for name in dispatches)
+    types = runpy.run_path("device/arrays/element_types.py")["ELEMENT_TYPES"]
+    dispatches = ("dispatch", "dispatch_masks", "dispatch_shared_masks")
+    kernels = [f"{name}_kernel" for name in (*dispatches, "dispatch_ids")]
+    files = ("combine", *kernels, "quantize", "spread", "survivors")
+    experts = [f'#include "experts/{name}.h"\n' for name in files]
+    scaled = tuple(f"expert_{name}_scaled" for name in dispatches)
     for each in types:
         if each.tokens:
             experts += [each.c_check()] + [

@@ -37,10 +37,10 @@ from side_by_side import (
 )
 
 from proxyccl.channels.collectives.selection import ALGORITHMS, PACKET_ALGORITHMS
-from proxyccl.channels.tools.bench_collectives import bus_factor
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools.bench_collectives import bus_factor
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 _QUICK_SIZES = (1 * aims.KIB, 64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB)
 _LARGEST_BY_PACKETS = 4 * aims.MIB  # for larger messages, all one-shot algorithms are far from the best

@@ -29,12 +29,12 @@ from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator, Operation, ProxyChannel, RegisteredMemory, Trigger
-from proxyccl.channels.tools.results import Fields, write_json
-from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy._engine import ffi
 from proxyccl.proxy.daemon.client import missing_in_daemon
 from proxyccl.proxy.processes import stat_of
+from proxyccl.tools.results import Fields, write_json
+from proxyccl.tools.tables import Column, Table
 
 _TIMEOUT = 20.0  # seconds, of each wait
 _ROUNDS = 300

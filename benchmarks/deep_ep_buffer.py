@@ -29,10 +29,10 @@ from mpi4py import MPI
 from program import common_arguments
 
 from proxyccl import EPAll2AllLayer
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.deep_ep import Buffer, Config
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 _PAIRS, _SMS, _SLEEP_CYCLES = 10, 24, 20_000_000
 _COLUMNS = (

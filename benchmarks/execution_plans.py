@@ -32,10 +32,10 @@ from side_by_side import (
 )
 
 from proxyccl import ExecutionPlan, RegisteredMemory
-from proxyccl.channels.tools.bench_collectives import bus_factor
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools.bench_collectives import bus_factor
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 _SIZES = tuple(aims.KIB << shift for shift in (6, 8, 10, 12, 14, 16, 18))
 _QUICK_SIZES = (64 * aims.KIB, 1 * aims.MIB, 64 * aims.MIB)

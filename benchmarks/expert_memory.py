@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from proxyccl import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, aligned, blocks_for
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
-from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import lib
+from proxyccl.tools.tables import Column, Table
 
 HIDDEN, TOPK, EXPERTS, NUM_SMS = 7168, 8, 256, 24
 TOKENS = (4096, 128)

@@ -19,9 +19,9 @@ from program import common_arguments
 from side_by_side import COLUMNS, DTYPES, Case, Contender, differing, fresh_seed, random_inputs, show
 
 from proxyccl import EPAll2AllLayer
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Table
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Table
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from program import common_arguments, end_if_it_hangs
 from proxied_writes import TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import FabricOptions, open_runtime
-from proxyccl.channels.tools.results import Fields, machine, versions, write_json
 from proxyccl.device.errors import TransportError
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions, FabricEndpoint, FabricRegistration
 from proxyccl.proxy.fabric.library import FabricOffer, fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.tools.results import Fields, machine, versions, write_json
 
 _LOOK = 0.002  # seconds between two reads of the flush word
 _FIFO_SIZE = 1 << 18  # a turn's writes fit: the thread that pushes would spin for room, on a core of the others

@@ -27,7 +27,7 @@ from mpi4py import MPI
 from side_by_side import DTYPES, WAIT_TIMEOUT, Burst, Job, Peer
 
 from proxyccl import Communicator
-from proxyccl.channels.tools.results import Fields
+from proxyccl.tools.results import Fields
 
 _POISON = 0xA5
 _SLEEP_CYCLES = 600_000  # about 300 µs: longer than queueing a barrier and a replay takes

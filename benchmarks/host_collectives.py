@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Array, Communicator
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields, write_json
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools import options
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields, write_json
+from proxyccl.tools.tables import Column, Table
 
 _KIB = 1024
 _SIZES = tuple(_KIB << shift for shift in (0, 4, 6, 8, 10, 12, 14))

@@ -15,7 +15,7 @@ import numpy as np
 from side_by_side import WAIT_TIMEOUT, Burst, Job, Peer
 
 from proxyccl import Communicator
-from proxyccl.channels.tools.results import Fields
+from proxyccl.tools.results import Fields
 
 _NO_PEER = "it needs GPUs"
 _PEERS = {

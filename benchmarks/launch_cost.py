@@ -22,9 +22,9 @@ from gpu_job import GpuJob, symmetric_memory
 from mpi4py import MPI
 from program import common_arguments
 
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
-from proxyccl.device.arrays import current_stream, fingerprint
+from proxyccl.device.arrays.array import current_stream, fingerprint
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 _COUNT = 256  # elements: few, so that the kernels are as short as possible
 _BURST = 100

@@ -29,10 +29,10 @@ from side_by_side import (
     show,
 )
 
-from proxyccl.channels.tools.bench_collectives import bus_factor
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Table
+from proxyccl.tools.bench_collectives import bus_factor
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Table
 
 COPY_ENGINES = "NCCL, copy engines"
 REGISTERED = {"registered_kernels": "kernels", PROXIED: "proxy"}

@@ -20,11 +20,7 @@ import sys
 import time
 from types import TracebackType
 
-from proxyccl.channels.control import ControlSegment, create_segment
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.bench_ring import Loopback, as_parameter
-from proxyccl.channels.tools.results import Fields, machine, versions, write_json
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device import open_runtime
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.runtime import Runtime
@@ -39,6 +35,10 @@ from proxyccl.proxy.shared_words import SharedWords
 from proxyccl.proxy.transports.engine_connection import EngineRuntime
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.tools import options
+from proxyccl.tools.bench_ring import Loopback, as_parameter
+from proxyccl.tools.results import Fields, machine, versions, write_json
+from proxyccl.tools.tables import Column, Table
 
 ffi, lib = _engine.ffi, _engine.lib
 

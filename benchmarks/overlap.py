@@ -23,10 +23,10 @@ from mpi4py import MPI
 from program import common_arguments
 from side_by_side import PROXIED, Burst, Contender, Job
 
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools import options
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 _DTYPE = "float32"
 _SIZES = (64 * aims.KIB, 1 * aims.MIB, 16 * aims.MIB, 256 * aims.MIB)

@@ -10,8 +10,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from proxyccl import Communicator
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.results import Fields, machine, versions
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, machine, versions
 
 
 def common_arguments(description: str) -> argparse.ArgumentParser:

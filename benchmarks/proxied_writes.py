@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.errors import ProxyCCLError, WaitTimeoutError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy import _engine, bare_loops

@@ -25,9 +25,9 @@ import numpy as np
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields, write_json
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields, write_json
+from proxyccl.tools.tables import Column, Table
 
 _TIMEOUT = 20.0  # seconds, of each wait
 

@@ -28,10 +28,6 @@ from program import common_arguments, end_if_it_hangs
 from proxied_writes import FIFO_SIZE, TIMEOUT, Place, ProxiedWrites
 
 from proxyccl import RdmaOptions, open_runtime, rdma_devices
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.options import show_size
-from proxyccl.channels.tools.results import Fields, machine, versions, write_json
-from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device.errors import ProxyCCLError, TransportError
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy import _engine, bare_loops
@@ -40,6 +36,10 @@ from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import choose_device
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
+from proxyccl.tools import options
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import Fields, machine, versions, write_json
+from proxyccl.tools.tables import Column, Table
 
 ffi, lib = _engine.ffi, _engine.lib
 

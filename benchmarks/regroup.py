@@ -27,8 +27,8 @@ from nccl_communicators import Nccl, NcclError
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import Communicator
-from proxyccl.channels.tools.results import write_json
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools.results import write_json
+from proxyccl.tools.tables import Column, Table
 
 _TURNS, _QUICK_TURNS = 20, 2
 _COUNT = 256

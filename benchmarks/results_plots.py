@@ -11,7 +11,7 @@ from typing import Any
 import aims
 from results_sections import Result, on_gpus, place, types
 
-from proxyccl.channels.tools.options import show_size
+from proxyccl.tools.options import show_size
 
 
 def _file(result: Result, name: str) -> str:

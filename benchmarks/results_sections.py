@@ -8,7 +8,7 @@ from typing import Any
 
 import aims
 
-from proxyccl.channels.tools.options import show_size
+from proxyccl.tools.options import show_size
 
 Result = dict[str, Any]
 

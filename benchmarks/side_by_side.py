@@ -28,9 +28,9 @@ from mpi4py import MPI
 from program import common_arguments, describe, end_if_it_hangs, heading
 
 from proxyccl import ArgumentError, Communicator
-from proxyccl.channels.tools import options
-from proxyccl.channels.tools.results import Fields, write_json
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools import options
+from proxyccl.tools.results import Fields, write_json
+from proxyccl.tools.tables import Column, Table
 
 DTYPES = ("float32", "bfloat16", "float16")
 BARE_COPIES = "bare copies"

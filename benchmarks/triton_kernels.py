@@ -34,8 +34,8 @@ from program import common_arguments
 from side_by_side import Contender, Job, absent, differing, fresh_seed
 
 import proxyccl.triton as pt
-from proxyccl.channels.tools.results import Fields
-from proxyccl.channels.tools.tables import Column, Table
+from proxyccl.tools.results import Fields
+from proxyccl.tools.tables import Column, Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, require_room
-from proxyccl.device.arrays import Array, ArrayView, as_view
+from proxyccl.device.arrays.array import Array, ArrayView, as_view
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_integer, find_items
 

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from proxyccl.channels import kernel_languages, program_end, proxy_channel, sm_channel
+from proxyccl.channels import kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
-from proxyccl.channels.bootstrap import TorchBootstrap, as_bootstrap, require_mpi
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.all_gather import all_gather
 from proxyccl.channels.collectives.all_reduce import all_reduce
@@ -24,20 +23,22 @@ from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
-from proxyccl.channels.control import Presence
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
-from proxyccl.channels.meeting import meet
+from proxyccl.channels.joining.bootstrap import TorchBootstrap, as_bootstrap, require_mpi
+from proxyccl.channels.joining.meeting import meet
+from proxyccl.channels.joining.proxy_options import ProxyOptions
+from proxyccl.channels.joining.proxy_place import requested_place
+from proxyccl.channels.joining.topology import Topology, TransportChoice
+from proxyccl.channels.liveness import program_end
 from proxyccl.channels.memory import RegisteredMemory, allocate, deregister, register
-from proxyccl.channels.peer_links import ProxyOptions
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
-from proxyccl.channels.proxy_place import requested_place
 from proxyccl.channels.reports.reporter import Reporter
+from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.sm_channel import SmChannel
-from proxyccl.channels.topology import Topology, TransportChoice
 from proxyccl.channels.torch_pool import pool_for
-from proxyccl.device.arrays import Array
+from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
 from proxyccl.device.kernel import Kernel, Module
 from proxyccl.device.runtime import Runtime, StreamLike

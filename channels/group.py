@@ -11,23 +11,22 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from proxyccl.channels.aftermath import Aftermath
-from proxyccl.channels.bootstrap import Bootstrap
-from proxyccl.channels.call_log import CallLog
-from proxyccl.channels.context_watch import ContextWatch
-from proxyccl.channels.control import Presence
-from proxyccl.channels.failure import FailureState, Observer
-from proxyccl.channels.host_links import OFFER, HostLink, Listener
 from proxyccl.channels.inventory import Inventory
+from proxyccl.channels.joining.bootstrap import Bootstrap
+from proxyccl.channels.joining.meeting import Meeting, meet_apart, meet_survivors, regroup
+from proxyccl.channels.joining.one_caller import OneCaller
+from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.launches import Launches
-from proxyccl.channels.meeting import Meeting, meet_apart, meet_survivors, regroup
-from proxyccl.channels.one_caller import OneCaller
+from proxyccl.channels.liveness.aftermath import Aftermath
+from proxyccl.channels.liveness.context_watch import ContextWatch
+from proxyccl.channels.liveness.failure import FailureState, Observer
+from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener
+from proxyccl.channels.liveness.watcher import Watcher
 from proxyccl.channels.peer_links import PeerLinks
+from proxyccl.channels.segment.call_log import CallLog
+from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.symmetric import SymmetricMemory
-from proxyccl.channels.topology import Topology
-from proxyccl.channels.watcher import Watcher
 from proxyccl.device import forks
-from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import (
     ArgumentError,
     ClosedError,
@@ -37,9 +36,10 @@ from proxyccl.device.errors import (
     ProxyCCLError,
     WaitTimeoutError,
 )
-from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.gpu.lost_context import LOST_CONTEXT
 from proxyccl.device.interrupts import in_handler
-from proxyccl.device.lost_context import LOST_CONTEXT
+from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.observe.publications import Description

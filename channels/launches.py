@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from proxyccl.channels._prepared_calls import PreparedCalls
-from proxyccl.channels.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
-from proxyccl.channels.calls import CALL_FIELDS, SHAPED, CollectiveCall, describe_call
-from proxyccl.channels.error_record import DIFFERENT_CALL
-from proxyccl.channels.failure import FailureState
+from proxyccl.channels.liveness.failure import FailureState
+from proxyccl.channels.segment.call_log import CALL_DIFFERED, CALL_DIFFERS, LOG_ENTRIES, CallLog, encode_fields
+from proxyccl.channels.segment.calls import CALL_FIELDS, SHAPED, CollectiveCall, describe_call
+from proxyccl.channels.segment.error_record import DIFFERENT_CALL
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import Array, current_stream
+from proxyccl.device.arrays.array import Array, current_stream
 from proxyccl.device.errors import KernelError
 from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch

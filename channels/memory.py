@@ -13,8 +13,8 @@ import msgspec
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.symmetric import Announced
-from proxyccl.device.arrays import Array, ArrayView, as_view
-from proxyccl.device.dtypes import DType, as_dtype
+from proxyccl.device.arrays.array import Array, ArrayView, as_view
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.integers import as_integer, find_extents, find_integer
 from proxyccl.device.runtime import Memory

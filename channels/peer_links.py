@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from proxyccl.channels.control import ControlSegment
-from proxyccl.channels.exchange import Exchange
-from proxyccl.channels.failure import FailureState
-from proxyccl.channels.proxy_place import ProxyPlace, Where
+from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.channels.joining.proxy_options import ProxyOptions
+from proxyccl.channels.joining.proxy_place import ProxyPlace, Where
+from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.liveness.failure import FailureState
 from proxyccl.channels.rdma import Rdma
-from proxyccl.channels.topology import Topology
+from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, WaitTimeoutError
-from proxyccl.device.integers import find_integer
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.cores import cores_of, parse_cores
 from proxyccl.proxy.daemon.client import DaemonClient
@@ -24,46 +22,11 @@ from proxyccl.proxy.daemon.job import JobDaemon, JobOptions
 from proxyccl.proxy.daemon.protocol import socket_path
 from proxyccl.proxy.interface import Connection, HandleProvider, Proxy
 from proxyccl.proxy.observe.publications import Description
-from proxyccl.proxy.ring import require_ring_size
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.transport_options import TransportOptions
 from proxyccl.proxy.transports.table import TRANSPORTS
-from proxyccl.proxy.workers import MAX_RINGS, require_rings
-
-
-@dataclass(frozen=True)
-class ProxyOptions:
-    """Where a rank's proxy was asked to run, and its rings and threads. See `Communicator`."""
-
-    where: Where | None
-    fifos: int | str
-    threads: int
-    fifo_size: int
-    idle: IdlePolicy | None
-    cores: str | None
-
-    def __post_init__(self) -> None:
-        require_rings(self.threads if self._by_peer else self.fifos, self.threads)
-        require_ring_size(self.fifo_size)
-        for name in ("fifos", "threads", "fifo_size"):  # messages to a daemon take Python's own integers
-            if (number := find_integer(getattr(self, name))) is not None:
-                object.__setattr__(self, name, number)
-
-    @property
-    def _by_peer(self) -> bool:
-        return isinstance(self.fifos, str) and self.fifos == "peer"
-
-    def rings(self, world_size: int) -> dict[str, Any]:
-        """The options of a proxy of a communicator of that size that concern rings and threads."""
-        fifos = min(MAX_RINGS, max(self.threads, world_size)) if self._by_peer else self.fifos
-        return {
-            "fifos": fifos,
-            "threads": self.threads,
-            "fifo_size": self.fifo_size,
-            "ring_per_connection": self._by_peer,
-            "idle": self.idle,
-        }
+from proxyccl.proxy.workers import MAX_RINGS
 
 
 class PeerLinks:

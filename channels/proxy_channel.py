@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel, ChannelSet
 from proxyccl.channels.memory import RegisteredMemory
-from proxyccl.channels.rendezvous import wait_at_most
+from proxyccl.channels.segment.rendezvous import wait_at_most
 from proxyccl.device._native import ffi
 from proxyccl.device.errors import WaitTimeoutError
 from proxyccl.device.integers import as_integer

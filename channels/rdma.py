@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from proxyccl.channels.control import ControlSegment
-from proxyccl.channels.exchange import Exchange
-from proxyccl.channels.topology import Topology
+from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, RuntimeUnavailableError
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.codec import Codec, Message

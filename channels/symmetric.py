@@ -16,14 +16,21 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from proxyccl.channels.announcements import ENTRIES, LONGEST_HANDLE, MOST_RANKS, NO_MEMORY, UNREACHED, Announcements
-from proxyccl.channels.topology import Topology
+from proxyccl.channels.joining.topology import Topology
+from proxyccl.channels.segment.announcements import (
+    ENTRIES,
+    LONGEST_HANDLE,
+    MOST_RANKS,
+    NO_MEMORY,
+    UNREACHED,
+    Announcements,
+)
 from proxyccl.device import forks
-from proxyccl.device.allocation_guard import AllocationGuard
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ProxyCCLError, ResourceError
-from proxyccl.device.handle_cache import HandleCache
-from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.memory.allocation_guard import AllocationGuard
+from proxyccl.device.memory.handle_cache import HandleCache
+from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.runtime import Allocations, Memory, Runtime
 from proxyccl.proxy.interface import Proxy
 from proxyccl.proxy.memory_table import windows_of

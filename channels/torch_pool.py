@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from proxyccl.channels.group import Group
-from proxyccl.device import memory_pool
 from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.memory import memory_pool
 
 _MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
 NEEDED = "torch 2.8 or later is needed, where a pool's memory is freed by the pool's own allocator"

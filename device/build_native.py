@@ -285,7 +285,7 @@ ffi.set_source(
 #include "team.h"
 #include "flows.h"
 #include "packet_team.h"
-#include "experts.h"
+#include "experts/experts.h"
 #include "runtime.h"
 #include "launch.h"
 #include "memory_pool.h"
@@ -398,14 +398,14 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/host/streams.cpp",
         "device/host/waiting.cpp",
         "device/host/memory.cpp",
-        "device/memory_pool.cpp",
-        "device/places.cpp",
+        "device/memory/memory_pool.cpp",
+        "device/memory/places.cpp",
     ],
     depends=[
         "device/launch.h",
-        "device/memory_pool.h",
-        "device/places.h",
-        "device/allocation_guard.h",
+        "device/memory/memory_pool.h",
+        "device/memory/places.h",
+        "device/memory/allocation_guard.h",
         "device/stream_operations.h",
         "device/host/runtime.h",
         "device/host/fibers.h",
@@ -417,9 +417,9 @@ static int proxyccl_control_wait(const ProxycclControl *control, uint32_t place,
         "device/kernels/team.h",
         "device/kernels/flows.h",
         "device/kernels/packet_team.h",
-        "device/kernels/experts.h",
+        "device/kernels/experts/experts.h",
     ],
-    include_dirs=["device", "device/include", "device/host", "device/kernels"],
+    include_dirs=["device", "device/memory", "device/include", "device/host", "device/kernels"],
     # The emulator tells ThreadSanitizer of its fibers and must not be instrumented itself.
     extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-fno-sanitize=thread"],
     extra_link_args=["-pthread"],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import as_view
+from proxyccl.device.arrays.array import as_view
 from proxyccl.device.base_runtime import BaseRuntime, StreamLike
 from proxyccl.device.errors import ArgumentError, KernelError
 from proxyccl.device.in_flight import InFlight

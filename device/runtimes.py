@@ -46,10 +46,10 @@ def open_driver(name: str) -> Driver:
 @functools.cache
 def _driver(name: str) -> Driver:
     if name == "cuda":
-        from proxyccl.device.cuda import CudaDriver
+        from proxyccl.device.gpu.cuda import CudaDriver
 
         return CudaDriver()
-    from proxyccl.device.hip import HipDriver
+    from proxyccl.device.gpu.hip import HipDriver
 
     return HipDriver()
 
@@ -64,10 +64,10 @@ def open_compiler(name: str) -> Compiler:
     _require_gpu(name)
     with _opening:
         if name == "cuda":
-            from proxyccl.device.cuda_compiler import CudaCompiler
+            from proxyccl.device.gpu.cuda_compiler import CudaCompiler
 
             return CudaCompiler()
-        from proxyccl.device.hip_compiler import HipCompiler
+        from proxyccl.device.gpu.hip_compiler import HipCompiler
 
         return HipCompiler()
 
@@ -123,7 +123,7 @@ def open_runtime(name: str | None = None, device: int | None = None, *, local_ra
         from proxyccl.device.host import HostRuntime
 
         return HostRuntime(0 if device is None else device)
-    from proxyccl.device.gpu import GpuRuntime
+    from proxyccl.device.gpu.runtime import GpuRuntime
 
     driver = open_driver(chosen)
     return GpuRuntime(driver, device if device is not None else local_rank % max(1, driver.device_count()))

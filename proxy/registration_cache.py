@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.lease_cache import LeaseCache
+from proxyccl.device.memory.lease_cache import LeaseCache
 
 
 class Registered(Protocol):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from proxyccl.channels.arguments import input_view, output_view, refuse_partial_overlap
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import call_key, copy_plan
 from proxyccl.channels.collectives.reduce_plans import prepare_all_reduce
@@ -17,8 +16,9 @@ from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Plan
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import DType
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import StreamOperations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import Key
 from proxyccl.channels.launches import Plan
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.runtime import StreamLike
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.plan_links import PlanLinks
-from proxyccl.channels.plan_memory import PlanMemories
-from proxyccl.channels.plan_rings import PlanRings
+from proxyccl.channels.schedules.links import PlanLinks
+from proxyccl.channels.schedules.memory import PlanMemories
+from proxyccl.channels.schedules.rings import PlanRings
 
 _LONGEST_ROUND = 256 << 20
 

@@ -19,8 +19,8 @@ from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.execution_plans.executor import ExecutionPlans
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import DType
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import Memory, StreamLike
 from proxyccl.proxy.codec import Codec, Message

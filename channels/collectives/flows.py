@@ -12,7 +12,7 @@ from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import KernelError
 from proxyccl.device.kernel import Kernel, Launch
 from proxyccl.device.owned import closed_stream

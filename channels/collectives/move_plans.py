@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, rounds
-from proxyccl.channels.plan_memory import PlanSpan, Side
-from proxyccl.channels.plan_rings import Step
-from proxyccl.device.arrays import ArrayView
+from proxyccl.channels.schedules.memory import PlanSpan, Side
+from proxyccl.channels.schedules.rings import Step
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.move_plans import Part, prepare_move
 from proxyccl.channels.collectives.plans import Key, copy_plan
 from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.launches import Plan
-from proxyccl.device.arrays import ArrayView
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
 

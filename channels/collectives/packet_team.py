@@ -9,7 +9,7 @@ from __future__ import annotations
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.dtypes import DType
+from proxyccl.device.arrays.dtypes import DType
 
 MAX_RANKS: int = lib.PROXYCCL_MAX_PACKET_RANKS
 """The most ranks whose addresses the kernels' parameter has room for."""

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from proxyccl.channels.call_log import encode_fields
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Plan
-from proxyccl.device.allocation_guard import AllocationGuard
-from proxyccl.device.array_libraries import libraries
-from proxyccl.device.arrays import ArrayView
+from proxyccl.channels.segment.call_log import encode_fields
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.kernel import Launch
+from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 

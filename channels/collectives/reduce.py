@@ -8,7 +8,7 @@ from proxyccl.channels.arguments import as_rank, input_view
 from proxyccl.channels.collectives.all_reduce import all_reduce
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.request import Request
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
 

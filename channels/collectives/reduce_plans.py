@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from proxyccl.channels.collectives.by_proxy import ByProxy, others, rounds
 from proxyccl.channels.collectives.table import REDUCTION_OF_PLANS
-from proxyccl.channels.plan_rings import Step
+from proxyccl.channels.schedules.rings import Step
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import DType
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
 from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan

@@ -10,7 +10,6 @@ from proxyccl.channels.arguments import (
     refuse_partial_overlap,
     share_shape,
 )
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import call_key, copy_plan
 from proxyccl.channels.collectives.reduce_plans import prepare_reduce_scatter
@@ -18,6 +17,7 @@ from proxyccl.channels.collectives.reductions import require_op, require_reducib
 from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.collectives.table import COLLECTIVES
 from proxyccl.channels.launches import Plan
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.runtime import StreamLike
 
 

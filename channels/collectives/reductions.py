@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.calls import register_names
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import reduction_dtypes
+from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.errors import ArgumentError
 
 BITWISE_OPS = ("band", "bor", "bxor")

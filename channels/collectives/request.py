@@ -6,8 +6,8 @@ import functools
 import os
 from typing import Literal, NamedTuple
 
-from proxyccl.channels.calls import ANY_ALGORITHM, register_names
 from proxyccl.channels.collectives.selection import require_algorithm
+from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
 from proxyccl.device.errors import ArgumentError
 
 CtaPolicy = Literal["default", "zero"]

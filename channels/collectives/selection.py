@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from proxyccl.channels.calls import register_names
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
-from proxyccl.device.dtypes import DType
+from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
 from proxyccl.proxy.codec import Message
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from proxyccl.channels.calls import register_names
+from proxyccl.channels.segment.calls import register_names
 
 
 @dataclass(frozen=True)

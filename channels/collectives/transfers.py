@@ -13,10 +13,10 @@ from proxyccl.channels.arguments import (
     refuse_partial_overlap,
     share_shape,
 )
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.flows import Transfer
-from proxyccl.device.arrays import ArrayView
+from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_items
 from proxyccl.device.runtime import Runtime, StreamLike

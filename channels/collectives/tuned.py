@@ -16,7 +16,7 @@ import msgspec
 
 from proxyccl.channels.collectives.selection import Case, Selector, SizeTable
 from proxyccl.channels.group import Group
-from proxyccl.device.compile_cache import cache_dir
+from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, ProtocolError, UntrustedPathError
 from proxyccl.device.host import cpu_name
 from proxyccl.device.private_directories import open_private, read_private, write_private

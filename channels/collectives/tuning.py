@@ -30,8 +30,8 @@ from proxyccl.channels.collectives.selection import (
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import MOST_BYTES, allocate, deregister, register
-from proxyccl.device.arrays import Array
-from proxyccl.device.dtypes import DType, as_dtype
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import as_integer, find_items
 from proxyccl.proxy.codec import Codec

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from proxyccl.channels.arguments import input_view, new_like, refuse_partial_overlap
-from proxyccl.channels.call_log import encode_fields
-from proxyccl.channels.calls import CollectiveCall, register_names
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
@@ -21,10 +19,12 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.launches import Plan
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
+from proxyccl.channels.segment.call_log import encode_fields
+from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import Array, ArrayView, fingerprint
-from proxyccl.device.dtypes import DTYPES, DType
+from proxyccl.device.arrays.array import Array, ArrayView, fingerprint
+from proxyccl.device.arrays.dtypes import DTYPES, DType
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import Memory, StreamLike

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
-from proxyccl.channels.calls import register_names
 from proxyccl.channels.execution_plans.document import DOCUMENT, BufferName, ChannelType, Document
 from proxyccl.channels.execution_plans.operations import CHANNELLED
 from proxyccl.channels.execution_plans.program import Operation, Place, Program, Reader, channel_ends
-from proxyccl.device.dtypes import DType
+from proxyccl.channels.segment.calls import register_names
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError, ProtocolError
 from proxyccl.device.texts import require_text
 

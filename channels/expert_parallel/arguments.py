@@ -7,8 +7,8 @@ from typing import Any
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import DType
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
 
 

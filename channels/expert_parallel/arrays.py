@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import Memory
-from proxyccl.device.dtypes import DType, as_dtype
 
 
 class MemoryPart:

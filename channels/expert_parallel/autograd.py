@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
 
 Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from proxyccl.channels.calls import register_names
+from proxyccl.channels.segment.calls import register_names
 
 
 def call_name(call: str, *, weights: bool = False, indices: bool = False) -> str:

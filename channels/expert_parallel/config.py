@@ -8,7 +8,7 @@ from typing import Any
 
 from proxyccl.channels.expert_parallel.numbers import MAX_NUMBER, whole_number
 from proxyccl.device._native import lib
-from proxyccl.device.dtypes import DType, as_dtype, token_dtypes
+from proxyccl.device.arrays.dtypes import DType, as_dtype, token_dtypes
 from proxyccl.device.errors import ArgumentError
 
 TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())

@@ -10,20 +10,26 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
-from proxyccl.channels.calls import CollectiveCall
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
 from proxyccl.channels.expert_parallel.config import MAX_SLOTS, SCALED_DTYPES, EPConfig
-from proxyccl.channels.expert_parallel.geometry import BY_EXPERT, DISPATCH_KERNELS, OutputLayout, blocks_for
+from proxyccl.channels.expert_parallel.geometry import (
+    BY_EXPERT,
+    DISPATCH_KERNELS,
+    OutputLayout,
+    blocks_for,
+    dispatch_file,
+)
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
+from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.errors import ArgumentError, ClosedError, WaitTimeoutError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
@@ -121,17 +127,17 @@ class DispatchCombineContext:
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         if use_aot:  # load now what is used later, or by some layers
             for name in DISPATCH_KERNELS.values():
-                shipped(f"{name}_kernel.h", name)
-            shipped("expert_spread.h", "expert_spread")
+                shipped(dispatch_file(name), name)
+            shipped("experts/spread.h", "expert_spread")
             shipped("moves.h", "barrier")
-        scale = shipped("expert_combine.h", "expert_scale", config.token.name)
+        scale = shipped("experts/combine.h", "expert_scale", config.token.name)
         combines = {
-            name: shipped("expert_combine.h", "expert_combine", name)
+            name: shipped("experts/combine.h", "expert_combine", name)
             for name in {config.token.name, config.weight.name}
         }
         quantizes = scale_elements == SCALED_ELEMENTS
-        quantize = shipped("expert_quantize.h", "expert_quantize", config.token.name) if quantizes else None
-        self._pack = shipped("expert_quantize.h", "expert_pack") if scale_elements else None
+        quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
+        self._pack = shipped("experts/quantize.h", "expert_pack") if scale_elements else None
         self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
         with group.exchange.telling():
             self.workspace = ExpertWorkspace(
@@ -155,12 +161,12 @@ class DispatchCombineContext:
         experts = bytes(ffi.buffer(self.workspace.experts))
         self.grid = (self.blocks, threads)
         name = DISPATCH_KERNELS[self.workspace.announces]
-        dispatch = shipped(f"{name}_kernel.h", name)
+        dispatch = shipped(dispatch_file(name), name)
         empty = bytes(ffi.buffer(self._dispatch_call))
         self._dispatch = dispatch.prepare(*self.grid, experts, empty)
         self._dispatch_scaled: Launch | None = None
         if quantizes and self.workspace.outputs is not None and config.token.name in SCALED_DTYPES:
-            scaled = shipped("expert_dispatch.h", f"{name}_scaled", config.token.name)
+            scaled = shipped("experts/dispatch.h", f"{name}_scaled", config.token.name)
             self._dispatch_scaled = scaled.prepare(*self.grid, experts, empty)
         filled = bytes(ffi.buffer(self._combine_call))
         self._combine = {name: kernel.prepare(*self.grid, experts, filled) for name, kernel in combines.items()}
@@ -506,7 +512,7 @@ class DispatchCombineContext:
         matrix = self.arrays.new(values.owner, (desc.rows, config.topk), element)
         slots = self.arrays.new(values.owner, (desc.num_dispatch_token_cur_rank, config.topk), element)
         spread, slotted = input_view(group, matrix, "values"), input_view(group, slots, "values")
-        kernel = group.runtime.shipped("expert_spread.h", "expert_spread")
+        kernel = group.runtime.shipped("experts/spread.h", "expert_spread")
         launch = kernel.prepare(
             *self.grid, values.ptr, desc.pointer("row_slots"), spread.ptr, desc.rows, config.topk, element.itemsize
         )

@@ -24,8 +24,8 @@ from proxyccl.channels.expert_parallel.context import (
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.numbers import whole_number
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.runtime import StreamLike
 

@@ -1,4 +1,4 @@
-"""Sizes and offsets of an expert-parallel workspace, computed from numbers alone (device/kernels/experts.h)."""
+"""Sizes and offsets of an expert-parallel workspace, computed from numbers alone (device/kernels/experts/experts.h)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,19 @@ DISPATCH_KERNELS: dict[str, str] = {
     "shared_masks": "expert_dispatch_shared_masks",
 }
 """The dispatch kernel for each thing that a dispatch may announce. Those that are not "ids" also make float8 rows."""
+
+
+def dispatch_file(kernel: str) -> str:
+    """The file of a kernel of `DISPATCH_KERNELS`, among those that ship."""
+    return f"experts/{kernel.removeprefix('expert_')}_kernel.h"
+
+
 FEW_TOKENS = 32
 """Tokens of a block. With more, choices are not announced, and on one node some blocks of a dispatch only send."""
 _TOKENS_PER_BLOCK = 4
 _TOKENS_PER_PACKET = 64  # of a mask
 _LINE = 128
-_PIECES = 4  # kMaxPieces of expert_team.h: weights behind a row of a combine
+_PIECES = 4  # kMaxPieces of experts/expert_team.h: weights behind a row of a combine
 
 
 def aligned(nbytes: int, to: int = _LINE) -> int:
@@ -206,7 +213,7 @@ class Geometry:
 
     @staticmethod
     def _masks_fit(config: EPConfig) -> bool:
-        """Whether a block can keep what it needs of all ranks' masks (device/kernels/expert_announcement_masks.h)."""
+        """Whether a block can keep what it needs of all ranks' masks (device/kernels/experts/announcement_masks.h)."""
         ranks = config.world_size
         words = _TOKENS_PER_PACKET // 32 * -(-config.max_tokens // _TOKENS_PER_PACKET)
         sums = -(-words // lib.PROXYCCL_SUMMED_WORDS)

@@ -13,9 +13,9 @@ from typing import Any
 from proxyccl.channels import torch_pool
 from proxyccl.channels.expert_parallel.arrays import MemoryPart
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, OutputBuffers, TakenBuffer
-from proxyccl.device import places
 from proxyccl.device.base_runtime import BaseRuntime, Memory
 from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.memory import places
 
 KEPT_OUTPUTS = 2
 """Outputs that callers have at once as a rule: those of two halves of a batch overlap."""

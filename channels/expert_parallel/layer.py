@@ -36,8 +36,8 @@ from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left, lost_ranks_of
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
 from proxyccl.device.runtime import StreamLike
 

@@ -14,7 +14,7 @@ from proxyccl.channels.expert_parallel.config import EPConfig
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 
 _TABLE_ALIGNMENT = 128  # bytes

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from proxyccl.channels.expert_parallel.arrays import MemoryPart, library_of, part_of
-from proxyccl.device.arrays import Array, ArrayView
+from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.base_runtime import BaseRuntime, Memory
-from proxyccl.device.dtypes import DType, as_dtype
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.device._native import lib
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError
 from proxyccl.device.integers import find_items
 from proxyccl.device.runtime import StreamLike
@@ -73,7 +73,7 @@ class SurvivingExperts:
         numbers[left] = np.arange(len(left))
         self._group, self._arrays = group, ExpertArrays(group)
         self._numbers = allocate(group, numbers.shape, "int32").upload(numbers)
-        kernel = group.runtime.shipped("expert_survivors.h", "expert_survivors", compiled_only=use_aot)
+        kernel = group.runtime.shipped("experts/survivors.h", "expert_survivors", compiled_only=use_aot)
         experts = group.world_size * experts_per_rank
         dropped = experts if dropping_ids & lib.PROXYCCL_NUMBER_DROPS else -1
         self._sizes = (all_ranks, experts_per_rank, dropping_ids, dropped)

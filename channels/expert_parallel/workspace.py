@@ -1,4 +1,4 @@
-"""The memory that expert-parallel kernels share between ranks, and its layout (device/kernels/experts.h)."""
+"""The memory that expert-parallel kernels share between ranks, and its layout (device/kernels/experts/experts.h)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from proxyccl.channels.expert_parallel.geometry import Areas, Geometry, OutputLa
 from proxyccl.channels.expert_parallel.kept_outputs import KeptOutputs
 from proxyccl.channels.expert_parallel.output_buffers import OutputBuffers
 from proxyccl.channels.group import Group
+from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
-from proxyccl.channels.topology import Topology
 from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError

@@ -22,8 +22,6 @@ from datetime import UTC, datetime
 from types import FrameType
 from typing import Any, TypeVar
 
-from proxyccl.channels.control import LAST_QUESTION, READBACK_BYTES, KernelWait
-from proxyccl.channels.error_record import PLAN_WAITS, WAITS, exception_from
 from proxyccl.channels.group import Group
 from proxyccl.channels.handles import Channel
 from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
@@ -39,6 +37,8 @@ from proxyccl.channels.reports.report import (
     Thread,
     Wait,
 )
+from proxyccl.channels.segment.control import LAST_QUESTION, READBACK_BYTES, KernelWait
+from proxyccl.channels.segment.error_record import PLAN_WAITS, WAITS, exception_from
 from proxyccl.device._native import lib
 from proxyccl.device.errors import ProxyCCLError
 from proxyccl.device.runtime import Runtime

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, loaded_object
+from proxyccl.device.build.compile_cache import INCLUDE_DIR, loaded_object
+from proxyccl.device.build.kernel_names import text_with_exports
 from proxyccl.device.errors import CompileError
-from proxyccl.device.kernel_names import text_with_exports
 
 T = TypeVar("T")
 

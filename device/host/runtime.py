@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from proxyccl.device._native import ffi, lib
+from proxyccl.device.arrays.dtypes import reduction_dtypes
 from proxyccl.device.base_runtime import (
     AllocationCalls,
     Allocations,
@@ -24,8 +25,8 @@ from proxyccl.device.base_runtime import (
     StreamOperationCalls,
     foreign_stream_handle,
 )
-from proxyccl.device.compile_cache import KERNEL_DIR, shipped_source
-from proxyccl.device.dtypes import reduction_dtypes
+from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
+from proxyccl.device.build.kernel_names import NO_KERNEL, in_plain_text, kernel_names
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError, RuntimeUnavailableError
 from proxyccl.device.host.compiler import load_source, preprocessed
 from proxyccl.device.host.status import check_status
@@ -33,25 +34,12 @@ from proxyccl.device.host.streams import HostEvent, HostStream
 from proxyccl.device.in_flight import InFlight
 from proxyccl.device.integers import as_integer
 from proxyccl.device.kernel import Kernel, Module
-from proxyccl.device.kernel_names import NO_KERNEL, in_plain_text, kernel_names
-from proxyccl.device.shared_memory import SharedMemory, export_descriptor
+from proxyccl.device.memory.shared_memory import SharedMemory, export_descriptor
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.device.texts import require_text, require_texts
 
 if TYPE_CHECKING:
     from proxyccl.device._native import Uint64Pointer, VoidPointer  # the stub's; cffi has no such name
-
-_EXPERT_FILES = (
-    "expert_combine.h",
-    "expert_dispatch.h",
-    "expert_dispatch_ids_kernel.h",
-    "expert_dispatch_kernel.h",
-    "expert_dispatch_masks_kernel.h",
-    "expert_dispatch_shared_masks_kernel.h",
-    "expert_quantize.h",
-    "expert_spread.h",
-    "expert_survivors.h",
-)
 
 
 def _find_library(group: str) -> Path:
@@ -357,7 +345,7 @@ class HostRuntime:
             source = shipped_source(file, kernel, dtype, op)
             return self._kernel(load_source(source, [], (*self._cxxflags, f"-I{KERNEL_DIR}"), (), self._load), name)
         try:
-            module = self._load(_LIBRARIES["experts" if file in _EXPERT_FILES else dtype or "moves"])
+            module = self._load(_LIBRARIES["experts" if file.startswith("experts/") else dtype or "moves"])
         except OSError as error:
             raise CompileError(f"{error}; reinstall proxyccl") from None
         return self._kernel(module, name)

@@ -2,7 +2,7 @@
 #ifndef PROXYCCL_EXCLUSIVE_SCAN_H
 #define PROXYCCL_EXCLUSIVE_SCAN_H
 
-#include "expert_team.h"
+#include "experts/expert_team.h"
 
 namespace proxyccl {
 

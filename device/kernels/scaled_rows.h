@@ -6,7 +6,7 @@
 #ifndef PROXYCCL_SCALED_ROWS_H
 #define PROXYCCL_SCALED_ROWS_H
 
-#include "expert_team.h"
+#include "experts/expert_team.h"
 
 namespace proxyccl {
 

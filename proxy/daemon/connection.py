@@ -17,7 +17,6 @@ from msgspec import structs
 
 from proxyccl.device import forks
 from proxyccl.device._native import lib as native
-from proxyccl.device.descriptors import naming_exhaustion
 from proxyccl.device.errors import (
     ClosedError,
     ProtocolError,
@@ -26,6 +25,7 @@ from proxyccl.device.errors import (
     ResourceError,
     RuntimeUnavailableError,
 )
+from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.daemon.frames import limit_waits, peer_credentials, receive, send
 from proxyccl.proxy.daemon.listeners import shown

@@ -8,8 +8,8 @@ import struct
 from collections.abc import Sequence
 from typing import TypeVar
 
-from proxyccl.device.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.device.errors import ProtocolError
+from proxyccl.device.memory.descriptor_passing import receive_with_descriptors, send_with_descriptors
 from proxyccl.proxy.codec import Codec
 from proxyccl.proxy.daemon.protocol import LONGEST_FRAME, MOST_DESCRIPTORS
 

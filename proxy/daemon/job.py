@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from proxyccl.device.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.device.errors import ProtocolError, RuntimeUnavailableError
+from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, out_of_descriptors
 from proxyccl.proxy.codec import Codec, Message
 from proxyccl.proxy.daemon.connection import introduce
 from proxyccl.proxy.daemon.frames import limit_waits

@@ -17,7 +17,7 @@ from types import TracebackType
 
 from proxyccl.device import open_driver
 from proxyccl.device.errors import ArgumentError, ResourceError
-from proxyccl.device.gpu import GpuRuntime
+from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.integers import as_integer
 from proxyccl.device.runtime import Runtime

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from proxyccl.device.errors import ArgumentError, ProtocolError, ProxyCCLError
-from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.memory.handle_cache import HandleCache
 from proxyccl.device.runtime import Memory, Runtime
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 
 from proxyccl.device.errors import ProtocolError
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Runtime
-from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.proxy.daemon.protocol import (
     AddMemory,
     AddPinnedMemory,

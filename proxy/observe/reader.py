@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.shared_memory import open_descriptor
+from proxyccl.device.memory.shared_memory import open_descriptor
 from proxyccl.proxy import _engine
 from proxyccl.proxy.codec import Message
 from proxyccl.proxy.observe.publications import Publication

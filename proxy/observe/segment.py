@@ -9,7 +9,7 @@ import itertools
 from typing import Any
 
 from proxyccl.device._native import lib as native
-from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.plan import PlanWait
 

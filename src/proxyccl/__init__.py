@@ -4,7 +4,6 @@ A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on t
 data. This module holds the public names and nothing else. DESIGN.md describes the packages behind them.
 """
 
-from proxyccl.channels.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
 from proxyccl.channels.collectives.selection import Selector, SizeTable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -13,12 +12,13 @@ from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.file_bootstrap import FileBootstrap
+from proxyccl.channels.joining.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
+from proxyccl.channels.joining.file_bootstrap import FileBootstrap
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import ProxyChannel
 from proxyccl.channels.sm_channel import SmChannel
 from proxyccl.device import open_runtime
-from proxyccl.device.arrays import Array
+from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import (
     AbortedError,
     ArgumentError,

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TypeAlias
 
 from proxyccl.channels.collectives.reductions import OPS
-from proxyccl.channels.tools import (
+from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
+from proxyccl.device.errors import ArgumentError, ProxyCCLError
+from proxyccl.proxy.cores import parse_cores
+from proxyccl.proxy.daemon import command
+from proxyccl.proxy.daemon.client import daemon_process
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.daemon.server import DaemonOptions
+from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
+from proxyccl.proxy.thread import IdlePolicy
+from proxyccl.tools import (
     bench_collectives,
     bench_ring,
     compile_kernels,
@@ -21,15 +30,6 @@ from proxyccl.channels.tools import (
     trace,
     tune,
 )
-from proxyccl.device.dtypes import DTYPES, reduction_dtypes
-from proxyccl.device.errors import ArgumentError, ProxyCCLError
-from proxyccl.proxy.cores import parse_cores
-from proxyccl.proxy.daemon import command
-from proxyccl.proxy.daemon.client import daemon_process
-from proxyccl.proxy.daemon.protocol import socket_path
-from proxyccl.proxy.daemon.server import DaemonOptions
-from proxyccl.proxy.observe.tracing import MOST_TRIGGERS
-from proxyccl.proxy.thread import IdlePolicy
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, MismatchError, ThreadBootstrap, WaitTimeoutError
-from proxyccl.channels.control import Presence
+from proxyccl.channels.segment.control import Presence
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices
 from support.paths import TESTS

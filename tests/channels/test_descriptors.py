@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from proxyccl import AbortedError, Communicator, FileBootstrap, ResourceError, ThreadBootstrap
-from proxyccl.channels import exchange, watcher
-from proxyccl.channels.host_links import Listener
-from proxyccl.device.descriptors import naming_exhaustion
+from proxyccl.channels.joining import exchange
+from proxyccl.channels.liveness import watcher
+from proxyccl.channels.liveness.host_links import Listener
 from proxyccl.device.host.runtime import HostRuntime
+from proxyccl.device.memory.descriptors import naming_exhaustion
 from proxyccl.proxy.daemon.connection import daemon_process
 from proxyccl.proxy.daemon.job import JobDaemon, JobOptions, new_name
 from support.running import TIMEOUT, run_ranks

@@ -31,9 +31,9 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.channels.control import create_segment
-from proxyccl.channels.error_record import ErrorRecord
-from proxyccl.channels.watcher import Watcher
+from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.control import create_segment
+from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device import open_runtime, threads
 from proxyccl.device._native import lib as native
 from proxyccl.device.errors import DriverError

@@ -20,9 +20,9 @@ from msgspec import structs
 from proxyccl import AbortedError, ArgumentError, Array, ClosedError, Communicator, ResourceError, Runtime
 from proxyccl.channels.memory import allocate, register
 from proxyccl.device.errors import AlreadyMappedError
-from proxyccl.device.handle_cache import HandleCache
+from proxyccl.device.memory.handle_cache import HandleCache
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Memory
-from proxyccl.device.shared_memory import SharedMemory
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import rank_runtime
 from support.ranks import Gate, Ranks, collect_garbage

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from proxyccl import RuntimeUnavailableError
-from proxyccl.channels.whereabouts import Whereabouts, require_shared_namespaces
+from proxyccl.channels.joining.whereabouts import Whereabouts, require_shared_namespaces
 from proxyccl.proxy.daemon import connection
 from proxyccl.proxy.daemon.connection import daemon_process, missing_in_daemon
 from support.daemons import running_daemon

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from proxyccl.channels import program_end
+from proxyccl.channels.liveness import program_end
 from support.paths import TESTS
 from support.processes import run_processes
 from support.running import run_mpi

@@ -22,7 +22,7 @@ from proxyccl import (
 )
 from proxyccl.channels import group
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.meeting import Meeting, meet_survivors
+from proxyccl.channels.joining.meeting import Meeting, meet_survivors
 from proxyccl.channels.reports import reporter
 from proxyccl.channels.symmetric import SymmetricMemory
 from support.device_arrays import on_device, on_host

@@ -20,7 +20,7 @@ from proxyccl import (
     ThreadBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels.topology import Topology
+from proxyccl.channels.joining.topology import Topology
 from support.device_arrays import on_device, on_host
 from support.paths import TESTS
 from support.processes import run_processes

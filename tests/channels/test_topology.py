@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Array, Communicator, Runtime, RuntimeUnavailableError, ThreadBootstrap
-from proxyccl.channels.topology import RANK_INFO, RankInfo, Topology, encode_choice
+from proxyccl.channels.joining.topology import RANK_INFO, RankInfo, Topology, encode_choice
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, rank_runtime, require_devices
 from support.ranks import Ranks

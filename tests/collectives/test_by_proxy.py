@@ -23,12 +23,12 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.channels import plan_rings
 from proxyccl.channels.collectives import plans, reduce_plans
+from proxyccl.channels.schedules import rings as plan_rings
 from proxyccl.device import open_runtime
 from proxyccl.device._native import lib
-from proxyccl.device.array_view import ArrayView
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.view import ArrayView
 from proxyccl.device.stream_operations import CopyBytes, Operation, StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, PlanWait, ProxyPlan
 from proxyccl.proxy.trigger import MAX_MEMORIES

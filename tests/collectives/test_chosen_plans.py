@@ -12,7 +12,7 @@ import pytest
 from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, Selector, SizeTable
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.selection import CASES, Case
-from proxyccl.channels.tools.tune import in_words
+from proxyccl.tools.tune import in_words
 from support.device_arrays import on_device, on_host
 from support.plan_documents import (
     Ops,

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxyccl import ArgumentError, Communicator, ExecutionPlan, MismatchError, WaitTimeoutError
-from proxyccl.device.arrays import as_view
+from proxyccl.device.arrays.array import as_view
 from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME
 from support.graphs import Graph

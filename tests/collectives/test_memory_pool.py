@@ -11,8 +11,8 @@ import pytest
 from proxyccl import Array, Communicator
 from proxyccl.channels.symmetric import SymmetricMemory
 from proxyccl.device import open_runtime
-from proxyccl.device.array_view import ArrayView
-from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.arrays.view import ArrayView
+from proxyccl.device.memory.memory_pool import MemoryPool
 from support.device_arrays import barrier
 from support.devices import RUNTIME, processes, world_sizes
 from support.foreign_memory import ForeignMemory

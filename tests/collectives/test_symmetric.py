@@ -11,8 +11,8 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator
 from proxyccl.device import open_runtime
-from proxyccl.device.arrays import ArrayView
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.arrays.dtypes import as_dtype
 from support.device_arrays import barrier
 from support.devices import runtime_with_blocks, world_sizes
 from support.memory import download, make_call, registered, room_for, symmetric, upload, view_of, wait_until

@@ -25,7 +25,7 @@ from proxyccl.channels.collectives.selection import (
 from proxyccl.channels.collectives.tuning import table_from
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
-from proxyccl.device.dtypes import DTYPES
+from proxyccl.device.arrays.dtypes import DTYPES
 from support.device_arrays import on_device, on_host
 from support.devices import require_devices, world_sizes
 from support.observing import wait_for

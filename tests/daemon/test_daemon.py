@@ -25,7 +25,7 @@ from proxyccl import (
     Trigger,
     TriggerError,
 )
-from proxyccl.channels import meeting
+from proxyccl.channels.joining import meeting
 from proxyccl.proxy.daemon.client import DaemonClient
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.reader import Observer

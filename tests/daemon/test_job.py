@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, Communicator, ProxyLostError, RuntimeUnavailableError, ThreadBootstrap, Trigger
-from proxyccl.channels import peer_links, proxy_place
-from proxyccl.channels.proxy_place import Where, Wish, agree, default_place, requested_place
+from proxyccl.channels import peer_links
+from proxyccl.channels.joining import proxy_place
+from proxyccl.channels.joining.proxy_place import Where, Wish, agree, default_place, requested_place
 from proxyccl.proxy.daemon import attendance, job
 from proxyccl.proxy.daemon.attendance import Attendance
 from proxyccl.proxy.daemon.client import DaemonClient

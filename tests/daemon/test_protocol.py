@@ -25,11 +25,11 @@ from proxyccl import (
     RuntimeUnavailableError,
     Trigger,
 )
-from proxyccl.channels.control import segment_bytes
+from proxyccl.channels.segment.control import segment_bytes
 from proxyccl.device.errors import UntrustedPathError
 from proxyccl.device.host import HostRuntime
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.device.runtime import Memory
-from proxyccl.device.shared_memory import SharedMemory
 from proxyccl.device.threads import Thread
 from proxyccl.proxy.cores import parse_cores
 from proxyccl.proxy.daemon import server, session_memories

@@ -14,7 +14,7 @@ import pytest
 
 from proxyccl import Communicator, ResourceError
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon import session_memories
 from proxyccl.proxy.daemon.connection import DaemonConnection
 from proxyccl.proxy.daemon.server import Daemon, DaemonOptions

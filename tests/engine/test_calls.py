@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxyccl.channels.call_log import CALL_ABORTED, CALL_DIFFERED, CALL_DIFFERS, CallLog, encode_fields
-from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.segment.call_log import CALL_ABORTED, CALL_DIFFERED, CALL_DIFFERS, CallLog, encode_fields
+from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device import _native
 from proxyccl.proxy import _engine
 from support.devices import rank_runtime

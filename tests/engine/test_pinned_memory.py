@@ -15,9 +15,9 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ClosedError, Communicator, Operation, ProxyService, Trigger
-from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy import _engine
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import WINDOW_BYTES

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from proxyccl import ArgumentError, Communicator, Operation, ProxyService, Trigger
-from proxyccl.channels.control import ControlSegment, create_segment
-from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.segment.control import ControlSegment, create_segment
+from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
 from proxyccl.proxy import bare_loops

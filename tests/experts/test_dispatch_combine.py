@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, DispatchCombine, MismatchError, WaitTimeoutError
-from proxyccl.device.arrays import as_view
+from proxyccl.device.arrays.array import as_view
 from support import running
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import most_ranks, runtime_with_blocks

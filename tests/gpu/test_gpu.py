@@ -34,10 +34,10 @@ from proxyccl import (
 )
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.torch_pool import PoolUse
-from proxyccl.device.arrays import as_view
-from proxyccl.device.dtypes import as_dtype
-from proxyccl.device.gpu_memory import MemoryHandle
-from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.gpu.memory import MemoryHandle
+from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.trigger import MAX_CHANNELS
 from support.daemons import running_daemon
@@ -872,8 +872,8 @@ def test_where_peer_access_is_refused_the_proxy_moves_the_data(monkeypatch: pyte
 @CUDA_ONLY
 @pytest.mark.parametrize(("version", "message"), [(11080, "12.0 or later"), (12000, "older than the compiler")])
 def test_a_driver_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch, version: int, message: str) -> None:
-    from proxyccl.device import cuda
-    from proxyccl.device.cuda_bindings import cu, nvrtc
+    from proxyccl.device.gpu import cuda
+    from proxyccl.device.gpu.cuda_bindings import cu, nvrtc
 
     monkeypatch.setattr(cu, "cuDriverGetVersion", lambda: (cu.CUresult.CUDA_SUCCESS, version))
     monkeypatch.setattr(nvrtc, "nvrtcVersion", lambda: (nvrtc.nvrtcResult.NVRTC_SUCCESS, 13, 0))

@@ -24,13 +24,13 @@ from msgspec.structs import replace
 
 from proxyccl import ArgumentError, Communicator, HandlerError, ResourceError, Runtime, ThreadBootstrap, TriggerError
 from proxyccl.channels.proxy_channel import free_handles
-from proxyccl.channels.tools.top import short, table_of
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.metrics import MetricsServer, metrics_text, snapshot_all
 from proxyccl.proxy.observe.publications import Description, Publication
 from proxyccl.proxy.observe.rates import rates_between
 from proxyccl.proxy.observe.reader import ChannelView, ConnectionView, Observer, RingView, ServiceView, WorkerView
+from proxyccl.tools.top import short, table_of
 from support.daemons import running_daemon
 from support.device_arrays import barrier, on_device, on_host
 from support.devices import ON_HOST, rank_runtime

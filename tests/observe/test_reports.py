@@ -16,11 +16,11 @@ import pytest
 from msgspec import structs
 
 from proxyccl import Communicator, ProxyCCLError, Trigger, WaitTimeoutError
+from proxyccl.channels.liveness.watcher import WatchThread
 from proxyccl.channels.reports import collect
 from proxyccl.channels.reports.find import find
 from proxyccl.channels.reports.render import render
 from proxyccl.channels.reports.report import Report
-from proxyccl.channels.watcher import WatchThread
 from proxyccl.device.host import HostRuntime
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator, Operation, ResourceError, Trigger
-from proxyccl.channels.tools.trace import write_trace
 from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description, Publication
@@ -29,6 +28,7 @@ from proxyccl.proxy.observe.tracing import (
     Tracer,
 )
 from proxyccl.proxy.trigger import operation_name
+from proxyccl.tools.trace import write_trace
 from support.device_arrays import barrier, on_device, on_host
 from support.observing import KERNELS, channels_of, command, look, output_of, wait_for_looks, wait_until_traced
 from support.running import TIMEOUT, run_ranks

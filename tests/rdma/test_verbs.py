@@ -20,7 +20,7 @@ import pytest
 from numpy.typing import NDArray
 
 from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
-from proxyccl.channels.control import ControlSegment
+from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device._native import lib as native
 from proxyccl.proxy import _engine, bare_loops
 from proxyccl.proxy.observe import publications

@@ -11,12 +11,12 @@ import pytest
 
 from proxyccl import ArgumentError, Communicator, CompileError, DispatchCombine, EPAll2AllLayer
 from proxyccl.__main__ import main
-from proxyccl.channels.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from proxyccl.device import open_compiler
+from proxyccl.device.build.sealed_contents import unsealed
 from proxyccl.device.driver import DeviceInfo
-from proxyccl.device.gpu import GpuRuntime
+from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.device.host import HostRuntime
-from proxyccl.device.sealed_contents import unsealed
+from proxyccl.tools.compile_kernels import COLLECTIVE_KERNELS, EXPERT_KERNELS, compile_kernels
 from support.device_arrays import on_device
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.running import run_ranks
@@ -102,7 +102,7 @@ def test_the_command_compiles_for_an_absent_architecture(empty_cache: Path) -> N
 @COMPILER_ALONE
 def test_a_runtime_takes_what_the_command_compiled(empty_cache: Path) -> None:
     runtime, loaded = without_a_device()
-    kernel = ("expert_combine.h", "expert_combine", "bfloat16", None)
+    kernel = ("experts/combine.h", "expert_combine", "bfloat16", None)
     refusal = f"expert_combine_bfloat16 was not compiled for {ARCHITECTURE} beforehand; run: proxyccl compile"
     with pytest.raises(CompileError, match=refusal):
         runtime.shipped(*kernel, compiled_only=True)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from proxyccl import CompileError, UntrustedPathError
-from proxyccl.device import compile_cache
-from proxyccl.device.compile_cache import compiled_image, image_is_there, loaded_object
+from proxyccl.device.build import compile_cache
+from proxyccl.device.build.compile_cache import compiled_image, image_is_there, loaded_object
+from proxyccl.device.build.sealed_contents import sealed, unsealed
 from proxyccl.device.host.runtime import HostRuntime
-from proxyccl.device.sealed_contents import sealed, unsealed
 
 STRANGER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")

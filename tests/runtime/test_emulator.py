@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from proxyccl import Communicator
-from proxyccl.device import compile_cache
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.compile_cache import cache_dir
+from proxyccl.device.build import compile_cache
+from proxyccl.device.build.compile_cache import cache_dir
 from proxyccl.device.errors import ArgumentError, CompileError, KernelError
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.kernel import Module

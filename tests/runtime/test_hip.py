@@ -210,13 +210,13 @@ def test_a_runtime_takes_what_proxyccl_compile_made(tmp_path: Path) -> None:
     out = run(
         """
 from proxyccl.__main__ import main
-from proxyccl.channels.tools import compile_kernels
+from proxyccl.tools import compile_kernels
 compile_kernels.COLLECTIVE_KERNELS = ()
-compile_kernels.EXPERT_KERNELS = (("expert_spread.h", "expert_spread", None, None),)
+compile_kernels.EXPERT_KERNELS = (("experts/spread.h", "expert_spread", None, None),)
 runtime = open_runtime("hip")
 for attempt in range(2):
     try:
-        print(runtime.shipped("expert_spread.h", "expert_spread", compiled_only=True).name)
+        print(runtime.shipped("experts/spread.h", "expert_spread", compiled_only=True).name)
     except CompileError as error:
         print(error)
         print(main(["compile"]))

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR, shipped_source
+from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR, shipped_source
+from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image
 from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.device.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
     ACCESSES,
     ALGORITHMS,
@@ -35,7 +35,7 @@ from support.mscclpp_kernels import MSCCLPP_KERNELS
 from support.paths import ROOT, TESTS
 
 try:
-    from proxyccl.device.hip_compiler import compile_options
+    from proxyccl.device.gpu.hip_compiler import compile_options
 except RuntimeUnavailableError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -151,7 +151,7 @@ KERNELS = [
 @pytest.mark.parametrize(("architecture", "path"), KERNELS)
 def test_shipped_kernels_without_a_dtype_compile(hiprtc: Hiprtc, architecture: str, path: Path) -> None:
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
-    code = hiprtc.compile(f'#include "{path.name}"\n', architecture)
+    code = hiprtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', architecture)
     for name in names:
         assert exports(code, name)
 

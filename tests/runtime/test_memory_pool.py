@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from proxyccl.device.allocation_guard import AllocationGuard
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.memory_pool import MemoryPool, Segment
+from proxyccl.device.memory.allocation_guard import AllocationGuard
+from proxyccl.device.memory.memory_pool import MemoryPool, Segment
 from proxyccl.device.runtime import AllocationCalls, Runtime
 from support.foreign_memory import ForeignMemory, allocate, free
 

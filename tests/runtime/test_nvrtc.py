@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.compile_cache import shipped_source
-from proxyccl.device.kernel_names import kernel_names, kernels_of_image
+from proxyccl.device.build.compile_cache import KERNEL_DIR, shipped_source
+from proxyccl.device.build.kernel_names import kernel_names, kernels_of_image
 from support.device_sources import (
     ACCESSES,
     ALGORITHMS,
@@ -83,7 +83,7 @@ def test_shipped_reductions_assemble(nvrtc: Nvrtc) -> None:
 @pytest.mark.parametrize("path", shipped_without_dtype(), ids=lambda path: path.stem)
 def test_shipped_kernels_without_a_dtype_compile(nvrtc: Nvrtc, path: Path) -> None:
     names = re.findall(r"^PROXYCCL_EXPORT_KERNEL\((\w+)\)$", path.read_text(), re.MULTILINE)
-    cubin = nvrtc.compile(f'#include "{path.name}"\n', CUBIN)
+    cubin = nvrtc.compile(f'#include "{path.relative_to(KERNEL_DIR)}"\n', CUBIN)
     for name in names:
         assert f".text.{name}\0".encode() in cubin
 
@@ -93,7 +93,7 @@ def test_the_interpreter_of_execution_plans_compiles(nvrtc: Nvrtc) -> None:
     assert b".text.execute_plan_bfloat16\0" in cubin
 
 
-@pytest.mark.parametrize("source", ["moves.h", "expert_dispatch_ids_kernel.h", "host_library.h"])
+@pytest.mark.parametrize("source", ["moves.h", "experts/dispatch_ids_kernel.h", "host_library.h"])
 def test_shipped_kernels_leave_registers_for_a_whole_block(nvrtc: Nvrtc, source: str) -> None:
     """A launch with more threads than a kernel's registers allow is refused, and no compile fails for it."""
     instances = "FOR_EACH_ALGORITHM(float, float32, Sum, sum)\n" if source == "host_library.h" else ""

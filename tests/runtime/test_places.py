@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxyccl.device import memory_pool
-from proxyccl.device.places import ALLOCATE, FREE, Places
+from proxyccl.device.memory import memory_pool
+from proxyccl.device.memory.places import ALLOCATE, FREE, Places
 from proxyccl.device.runtime import Runtime
 from support.torch_stand_in import PluggableAllocator
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
-from proxyccl.channels.survivors import Board
+from proxyccl.channels.joining.survivors import Board
 
 _QUESTIONS = 20
 

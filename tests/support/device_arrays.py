@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Array, Communicator
-from proxyccl.device.arrays import ArrayView
+from proxyccl.device.arrays.array import ArrayView
 
 # A driver may free memory only when the device is idle, and a rank that waits for that holds up the others, whose
 # kernels share the device and wait for the rank's next call. So nothing is freed before the communicator goes.

@@ -6,8 +6,8 @@ import itertools
 import re
 from pathlib import Path
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
-from proxyccl.device.dtypes import DTYPES, reduction_dtypes
+from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
+from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR
 
 # Every element type and every operation once, through all algorithms; the full product would take minutes.
 _OPERATIONS = {
@@ -178,7 +178,7 @@ __global__ void write_colour(SmChannelDeviceHandle channel) { channel.write<Colo
 
 
 def shipped_without_dtype() -> list[Path]:
-    return sorted(path for path in KERNEL_DIR.glob("*.h") if "PROXYCCL_EXPORT_KERNEL(" in path.read_text())
+    return sorted(path for path in KERNEL_DIR.rglob("*.h") if "PROXYCCL_EXPORT_KERNEL(" in path.read_text())
 
 
 def headers(target: str) -> list[str]:
@@ -188,10 +188,13 @@ def headers(target: str) -> list[str]:
     `shipped_without_dtype` names: what compiles them compiles them alone.
     """
     public = {f"{path.parent.name}/{path.name}" for path in INCLUDE_DIR.glob("*/*.h*")}
-    kernels = {path.name for path in KERNEL_DIR.glob("*.h")}
+    kernels = {str(path.relative_to(KERNEL_DIR)) for path in KERNEL_DIR.rglob("*.h")}
     platforms = {name for name in public if name.startswith("proxyccl/platform_")}
     own = {f"proxyccl/platform_{target}.h"}
     other_names = {
         name for name in public if re.search(r"mscclpp/(?!device|gpu_data)(?!.*_device)|mscclpp/(sm|proxy|nvls)", name)
     }
-    return sorted((public - platforms - other_names | own | kernels) - {path.name for path in shipped_without_dtype()})
+    return sorted(
+        (public - platforms - other_names | own | kernels)
+        - {str(path.relative_to(KERNEL_DIR)) for path in shipped_without_dtype()}
+    )

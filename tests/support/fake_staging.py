@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Array, ProxyService, Runtime
-from proxyccl.channels.control import ControlSegment, create_segment
-from proxyccl.channels.error_record import ErrorRecord
+from proxyccl.channels.segment.control import ControlSegment, create_segment
+from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device._native import lib as native
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.runtime import EngineFunctions, PinnedMemory
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.staging import RemoteWriteTargets, StagedOptions, staged_area_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import ProxyService, Trigger
-from proxyccl.channels.control import ControlSegment, create_segment
+from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure

@@ -8,9 +8,9 @@ import ctypes
 import mmap
 
 from proxyccl import Array, Runtime
-from proxyccl.device import memory_pool
-from proxyccl.device.dtypes import as_dtype
-from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.memory import memory_pool
+from proxyccl.device.memory.memory_pool import MemoryPool
 from support.torch_stand_in import PluggableAllocator
 
 _allocator = PluggableAllocator(memory_pool.library(), memory_pool.ALLOCATE, memory_pool.FREE)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.compile_cache import INCLUDE_DIR, KERNEL_DIR
+from proxyccl.device.build.compile_cache import INCLUDE_DIR, KERNEL_DIR
 
 CUBIN = "-arch=sm_90"
 PTX = "-arch=compute_90"

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from proxyccl import Trigger
-from proxyccl.channels.control import ControlSegment, segment_bytes
-from proxyccl.device.shared_memory import SharedMemory
+from proxyccl.channels.segment.control import ControlSegment, segment_bytes
+from proxyccl.device.memory.shared_memory import SharedMemory
 from proxyccl.proxy.daemon.protocol import LAYOUT, LONGEST_FRAME, VERSION
 from proxyccl.proxy.ring import ring_bytes
 from proxyccl.proxy.shared_words import SharedWords

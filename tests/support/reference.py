@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
-from proxyccl.device.dtypes import reduction_dtypes
+from proxyccl.device.arrays.dtypes import reduction_dtypes
 from support.device_arrays import on_device, on_host
 
 ALGORITHMS = ("one_shot", "recursive_doubling", "two_shot_packets", "two_shot", "ring", "proxy")

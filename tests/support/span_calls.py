@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Communicator
-from proxyccl.device.array_view import ArrayView
-from proxyccl.device.dtypes import as_dtype
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.view import ArrayView
 
 COLLECTIVES = ("all_gather", "all_to_all", "broadcast")
 SLACK = 200

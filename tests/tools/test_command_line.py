@@ -15,10 +15,10 @@ import pytest
 from proxyccl import __version__
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.selection import ALGORITHMS, CASES, Selector, SizeTable
-from proxyccl.channels.tools import bench_collectives, bench_ring, info
-from proxyccl.channels.tools.tables import Column, Table
 from proxyccl.device import RUNTIMES
 from proxyccl.device.host import HostRuntime, cpu_name
+from proxyccl.tools import bench_collectives, bench_ring, info
+from proxyccl.tools.tables import Column, Table
 from support.devices import processes
 from support.running import run_alone, run_mpi
 

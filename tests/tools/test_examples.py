@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from proxyccl.device.kernel_names import kernel_names
+from proxyccl.device.build.kernel_names import kernel_names
 from proxyccl.proxy.verbs.devices import missing
 from support.devices import ON_HOST, RUNTIME, processes, world_sizes
 from support.nvrtc import CUBIN, Nvrtc

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from proxyccl import ArgumentError, Communicator  # noqa: E402
-from proxyccl.device.arrays import as_view  # noqa: E402
+from proxyccl.device.arrays.array import as_view  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
 pytestmark = pytest.mark.host_only(reason="tensors of CPUs")

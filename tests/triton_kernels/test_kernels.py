@@ -28,8 +28,8 @@ from proxyccl import (
     TriggerError,
     WaitTimeoutError,
 )
-from proxyccl.channels.control import LAST_QUESTION, KernelWait
 from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.channels.segment.control import LAST_QUESTION, KernelWait
 from proxyccl.device._native import ffi, lib
 from proxyccl.triton import turns
 from support import triton_kernels as kernels

@@ -16,10 +16,10 @@ import pytest
 
 from proxyccl import ArgumentError, Array, ClosedError, Communicator, Runtime
 from proxyccl.device._native import ffi
-from proxyccl.device.arrays import as_view, fingerprint
-from proxyccl.device.dlpack import export_dlpack
-from proxyccl.device.dtypes import DTYPES as ALL_DTYPES
-from proxyccl.device.dtypes import as_dtype, from_dlpack_type
+from proxyccl.device.arrays.array import as_view, fingerprint
+from proxyccl.device.arrays.dlpack import export_dlpack
+from proxyccl.device.arrays.dtypes import DTYPES as ALL_DTYPES
+from proxyccl.device.arrays.dtypes import as_dtype, from_dlpack_type
 from support.devices import ON_HOST, RUNTIME, rank_runtime
 from support.reference import DTYPES, numpy_dtype
 from support.running import run_ranks

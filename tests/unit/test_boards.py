@@ -6,8 +6,8 @@ import ctypes
 from pathlib import Path
 
 from proxyccl import FileBootstrap
-from proxyccl.channels.rendezvous import Rendezvous
-from proxyccl.channels.survivors import SegmentBoard
+from proxyccl.channels.joining.survivors import SegmentBoard
+from proxyccl.channels.segment.rendezvous import Rendezvous
 from support.boards import check_boards
 
 RANKS = 3

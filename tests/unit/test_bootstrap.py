@@ -27,8 +27,8 @@ from proxyccl import (
     TorchBootstrap,
     WaitTimeoutError,
 )
-from proxyccl.channels.bootstrap import as_bootstrap
-from proxyccl.channels.exchange import Exchange
+from proxyccl.channels.joining.bootstrap import as_bootstrap
+from proxyccl.channels.joining.exchange import Exchange
 from support.device_arrays import on_device, on_host
 from support.devices import processes, require_devices
 from support.paths import PROGRAMS

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from proxyccl.device.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
+from proxyccl.device.memory.descriptor_server import NAME_BYTES, DescriptorServer, fetch_descriptors
 
 OTHER_PROCESS = """
 import os, sys
-from proxyccl.device.descriptor_server import fetch_descriptors
+from proxyccl.device.memory.descriptor_server import fetch_descriptors
 for number, descriptor in fetch_descriptors(bytes.fromhex(sys.argv[1]), sys.argv[2].encode()):
     print(number, os.pread(descriptor, 100, 0).decode())
 """

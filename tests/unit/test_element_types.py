@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from proxyccl import CompileError
-from proxyccl.device.dtypes import DTYPES, reduction_dtypes
-from proxyccl.device.element_types import ELEMENT_TYPES, ElementType, check_table
+from proxyccl.device.arrays.dtypes import DTYPES, reduction_dtypes
+from proxyccl.device.arrays.element_types import ELEMENT_TYPES, ElementType, check_table
 from proxyccl.device.host import HostRuntime
 
 _KERNEL = '#include "proxyccl/reduce.h"\n{check}extern "C" __global__ void nothing() {{}}\n'

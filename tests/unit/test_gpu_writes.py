@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from proxyccl import RuntimeUnavailableError
-from proxyccl.device import cuda, hip
+from proxyccl.device.gpu import cuda, hip
 from proxyccl.device.runtime import Runtime
 from proxyccl.proxy.fabric.context import FabricContext
 from proxyccl.proxy.fabric.options import FabricOptions

@@ -22,12 +22,12 @@ import pytest
 from msgspec import structs
 
 from proxyccl import PeerLostError, open_runtime
-from proxyccl.channels import greetings, host_links
-from proxyccl.channels.control import Presence, create_segment
-from proxyccl.channels.error_record import ErrorRecord
-from proxyccl.channels.failure import FailureState
-from proxyccl.channels.host_links import OFFER, HostLink, Listener, Offer, host_addresses
-from proxyccl.channels.watcher import Watcher
+from proxyccl.channels.liveness import greetings, host_links
+from proxyccl.channels.liveness.failure import FailureState
+from proxyccl.channels.liveness.host_links import OFFER, HostLink, Listener, Offer, host_addresses
+from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.control import Presence, create_segment
+from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device._native import lib
 from proxyccl.proxy.interface import ProxyFailure
 from support.running import TIMEOUT
@@ -35,8 +35,8 @@ from support.running import TIMEOUT
 RECORD = ErrorRecord(code=3, rank=1, peer=2, operation=4, channel=5, status=-6, expected=1 << 63, seen=8, offset=9)
 CALLER_THAT_IS_KILLED = """
 import os, signal, sys
-from proxyccl.channels.host_links import Listener
-from proxyccl.channels.host_links import OFFER
+from proxyccl.channels.liveness.host_links import Listener
+from proxyccl.channels.liveness.host_links import OFFER
 Listener(1).join([0], [OFFER.decode(sys.argv[1].encode(), "rank 0")], 20, lambda: None)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from proxyccl.device.build.kernel_names import in_plain_text, kernel_names, kernels_of_image
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.kernel_names import in_plain_text, kernel_names, kernels_of_image
 from proxyccl.device.runtime import Runtime
 from support.devices import rank_runtime
 

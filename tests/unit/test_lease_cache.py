@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from proxyccl import ClosedError
-from proxyccl.device.lease_cache import LeaseCache
+from proxyccl.device.memory.lease_cache import LeaseCache
 from support.running import TIMEOUT
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from proxyccl.channels.process_descriptors import acquire, release
+from proxyccl.channels.segment.process_descriptors import acquire, release
 
 
 def sleeper() -> subprocess.Popen[bytes]:

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from proxyccl import AbortedError
-from proxyccl.channels.rendezvous import wait_until
+from proxyccl.channels.segment.rendezvous import wait_until
 from proxyccl.device.errors import WaitTimeoutError
 
 

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 import proxyccl
-from proxyccl.channels.tools.results import versions
+from proxyccl.tools.results import versions
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-/* Three ranks meet in exchanges (channels/exchange.py) until they leave (channels/watcher.py, channels/control.py). A
+/* Three ranks meet in exchanges (channels/joining/exchange.py) until they leave (channels/liveness/watcher.py, channels/segment/control.py). A
  * rank that waits for a peer that has left after fewer exchanges finds that out, and ends the group.
  *
  * To hold: nobody waits for ever, and a rank finds a difference only if there is one.

@@ -1,4 +1,4 @@
-/* Ranks of which some may end at any time find out who goes on (channels/survivors.py). A rank that waits too long goes
+/* Ranks of which some may end at any time find out who goes on (channels/joining/survivors.py). A rank that waits too long goes
  * on without those that have not come, if LATE is set: then one that is only slow may be left behind.
  *
  * To hold: all that succeed do so in the same attempt, with the same members, all of which have joined; nobody that is

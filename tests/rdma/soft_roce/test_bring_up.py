@@ -27,12 +27,12 @@ from proxyccl import (
     TransportError,
     rdma_devices,
 )
-from proxyccl.channels.tools import info
 from proxyccl.proxy.verbs import pyverbs_api
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import DeviceChoice, choose_device, missing
 from proxyccl.proxy.verbs.endpoint import Endpoint, VerbsDevice
 from proxyccl.proxy.verbs.registrations import Registration, Registrations
+from proxyccl.tools import info
 from support.soft_roce.wire import ADDRESSES, DEVICES, INTERFACES, packets_sent, run
 
 TIMEOUT = 60.0

@@ -43,7 +43,7 @@ def resident_bytes() -> int:
 
 def device_bytes(comm: Communicator) -> int:
     """What of the memory of the rank's NVIDIA GPU is in use, by whatever process."""
-    from proxyccl.device.cuda_bindings import cu, ok  # its package is for CUDA alone
+    from proxyccl.device.gpu.cuda_bindings import cu, ok  # its package is for CUDA alone
 
     comm.synchronize()  # an array without a reference left is freed only then
     with comm.runtime.current():

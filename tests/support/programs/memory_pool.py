@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import Communicator
-from proxyccl.device.memory_pool import MemoryPool
+from proxyccl.device.memory.memory_pool import MemoryPool
 from support.device_arrays import barrier
 from support.foreign_memory import ForeignMemory
 from support.memory import make_call, registered, room_for, wait_until

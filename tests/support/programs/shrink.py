@@ -15,7 +15,7 @@ import numpy as np
 
 from proxyccl import Communicator, CommunicatorError
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.survivors import Survivors
+from proxyccl.channels.joining.survivors import Survivors
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 

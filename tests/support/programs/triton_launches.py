@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from proxyccl import ArgumentError
-from proxyccl.device.gpu import GpuRuntime
+from proxyccl.device.gpu.runtime import GpuRuntime
 from proxyccl.triton import TritonKernel
 from support import triton_kernels as kernels
 

@@ -1,0 +1,1 @@
+"""How ranks find each other: bootstraps, hosts, and the meeting that makes a group."""

@@ -1,0 +1,363 @@
+"""How ranks find each other: a few bytes from everyone to everyone, before and between the fast paths.
+
+The protocol is small on purpose, so that any launcher can offer it. Every call is bounded.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import numpy as np
+
+from proxyccl.channels.liveness.program_end import watch_mpi
+from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
+from proxyccl.device.integers import as_integer
+from proxyccl.device.interrupts import wait_elsewhere
+
+MOST_RANKS = 1 << 20
+"""Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
+
+
+class Bootstrap(Protocol):
+    """Joins `world_size` ranks. All of them make the same calls in the same order.
+
+    One that can also join some of its ranks has `subset(members, key)`, which they alone call. It returns the bootstrap
+    of these ranks, numbered by their places in the list. `key` is a number that no other subset has. By it
+    communicators are split whose ranks are on several hosts. One that has `board()` too, a `survivors.Board` that
+    outlives each of the ranks, can shrink them.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """Every rank's bytes, in rank order; lengths may differ.
+
+        Args:
+            data: this rank's.
+            timeout: seconds.
+            give_up: called while waiting; it raises to end the wait early.
+
+        Raises:
+            WaitTimeoutError: not all ranks came within the time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what the bootstrap holds."""
+        ...
+
+
+def require_place(rank: object, world_size: object) -> tuple[int, int]:
+    """A rank's number and the number of ranks, as plain integers; also from numpy's.
+
+    Raises:
+        ArgumentError: one is not an integer, `world_size` is not from 1 to `MOST_RANKS`, or there is no rank of that
+            number.
+    """
+    expected = f"must be an integer from 1 to {MOST_RANKS}"
+    size = as_integer(world_size, "world_size", expected, 1, MOST_RANKS)
+    return as_integer(rank, "rank", f"must be an integer from 0 to {size - 1}", 0, size - 1), size
+
+
+def require_mpi(comm: Any) -> None:
+    """Raises ArgumentError unless `comm` is None or an MPI intracommunicator."""
+    from mpi4py import MPI
+
+    if comm is not None and not isinstance(comm, MPI.Intracomm):
+        raise ArgumentError("comm", f"must be an MPI intracommunicator, not {type(comm).__name__}")
+
+
+class MpiBootstrap:
+    """Ranks of an MPI communicator, by default all of them.
+
+    Its context is a duplicate, so the program's own messages never meet ours. It is made by the first `all_gather`,
+    whose time-out bounds that too.
+    """
+
+    def __init__(self, comm: Any = None) -> None:
+        from mpi4py import MPI
+
+        require_mpi(comm)
+        if hasattr(MPI, "_set_abort_status"):  # of mpi4py's runner
+            watch_mpi(MPI)
+        parent = MPI.COMM_WORLD if comm is None else comm
+        self._mpi = MPI
+        self._parent = parent
+        self._comm: Any = None
+        self._unfinished: Any = None
+        self._post = _MpiPost(self)
+        self.rank: int = parent.Get_rank()
+        self.world_size: int = parent.Get_size()
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`. Raises PeerLostError too, where MPI tells that a rank died."""
+        deadline = time.monotonic() + timeout
+        try:
+            if self._comm is None:
+                comm, request = self._parent.Idup()
+                self._wait(request, (comm,), deadline, give_up)
+                self._comm = comm
+            size = np.array([len(data)], np.int64)
+            sizes = np.zeros(self.world_size, np.int64)
+            self._wait(self._comm.Iallgather(size, sizes), (size, sizes), deadline, give_up)
+            offsets = np.concatenate(([0], np.cumsum(sizes)))
+            out = np.zeros(int(offsets[-1]), np.uint8)
+            send = np.frombuffer(data, np.uint8)
+            spec = [out, sizes, offsets[:-1], self._mpi.BYTE]
+            self._wait(self._comm.Iallgatherv(send, spec), (send, spec), deadline, give_up)
+        except self._mpi.Exception as error:
+            give_up()
+            raise PeerLostError(
+                f"the bootstrap's all_gather over MPI: {error.Get_error_string()}",
+                rank=self.rank,
+                operation="bootstrap",
+            ) from error
+        return [out[offsets[i] : offsets[i + 1]].tobytes() for i in range(self.world_size)]
+
+    def _wait(self, request: Any, buffers: object, deadline: float, give_up: Callable[[], None]) -> None:
+        # MPI may still write to the buffers of a request that is given up, so they are kept.
+        self._unfinished = (request, buffers)
+        pause = 0.0
+        while not request.Test():
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    "the bootstrap's all_gather over MPI: not all ranks came in time",
+                    rank=self.rank,
+                    operation="bootstrap",
+                )
+            time.sleep(pause)
+            pause = min(pause + 2e-5, 1e-3)
+        self._unfinished = None
+
+    def subset(self, members: Sequence[int], key: int) -> MpiSubset:
+        """The bootstrap of some ranks. See `Bootstrap`. An `all_gather` comes first."""
+        return MpiSubset(self._post, members, key)
+
+    def close(self) -> None:
+        """Frees the duplicate, unless MPI is already gone or a call on it was given up."""
+        if self._comm is not None and self._unfinished is None and not self._mpi.Is_finalized():
+            self._comm.Free()
+            self._comm = None
+
+
+class _MpiPost:
+    """Messages between single ranks of an `MpiBootstrap`, each for one round of one subset."""
+
+    HEADER = struct.Struct("<QQ")
+    _TAG = 1
+
+    def __init__(self, bootstrap: MpiBootstrap) -> None:
+        self._bootstrap = bootstrap
+        self._lock = threading.Lock()
+        self._came: dict[tuple[int, int, int], bytes] = {}  # by sender, key and round
+        self._sent: list[Any] = []
+
+    @property
+    def rank(self) -> int:
+        """This rank in the bootstrap."""
+        return self._bootstrap.rank
+
+    def send(self, receiver: int, key: int, number: int, data: bytes) -> None:
+        """Sends a message. Waits for nobody."""
+        message = self.HEADER.pack(key, number) + data
+        with self._lock:
+            self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
+            request = self._bootstrap._comm.Isend([message, self._bootstrap._mpi.BYTE], dest=receiver, tag=self._TAG)
+            self._sent.append((request, message))
+
+    def take(self, sender: int, key: int, number: int) -> bytes | None:
+        """A message, if it has come."""
+        mpi, status = self._bootstrap._mpi, self._bootstrap._mpi.Status()
+        with self._lock:
+            while (message := self._bootstrap._comm.Improbe(tag=self._TAG, status=status)) is not None:
+                data = bytearray(status.Get_count(mpi.BYTE))
+                message.Recv([data, mpi.BYTE])
+                header = self.HEADER.unpack_from(data)
+                self._came[status.Get_source(), *header] = bytes(data[self.HEADER.size :])
+            return self._came.pop((sender, key, number), None)
+
+
+class MpiSubset:
+    """Some ranks of an `MpiBootstrap`. They exchange messages, as all ranks would be needed for a communicator."""
+
+    def __init__(self, post: _MpiPost, members: Sequence[int], key: int) -> None:
+        self._post, self._members, self._key = post, list(members), key
+        self._round = 0
+        self.rank, self.world_size = self._members.index(post.rank), len(self._members)
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        number, self._round = self._round, self._round + 1
+        found = {self.rank: data}
+        missing = [peer for peer in range(self.world_size) if peer != self.rank]
+        for peer in missing:
+            self._post.send(self._members[peer], self._key, number, data)
+        pause = 0.0
+        while True:
+            for peer in missing:
+                came = self._post.take(self._members[peer], self._key, number)
+                if came is not None:
+                    found[peer] = came
+            missing = [peer for peer in missing if peer not in found]
+            if not missing:
+                return [found[rank] for rank in range(self.world_size)]
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"the bootstrap's all_gather over MPI: ranks {missing} did not come in time",
+                    rank=self.rank,
+                    peer=missing[0],
+                    operation="bootstrap",
+                )
+            time.sleep(pause)
+            pause = min(pause + 2e-5, 1e-3)
+
+    def close(self) -> None:
+        """Nothing to free: the communicator is the whole bootstrap's."""
+
+
+class _Meeting:
+    """The state that the threads of a `ThreadBootstrap` share: one round of all_gather after the other."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.changed = threading.Condition()
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.fetched: dict[int, int] = {}
+
+
+class ThreadBootstrap:
+    """Ranks that are threads of one process; make them all with `ThreadBootstrap.create(world_size)`."""
+
+    def __init__(self, meeting: _Meeting, rank: int) -> None:
+        self._meeting = meeting
+        self._round = 0
+        self.rank = rank
+        self.world_size = meeting.world_size
+
+    @classmethod
+    def create(cls, world_size: int) -> list[ThreadBootstrap]:
+        """One bootstrap for each of `world_size` threads."""
+        _, size = require_place(0, world_size)
+        meeting = _Meeting(size)
+        return [cls(meeting, rank) for rank in range(size)]
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        deadline = time.monotonic() + timeout
+        meeting, number = self._meeting, self._round
+        self._round += 1
+        with meeting.changed:
+            contributions = meeting.rounds.setdefault(number, {})
+            contributions[self.rank] = data
+            meeting.changed.notify_all()
+            while len(contributions) < self.world_size:
+                give_up()
+                if time.monotonic() > deadline:
+                    missing = sorted(set(range(self.world_size)) - set(contributions))
+                    raise WaitTimeoutError(
+                        f"the bootstrap's all_gather: ranks {missing} did not come in time",
+                        rank=self.rank,
+                        peer=missing[0],
+                        operation="bootstrap",
+                    )
+                meeting.changed.wait(0.02)
+            result = [contributions[rank] for rank in range(self.world_size)]
+            meeting.fetched[number] = meeting.fetched.get(number, 0) + 1
+            if meeting.fetched[number] == self.world_size:
+                del meeting.rounds[number], meeting.fetched[number]
+        return result
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class TorchBootstrap:
+    """Ranks of a torch.distributed process group, by default the world.
+
+    A call of torch's can't be ended. One that was given up goes on in a thread of its own, until the ranks have come or
+    the group's own time-out has passed; the group can't be used meanwhile.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            raise ArgumentError("group", "torch.distributed is not initialised; call init_process_group first")
+        self._cuda, self._dist = torch.cuda, dist
+        self._group = group if group is not None else dist.group.WORLD
+        self.rank: int = dist.get_rank(self._group)
+        self.world_size: int = dist.get_world_size(self._group)
+        if self.rank < 0:
+            raise ArgumentError("group", "this process is not a member of the group")
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`."""
+        give_up()
+        out: list[Any] = [None] * self.world_size
+        deadline = time.monotonic() + timeout
+        # Each thread has a current device, which NCCL's groups use.
+        device = self._cuda.current_device() if self._cuda.is_initialized() else None
+
+        def call() -> None:
+            with nullcontext() if device is None else self._cuda.device(device):
+                self._dist.all_gather_object(out, data, group=self._group)
+
+        def look() -> None:
+            give_up()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    "the bootstrap's all_gather over torch.distributed: not all ranks came in time",
+                    rank=self.rank,
+                    operation="bootstrap",
+                )
+
+        try:
+            wait_elsewhere(call, look)
+        except RuntimeError as error:  # torch tells time-outs and lost peers by this type alone
+            raise WaitTimeoutError(
+                f"the bootstrap's all_gather over torch.distributed: {error}", rank=self.rank, operation="bootstrap"
+            ) from error
+        return out
+
+    def close(self) -> None:
+        """The group stays the caller's."""
+
+
+def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
+    """A bootstrap from what a caller has.
+
+    That is a `Bootstrap`, an MPI communicator, a torch process group, or None for MPI's world.
+
+    Returns:
+        The bootstrap, and whether it was made here (and is to be closed by its user).
+    """
+    if value is None:
+        return MpiBootstrap(), True
+    if hasattr(value, "all_gather") and hasattr(value, "world_size"):
+        require_place(getattr(value, "rank", None), value.world_size)
+        return value, False
+    module = type(value).__module__.split(".")[0]
+    if module == "mpi4py":
+        return MpiBootstrap(value), True
+    if module == "torch":
+        return TorchBootstrap(value), True
+    raise ArgumentError(
+        "bootstrap", f"a Bootstrap, an MPI communicator or a torch process group is wanted, not {type(value).__name__}"
+    )

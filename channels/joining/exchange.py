@@ -1,0 +1,207 @@
+"""Exchanges: every rank's value to every rank, over the bootstrap, or over mailboxes where all ranks share a host.
+
+Exchanges set things up; no collective and no transfer waits for one. Each message names what its rank does, so ranks
+whose programs differ find out at once, and what a rank receives is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import TypeVar
+
+from proxyccl.channels.joining.bootstrap import Bootstrap
+from proxyccl.channels.joining.one_caller import OneCaller
+from proxyccl.channels.liveness.failure import FailureState
+from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.error_record import DIFFERENT_CALL
+from proxyccl.device.errors import (
+    AbortedError,
+    CommunicatorError,
+    ExchangeError,
+    MismatchError,
+    ProxyCCLError,
+    ResourceError,
+)
+from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.proxy.codec import Codec, ProtocolError
+
+T = TypeVar("T")
+
+_FAILED = b"\0failed\0"
+"""Begins the message of a rank that can't take part: no purpose does."""
+_LONGEST_REASON = 2000
+_TELLING_SECONDS = 10.0
+_TELLING_OPEN_SECONDS = 1.0
+"""Once the group is open its failure tells all ranks too, wherever they are."""
+_RAN_OUT = (ResourceError, OSError, MemoryError)
+
+
+class Exchange:
+    """The exchanges of one rank. All ranks make the same ones in the same order.
+
+    Args:
+        bootstrap: what carries them.
+        timeout: bound of each, in seconds.
+        give_up: called while waiting until the group is open; it raises to end the wait early.
+
+    Attributes:
+        made: exchanges that this rank took part in so far.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, timeout: float, give_up: Callable[[], None] = lambda: None) -> None:
+        self.rank = bootstrap.rank
+        self.world_size = bootstrap.world_size
+        self.timeout = timeout
+        self._bootstrap = bootstrap
+        self._guard: tuple[FailureState, Watcher] | None = None
+        self._give_up = give_up
+        self._one_caller = OneCaller()
+        self._inside = 0  # `telling` within another
+        self._ended = False
+        self.made = 0
+
+    def carry_over(self, bootstrap: Bootstrap) -> None:
+        """From now on this carries them; on all ranks."""
+        self._bootstrap = bootstrap
+
+    def guard(self, failure: FailureState, watcher: Watcher) -> None:
+        """From now on a failure of any rank ends an exchange, a failed exchange ends the group, and so does a peer that
+        has closed the communicator.
+        """
+        self._guard = failure, watcher
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around what this rank does between exchanges: where that fails, the next exchange of its peers ends with the
+        reason. An exchange's own failure is known to all. Once the group is open, peers are told where this rank has
+        run out of something. It goes on only if all of them tell so.
+
+        Raises:
+            ResourceError: there are too few descriptors.
+        """
+        self._inside += 1
+        try:
+            with naming_exhaustion("this rank's part of the communicator"):
+                yield
+        except CommunicatorError:
+            raise
+        except Exception as error:
+            if self._inside == 1 and (self._guard is None or isinstance(error, _RAN_OUT)):
+                self._tell(error)
+            raise
+        finally:
+            self._inside -= 1
+
+    def end(self) -> None:
+        """The group has ended: what carries the exchanges may be gone."""
+        self._ended = True
+
+    def _tell(self, error: Exception) -> None:
+        if self._ended or (self._guard is not None and self._guard[0].inherited):  # its peers heard by its end
+            return
+        reason = f"{type(error).__name__}: {error}"
+        longest = _TELLING_SECONDS if self._guard is None else _TELLING_OPEN_SECONDS
+        everyone: list[bytes] = []
+        self.made += 1
+        with contextlib.suppress(ProxyCCLError, OSError):  # whoever does not hear it finds that this rank stays away
+            message = _FAILED + reason.encode()[:_LONGEST_REASON]
+            everyone = self._bootstrap.all_gather(message, min(self.timeout, longest), self._give_up_wait)
+        in_step = bool(everyone) and all(theirs.startswith(_FAILED) for theirs in everyone)
+        if self._guard is not None and not in_step:
+            self._guard[0].abort(reason)
+
+    def _give_up_wait(self) -> None:
+        if self._guard is None:
+            self._give_up()
+        else:
+            self._guard[0].check()
+
+    def all_gather(self, value: T, codec: Codec[T], purpose: str) -> list[T]:
+        """Every rank's value, in rank order.
+
+        Args:
+            value: this rank's.
+            codec: for values of its type.
+            purpose: what the exchange is for, in words; the same on all ranks.
+
+        Raises:
+            WaitTimeoutError: not all ranks came within the time-out.
+            MismatchError: a rank came for another purpose, or has left.
+            ExchangeError: a rank's message is no such value; the error names the rank.
+            CommunicatorError: a rank has failed.
+        """
+        everyone = self.all_gather_bytes(codec.encode(value), purpose)
+        return [self._decode(data, codec, purpose, peer) for peer, data in enumerate(everyone)]
+
+    def _decode(self, data: bytes, codec: Codec[T], purpose: str, peer: int) -> T:
+        try:
+            return codec.decode(data, f"rank {peer}")
+        except ProtocolError as cause:
+            error = ExchangeError(f"{purpose}: {cause}", rank=self.rank, peer=peer, operation="bootstrap")
+            raise self._file(error) from cause
+
+    def barrier(self, purpose: str) -> None:
+        """Waits until all ranks have come here. Raises as `all_gather`."""
+        self.all_gather_bytes(b"", purpose)
+
+    def all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
+        """Every rank's bytes.
+
+        Raises as `all_gather`, ConcurrentCallError if another thread is in it, and ClosedError in a fork's child.
+        """
+        if self._guard is not None:
+            self._guard[0].require_own_process()
+        with self._one_caller.only(purpose):
+            return self._all_gather_bytes(data, purpose)
+
+    def _all_gather_bytes(self, data: bytes, purpose: str) -> list[bytes]:
+        tag = purpose.encode() + b"\0"
+        self.made += 1
+        observing = nullcontext() if self._guard is None else self._guard[0].observer.exchanging(purpose)
+        try:
+            with observing:
+                everyone = self._bootstrap.all_gather(tag + data, self.timeout, lambda: self._check(purpose))
+                self._require_purpose(everyone, purpose, tag)
+        except CommunicatorError as error:
+            filed = self._file(error)
+            if filed is error:
+                raise
+            raise filed from error
+        except BaseException as error:  # of a signal's handler: this rank is out of step with the others from now on
+            if self._guard is not None:
+                self._guard[0].abort(f"{purpose} was interrupted by {type(error).__name__}")
+            raise
+        return [theirs[len(tag) :] for theirs in everyone]
+
+    def _require_purpose(self, everyone: list[bytes], purpose: str, tag: bytes) -> None:
+        for peer, theirs in enumerate(everyone):
+            if theirs.startswith(_FAILED):
+                raise self._failed(peer, purpose, theirs.removeprefix(_FAILED))
+            if not theirs.startswith(tag):
+                there = theirs.partition(b"\0")[0][:100].decode(errors="replace")
+                raise self._mismatch(peer, f"{purpose!r} here, {there!r} on rank {peer}")
+
+    def _check(self, purpose: str) -> None:
+        self._give_up_wait()
+        if self._guard is None:
+            return
+        _, watcher = self._guard
+        peer = watcher.left_before(self.made)
+        if peer is not None:
+            raise self._mismatch(peer, f"{purpose!r} here, rank {peer} has closed the communicator")
+
+    def _failed(self, peer: int, purpose: str, reason: bytes) -> AbortedError:
+        return AbortedError(
+            f"{purpose}: rank {peer} can't take part: {reason.decode(errors='replace')}",
+            rank=peer,
+            operation="bootstrap",
+        )
+
+    def _mismatch(self, peer: int, cause: str) -> MismatchError:
+        message = f"{DIFFERENT_CALL}: this rank and rank {peer} make different calls: {cause}"
+        return MismatchError(message, argument=DIFFERENT_CALL, rank=self.rank, peer=peer)
+
+    def _file(self, error: CommunicatorError) -> CommunicatorError:
+        return error if self._guard is None else self._guard[0].file_exchange_failure(error)

@@ -1,0 +1,446 @@
+"""Meetings: how ranks become a group.
+
+Those that know nothing of each other meet over a bootstrap. Some of a group, which are to be a group of their own, meet
+in the segments that they have mapped, and so do those that are left when others have failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from proxyccl.channels.joining.bootstrap import Bootstrap
+from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.channels.joining.proxy_options import ProxyOptions
+from proxyccl.channels.joining.proxy_place import ProxyPlace, choose_place
+from proxyccl.channels.joining.survivors import MOST_ATTEMPTS, Assembly, Board, SegmentBoard, Survivors
+from proxyccl.channels.joining.topology import (
+    RANK_INFO,
+    RankInfo,
+    Topology,
+    TransportChoice,
+    encode_choice,
+    local_world_size_from_environment,
+)
+from proxyccl.channels.joining.whereabouts import WHEREABOUTS, Whereabouts, require_shared_namespaces
+from proxyccl.channels.segment.control import ControlSegment, create_segment
+from proxyccl.channels.segment.rendezvous import Mailboxes, wait_until
+from proxyccl.device import open_runtime
+from proxyccl.device.errors import (
+    AbortedError,
+    ArgumentError,
+    CommunicatorError,
+    MismatchError,
+    PeerLostError,
+    ProxyCCLError,
+    ResourceError,
+    RuntimeUnavailableError,
+    WaitTimeoutError,
+)
+from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.runtime import Runtime
+from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.daemon.client import missing_in_daemon
+from proxyccl.proxy.transport_options import TransportOptions
+from proxyccl.proxy.transports.table import missing_transports
+
+_NAME = Codec(str, 4096, "name")
+_HANDLE = Codec(bytes, 64 << 10, "memory handle")
+_PART = Codec[tuple[list[int], str]](tuple[list[int], str], 1 << 20, name="split")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What one rank has when the ranks of a group have met.
+
+    Attributes:
+        runtime: this rank's.
+        exchange: exchanges between all ranks.
+        control: this rank's control segment.
+        segments: those of the host's other ranks, mapped.
+        pids: by rank, the processes of those ranks, where these are not this one; none of a part of a group.
+        topology: who is where.
+        job: the group's name, the same on all ranks.
+        place: where this rank's proxy runs.
+        proxy_options: of the proxy.
+        transport_options: of transports between hosts.
+        bootstrap: over which the ranks met.
+        owns_bootstrap: whether it is closed with the group.
+        linger: how long the process waits for peers at its end, in seconds; None for the time-out.
+        members: of a group that came of another one, its ranks' numbers in that.
+    """
+
+    runtime: Runtime
+    exchange: Exchange
+    control: ControlSegment
+    segments: dict[int, ControlSegment]
+    pids: dict[int, int]
+    topology: Topology
+    job: str
+    place: ProxyPlace
+    proxy_options: ProxyOptions
+    transport_options: TransportOptions
+    bootstrap: Bootstrap
+    owns_bootstrap: bool
+    linger: float | None
+    members: tuple[int, ...] = ()
+
+
+def meet(
+    bootstrap: Bootstrap,
+    runtime: Runtime | str | None,
+    *,
+    owns_bootstrap: bool,
+    device: int | None,
+    timeout: float,
+    local_world_size: int | None,
+    transport: TransportChoice,
+    transport_options: TransportOptions,
+    proxy_options: ProxyOptions,
+    linger: float | None = None,
+) -> Meeting:
+    """The ranks of a bootstrap meet; all of them call this together. Arguments and errors as of `Communicator`."""
+    exchange = Exchange(bootstrap, timeout)
+    with exchange.telling():
+        rank, world_size = bootstrap.rank, bootstrap.world_size
+        places = exchange.all_gather(Whereabouts.own(), WHEREABOUTS, "hosts")
+        require_shared_namespaces(places)
+        hosts = [place.host for place in places]
+        if runtime is None or isinstance(runtime, str):
+            runtime = open_runtime(runtime, device, local_rank=hosts[:rank].count(hosts[rank]))
+        runtime.activate()
+        control = create_segment(runtime, rank, timeout, world_size)
+        place = choose_place(proxy_options.where, runtime.name, exchange)
+        in_daemon = place.where == "daemon"
+        daemon_missing, missing = missing_in_daemon(timeout) if in_daemon else ("", missing_transports())
+        choice = encode_choice(transport, world_size)
+        own = RankInfo.own(runtime, missing, transport=choice, daemon_missing=daemon_missing)
+        infos = exchange.all_gather(own, RANK_INFO, "topology")
+        local = local_world_size if local_world_size is not None else local_world_size_from_environment()
+        topology = Topology.find(rank, infos, runtime, local)
+        # Where a pair has no transport all ranks raise, before one waits for another or maps its memory.
+        topology.uses_rdma()
+        handles = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+        of_host = [peer for peer in range(world_size) if peer != rank and topology.same_host(peer)]
+        segments = {peer: ControlSegment(runtime.open_pinned(handles[peer])) for peer in of_host}
+        control.introduce(segments)
+        # Everyone has mapped everyone's segment before anyone goes on, so none can be gone by then. Whoever could not
+        # map one says so over the bootstrap.
+        job = exchange.all_gather(secrets.token_hex(4), _NAME, "job")[0]
+        if not topology.spans_hosts:
+            exchange.carry_over(_mailboxes(rank, control, segments))
+        return Meeting(
+            runtime,
+            exchange,
+            control,
+            segments,
+            {peer: infos[peer].pid for peer in segments if infos[peer].pid != os.getpid()},
+            topology,
+            job,
+            place,
+            proxy_options,
+            transport_options,
+            bootstrap,
+            owns_bootstrap,
+            linger,
+        )
+
+
+def regroup(whole: Meeting, bootstrap: Bootstrap, timeout: float, *, owns_bootstrap: bool) -> Meeting:
+    """The ranks of a bootstrap meet; one of a group brings its runtime and options. See `meet`."""
+    return meet(
+        bootstrap,
+        whole.runtime,
+        owns_bootstrap=owns_bootstrap,
+        device=None,
+        timeout=timeout,
+        local_world_size=None,
+        transport=None,
+        transport_options=whole.transport_options,
+        proxy_options=whole.proxy_options,
+        linger=whole.linger,
+    )
+
+
+def meet_apart(
+    whole: Meeting,
+    topology: Topology,
+    members: Sequence[int],
+    number: int,
+    timeout: float,
+    give_up: Callable[[], None],
+    mapping_of: Callable[[int], AbstractContextManager[None]],
+) -> Meeting:
+    """Some ranks of a group meet to be a group of their own, in the order of `members`. They alone call this.
+
+    Args:
+        whole: the meeting of all.
+        topology: of all.
+        members: the ranks, this one among them; the same on all of them.
+        number: how often the same ranks have met so before.
+        timeout: bound of every wait of the new group, in seconds.
+        give_up: called while waiting; it raises to end the wait early.
+        mapping_of: around the mapping of a rank's memory; it raises what explains a failure (`Group.mapping_of`).
+
+    Raises:
+        WaitTimeoutError: not all members came within the time.
+        AbortedError: a member can't take part.
+        ResourceError: this rank can't, as there are too few descriptors.
+        MismatchError: they came with different lists.
+        RuntimeUnavailableError: they are on several hosts, and the bootstrap can't join some ranks alone.
+    """
+    whole.runtime.activate()
+    part = topology.part(members)
+    key = _key(members, number)
+    refusals = _Refusals(whole, members, number, give_up)
+    if part.spans_hosts:
+        bootstrap = _subset(whole.bootstrap, members, key)
+        exchange = Exchange(bootstrap, timeout, give_up)
+    # The others are told before they miss what is undone.
+    with contextlib.ExitStack() as undo, exchange.telling() if part.spans_hosts else refusals.telling():
+        control = create_segment(whole.runtime, part.rank, timeout, len(members))
+        undo.callback(control.close)
+        if part.spans_hosts:
+            offered = exchange.all_gather(control.memory.handle, _HANDLE, "control segments")
+            handles = {peer: offered[peer] for peer in range(len(members)) if part.same_host(peer)}
+        else:
+            handles = {}
+            place = whole.control.rendezvous.invite(key, control.memory.handle)
+            undo.callback(whole.control.rendezvous.withdraw, place)
+            _find_handles(handles, whole, members, key, timeout, refusals.check)
+        segments: dict[int, ControlSegment] = {}
+        for peer, handle in handles.items():
+            if peer != part.rank:
+                with mapping_of(members[peer]), refusals.explaining():
+                    segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
+                undo.callback(segments[peer].close)
+        control.introduce(segments)
+        if not part.spans_hosts:
+            bootstrap = _mailboxes(part.rank, control, segments)
+            exchange = Exchange(bootstrap, timeout, refusals.check)
+        # All have found all, and mapped all: the invitation goes, and none of the segments can be gone.
+        answers = exchange.all_gather((list(members), secrets.token_hex(4)), _PART, "split")
+        for peer, (theirs, _) in enumerate(answers):
+            if theirs != list(members):
+                raise MismatchError(
+                    f"ranks: {list(members)} here, {theirs} on rank {members[peer]}",
+                    argument="ranks",
+                    rank=whole.exchange.rank,
+                    peer=members[peer],
+                )
+        undo.pop_all()
+        if not part.spans_hosts:
+            whole.control.rendezvous.withdraw(place)
+    return Meeting(
+        whole.runtime,
+        exchange,
+        control,
+        segments,
+        {},
+        part,
+        answers[0][1],
+        whole.place,
+        whole.proxy_options,
+        whole.transport_options,
+        bootstrap,
+        True,
+        whole.linger,
+        tuple(members),
+    )
+
+
+def meet_survivors(
+    whole: Meeting, topology: Topology, excluded: Collection[int], has_ended: Callable[[int], bool], timeout: float
+) -> Meeting:
+    """The ranks of a group that are left meet to be a group of their own, in their order. They alone call this, once.
+
+    Args:
+        whole: the meeting of all.
+        topology: of all.
+        excluded: ranks that shall not take part, whether or not they are left; the same on all that do.
+        has_ended: whether a rank can take no part any more.
+        timeout: bound of each wait for the others, after which they go on without a rank, and of the new group's waits;
+            in seconds.
+
+    Raises:
+        ExcludedError: the others go on without this rank.
+        MismatchError: a rank excludes others than this one does.
+        PeerLostError: ranks were lost in every attempt.
+        ResourceError: there are too few descriptors. The others go on when they find that this rank has left.
+        RuntimeUnavailableError: the ranks are on several hosts, and the bootstrap has no board.
+    """
+    whole.runtime.activate()
+    rank, world_size = topology.rank, topology.world_size
+    survivors = Survivors(_board(whole, topology), rank, world_size, excluded, has_ended, timeout)
+    for attempt in range(MOST_ATTEMPTS):
+        with contextlib.ExitStack() as undo:
+            control = create_segment(whole.runtime, rank, timeout, world_size)
+            undo.callback(control.close)
+            assembly = survivors.assemble(attempt, control.memory.handle)
+            part = topology.part(assembly.members)
+            segments: dict[int, ControlSegment] = {}
+            try:
+                for peer, member in enumerate(assembly.members):
+                    if peer != part.rank and part.same_host(peer):
+                        handle = assembly.notes[member]
+                        segments[peer] = ControlSegment(whole.runtime.open_pinned(handle))
+                        undo.callback(segments[peer].close)
+                joined = True
+            except ResourceError:  # of this rank's own: the others go on without it
+                raise
+            except ProxyCCLError:  # a member has ended meanwhile
+                joined = False
+            if survivors.all_joined(assembly, joined=joined):
+                undo.pop_all()
+                return _meeting_of_survivors(whole, assembly, part, control, segments, timeout)
+    raise PeerLostError(f"shrink: ranks were lost in each of {MOST_ATTEMPTS} attempts", rank=rank, operation="shrink")
+
+
+def _meeting_of_survivors(
+    whole: Meeting,
+    assembly: Assembly,
+    part: Topology,
+    control: ControlSegment,
+    segments: dict[int, ControlSegment],
+    timeout: float,
+) -> Meeting:
+    control.initialise(part.rank, timeout)
+    control.introduce(segments)
+    bootstrap: Bootstrap
+    if part.spans_hosts:
+        bootstrap = _subset(whole.bootstrap, assembly.members, int(assembly.token, 16))
+    else:
+        bootstrap = _mailboxes(part.rank, control, segments)
+    pids = {peer: part.ranks[peer].pid for peer in segments if part.ranks[peer].pid != os.getpid()}
+    return Meeting(
+        whole.runtime,
+        Exchange(bootstrap, timeout),
+        control,
+        segments,
+        pids,
+        part,
+        assembly.token,
+        whole.place,
+        whole.proxy_options,
+        whole.transport_options,
+        bootstrap,
+        True,
+        whole.linger,
+        assembly.members,
+    )
+
+
+def _board(whole: Meeting, topology: Topology) -> Board:
+    if not topology.spans_hosts:
+        own = {topology.rank: whole.control.rendezvous}
+        others = {peer: segment.rendezvous for peer, segment in whole.segments.items()}
+        return SegmentBoard(topology.rank, own | others)
+    board: Callable[[], Board] | None = getattr(whole.bootstrap, "board", None)
+    if board is None:
+        raise RuntimeUnavailableError(
+            f"shrink: the ranks are on several hosts, and {type(whole.bootstrap).__name__} has no board"
+        )
+    return board()
+
+
+class _Refusals:
+    """By which members of a part on one host learn that one of them can't take part. It leaves the reason in its
+    rendezvous, where the others look while they wait for it.
+
+    Args:
+        whole, members, number, give_up: as of `meet_apart`.
+    """
+
+    def __init__(self, whole: Meeting, members: Sequence[int], number: int, give_up: Callable[[], None]) -> None:
+        self._whole, self._give_up = whole, give_up
+        self._key = _key(members, number, "refused")
+        self._others = [member for member in members if member in whole.segments]
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around this rank's part: where that fails, the others are told. What they know already is not repeated.
+
+        Raises:
+            ResourceError: there are too few descriptors.
+        """
+        try:
+            with naming_exhaustion("this rank's part of the split"):
+                yield
+        except CommunicatorError:
+            raise
+        except Exception as error:
+            self._whole.control.rendezvous.refuse(self._key, f"{type(error).__name__}: {error}")
+            raise
+
+    def check(self) -> None:
+        """Raises AbortedError if a member can't take part, and what `give_up` raises."""
+        self._give_up()
+        for member in self._others:
+            reason = self._whole.segments[member].rendezvous.find(self._key)
+            if reason is not None:
+                raise AbortedError(
+                    f"split: rank {member} can't take part: {reason.decode(errors='replace')}",
+                    rank=member,
+                    operation="split",
+                )
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around the mapping of a member's segment, which is gone if that member can't take part."""
+        try:
+            yield
+        except ArgumentError:
+            self.check()
+            raise
+
+
+def _key(members: Sequence[int], number: int, purpose: str = "split") -> int:
+    """A name, in 64 bits, of the number-th meeting of these ranks."""
+    digest = hashlib.sha256(repr((purpose, sorted(members), number)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
+
+
+def _find_handles(
+    handles: dict[int, bytes],
+    whole: Meeting,
+    members: Sequence[int],
+    key: int,
+    timeout: float,
+    give_up: Callable[[], None],
+) -> None:
+    """Fills in, by number among the members, the segment that each of the others offers under the key."""
+    own = whole.exchange.rank
+    missing = {peer: number for number, peer in enumerate(members) if peer != own}
+
+    def look() -> bool:
+        for peer, number in list(missing.items()):
+            handle = whole.segments[peer].rendezvous.find(key)
+            if handle is not None:
+                handles[number] = handle
+                del missing[peer]
+        return not missing
+
+    def late() -> WaitTimeoutError:
+        message = f"split: ranks {sorted(missing)} did not come within {timeout:g} s"
+        return WaitTimeoutError(message, rank=own, peer=min(missing), operation="split")
+
+    wait_until(look, time.monotonic() + timeout, give_up, late)
+
+
+def _mailboxes(rank: int, control: ControlSegment, segments: Mapping[int, ControlSegment]) -> Mailboxes:
+    return Mailboxes(rank, control.rendezvous, {peer: segment.rendezvous for peer, segment in segments.items()})
+
+
+def _subset(bootstrap: Bootstrap, members: Sequence[int], key: int) -> Bootstrap:
+    subset: Callable[[Sequence[int], int], Bootstrap] | None = getattr(bootstrap, "subset", None)
+    if subset is None:
+        raise RuntimeUnavailableError(
+            f"split: the ranks are on several hosts, and {type(bootstrap).__name__} can't join some of its ranks alone"
+        )
+    return subset(members, key)

@@ -1,0 +1,120 @@
+"""Where the proxies of a communicator's ranks run, which the ranks of a host decide together."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from proxyccl.channels.joining.exchange import Exchange
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.proxy.codec import Codec, Message
+from proxyccl.proxy.daemon.client import daemon_process
+from proxyccl.proxy.daemon.job import new_name
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.hosts import host_name
+
+Where = Literal["thread", "process", "daemon"]
+PLACES: tuple[Where, ...] = ("thread", "process", "daemon")
+
+_lock = threading.Lock()
+_known_name = ""
+
+
+@dataclass(frozen=True)
+class ProxyPlace:
+    """Where a rank's proxy runs.
+
+    Attributes:
+        where: in the rank's process, in the job's own daemon, or in the node daemon.
+        job_daemon: name of the job's own daemon; empty where none of the host's ranks uses it.
+        chosen: whether the caller or the environment named the place.
+    """
+
+    where: Where
+    job_daemon: str = ""
+    chosen: bool = True
+
+
+class Wish(Message, frozen=True):
+    """What a rank tells the others of its proxy.
+
+    Attributes:
+        host: the rank's host.
+        where: the place that it was asked for; None for none.
+        default: the place that it would choose.
+        name: what it would call the job's own daemon.
+    """
+
+    host: str
+    where: Where | None
+    default: Where
+    name: str
+
+
+_WISH = Codec(Wish, 4096, "proxy")
+
+
+def requested_place(argument: str | None) -> Where | None:
+    """The place that the caller or ``PROXYCCL_PROXY`` names; None if neither does.
+
+    Raises:
+        ArgumentError: there is no such place.
+    """
+    name = "proxy"
+    if argument is None:
+        argument, name = os.environ.get("PROXYCCL_PROXY") or None, "PROXYCCL_PROXY"
+    if argument is None:
+        return None
+    for place in PLACES:
+        if isinstance(argument, str) and argument == place:
+            return place
+    raise ArgumentError(name, f"{argument!r} is none of {', '.join(map(repr, PLACES))}")
+
+
+def default_place(runtime: str) -> Where:
+    """Where a proxy runs that was asked for no place, as far as this rank can tell.
+
+    Args:
+        runtime: the name of the rank's runtime.
+    """
+    if runtime == "host":
+        return "thread"
+    try:
+        daemon_process(socket_path())
+    except RuntimeUnavailableError:
+        return "process"
+    return "daemon"
+
+
+def agree(wishes: Sequence[Wish], rank: int) -> ProxyPlace:
+    """The place of a rank's proxy, from what all ranks told; the same for all of a host that were asked for none."""
+    own = wishes[rank]
+    of_host = [wish for wish in wishes if wish.host == own.host]
+    defaults = {wish.default for wish in of_host if wish.where is None}
+    shared: Where = "process" if len(defaults) > 1 else own.default
+    return ProxyPlace(own.where or shared, of_host[0].name, own.where is not None)
+
+
+def choose_place(where: Where | None, runtime: str, exchange: Exchange) -> ProxyPlace:
+    """Where this rank's proxy runs. All ranks call this together.
+
+    Args:
+        where: what `requested_place` returned.
+        runtime: the name of the rank's runtime.
+        exchange: between all ranks.
+    """
+    default = default_place(runtime) if where is None else where
+    wish = Wish(host_name(), where, default, _known_name or new_name())
+    place = agree(exchange.all_gather(wish, _WISH, "proxies"), exchange.rank)
+    _remember(place.job_daemon)
+    return place
+
+
+def _remember(name: str) -> None:
+    """Has this process use the name for all further communicators, unless it knows one already."""
+    global _known_name  # noqa: PLW0603  the daemon is for the process, whatever it has as communicators
+    with _lock:
+        _known_name = _known_name or name

@@ -1,0 +1,239 @@
+"""Survivors: how the ranks of a group that are left find out who they are, though any of them may end meanwhile.
+
+They can't exchange messages, as an exchange needs every rank. They leave what they have to say on a board that outlives
+them, and settle questions on it: the first answer to a question stands, for all. So all ranks that get an answer get
+the same, and a rank is either one of the survivors for all of them or for none. tests/models/protocols/survivors.pml is
+the model.
+
+In each attempt a rank says that it has come, and waits until each of the others has, or has ended, or is late. The
+first that has waited answers who the members are. Each of these maps what the others brought, says so, and waits until
+all have, or one has ended. The first that has waited answers whether the attempt succeeded. If it did not, the members
+that are left try again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from proxyccl.channels.segment.rendezvous import MOST_DECISIONS, Rendezvous, wait_at_most
+from proxyccl.device.errors import ExcludedError, MismatchError
+
+MOST_ATTEMPTS = 12
+"""As many as the board in the segments has room for. Each but the last has lost a rank."""
+_TOKEN_BYTES = 4
+_SUCCEEDED, _FAILED = b"succeeded", b"failed"
+
+
+class Board(Protocol):
+    """Where ranks leave notes by number, and settle questions by number. It outlives each of them."""
+
+    def post(self, number: int, note: bytes) -> None:
+        """Leaves a note of this rank, of at most 244 bytes. It stays."""
+        ...
+
+    def read(self, rank: int, number: int) -> bytes | None:
+        """A rank's note; None if there is none yet."""
+        ...
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """Gives a question an answer, of at most 244 bytes, unless it has one. Returns the answer that it has."""
+        ...
+
+    def settled(self, number: int) -> bytes | None:
+        """The answer to a question; None if there is none yet."""
+        ...
+
+
+class SegmentBoard:
+    """A `Board` in the control segments of a group whose ranks share a host.
+
+    Args:
+        rank: this rank.
+        rendezvous: of all ranks, by rank.
+    """
+
+    def __init__(self, rank: int, rendezvous: Mapping[int, Rendezvous]) -> None:
+        self._own, self._rendezvous = rendezvous[rank], rendezvous
+        self._rank = rank
+        self._first = rendezvous[0]
+
+    def post(self, number: int, note: bytes) -> None:
+        """See `Board`."""
+        self._own.invite(_key("note", number), note)
+
+    def read(self, rank: int, number: int) -> bytes | None:
+        """See `Board`."""
+        return self._rendezvous[rank].find(_key("note", number))
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """See `Board`. What is settled is whose answer stands; the answers lie in the ranks' own segments."""
+        self._own.invite(_key("answer", number), answer)
+        return self._answer(self._first.decide(number, self._rank + 1), number)
+
+    def settled(self, number: int) -> bytes | None:
+        """See `Board`."""
+        standing = self._first.decision(number)
+        return None if standing is None else self._answer(standing, number)
+
+    def _answer(self, standing: int, number: int) -> bytes:
+        answer = self._rendezvous[standing - 1].find(_key("answer", number))
+        if answer is None:
+            raise RuntimeError(f"rank {standing - 1} settled question {number} without an answer")
+        return answer
+
+
+def _key(kind: str, number: int) -> int:
+    """A name in 64 bits."""
+    digest = hashlib.sha256(repr(("survivors", kind, number)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") | 1  # 0 is no key
+
+
+class _Subject(IntEnum):
+    """What notes and questions of an attempt are about."""
+
+    ARRIVED = 0
+    EXCLUDED = 1
+    MEMBERS = 2
+    JOINED = 3
+    OUTCOME = 4
+
+    def of(self, attempt: int) -> int:
+        return len(_Subject) * attempt + self
+
+
+assert _Subject.OUTCOME.of(MOST_ATTEMPTS - 1) < MOST_DECISIONS
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Ranks that have agreed to go on together, if all of them can join.
+
+    Attributes:
+        attempt: its number, from 0.
+        members: the ranks' numbers in the group, in order.
+        notes: by member, what it came with.
+        token: a text that is the same on all of them, and another in each attempt.
+    """
+
+    attempt: int
+    members: tuple[int, ...]
+    notes: Mapping[int, bytes]
+    token: str
+
+
+class Survivors:
+    """One rank's part in the agreement.
+
+    Args:
+        board: of the group.
+        rank: this rank.
+        world_size: of the group.
+        excluded: ranks that shall not be members; the same on all that take part.
+        has_ended: whether a rank can take no part any more. It never takes that back.
+        timeout: bound of each wait for the others, in seconds. Who comes later is no member.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        rank: int,
+        world_size: int,
+        excluded: Collection[int],
+        has_ended: Callable[[int], bool],
+        timeout: float,
+    ) -> None:
+        self._board, self._rank, self._timeout = board, rank, timeout
+        self._has_ended = has_ended
+        self._excluded = _encode(excluded)
+        self._candidates = [peer for peer in range(world_size) if peer != rank and peer not in excluded]
+
+    def assemble(self, attempt: int, note: bytes) -> Assembly:
+        """Comes, with a note, and waits for the others. The first attempt is 0; each must be followed by `all_joined`.
+
+        Raises:
+            ExcludedError: the others go on without this rank.
+            MismatchError: a rank excludes others than this one does.
+        """
+        board, question = self._board, _Subject.MEMBERS.of(attempt)
+        board.post(_Subject.EXCLUDED.of(attempt), self._excluded)
+        board.post(_Subject.ARRIVED.of(attempt), note)
+        missing = set(self._candidates)
+
+        def all_came() -> bool:
+            for peer in sorted(missing):
+                ended = self._has_ended(peer)  # first: it may come and end between the two
+                if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None:
+                    self._compare(peer, attempt)
+                    missing.discard(peer)
+                elif ended:
+                    missing.discard(peer)
+            return not missing or board.settled(question) is not None
+
+        self._wait(all_came)
+        came = [peer for peer in self._candidates if board.read(peer, _Subject.ARRIVED.of(attempt)) is not None]
+        answer = board.settle(question, secrets.token_bytes(_TOKEN_BYTES) + _encode([self._rank, *came]))
+        members = _decode(answer[_TOKEN_BYTES:])
+        self._candidates = [peer for peer in members if peer != self._rank]
+        if self._rank not in members:
+            raise ExcludedError(
+                f"rank {self._rank} came too late: ranks {list(members)} go on without it", rank=self._rank
+            )
+        notes = {peer: board.read(peer, _Subject.ARRIVED.of(attempt)) or b"" for peer in members}
+        return Assembly(attempt, members, notes, answer[:_TOKEN_BYTES].hex())
+
+    def all_joined(self, assembly: Assembly, *, joined: bool) -> bool:
+        """Waits for the other members. True on all of them if all have joined, else False on all of them.
+
+        Args:
+            assembly: what `assemble` gave.
+            joined: whether this rank can reach all members.
+        """
+        board, subject = self._board, _Subject.JOINED.of(assembly.attempt)
+        question = _Subject.OUTCOME.of(assembly.attempt)
+        if joined:
+            board.post(subject, b"")
+        missing = set(assembly.members)
+        lost = not joined
+
+        def over() -> bool:
+            nonlocal lost
+            for peer in sorted(missing):
+                ended = peer != self._rank and self._has_ended(peer)
+                if board.read(peer, subject) is not None:
+                    missing.discard(peer)
+                else:
+                    lost |= ended
+            return not missing or lost or board.settled(question) is not None
+
+        self._wait(over)
+        return board.settle(question, _FAILED if missing else _SUCCEEDED) == _SUCCEEDED
+
+    def _wait(self, found: Callable[[], bool]) -> None:
+        wait_at_most(found, time.monotonic() + self._timeout, lambda: None)
+
+    def _compare(self, peer: int, attempt: int) -> None:
+        theirs = self._board.read(peer, _Subject.EXCLUDED.of(attempt)) or b""
+        if theirs != self._excluded:
+            raise MismatchError(
+                f"exclude: {list(_decode(self._excluded))} here, {list(_decode(theirs))} on rank {peer}",
+                argument="exclude",
+                rank=self._rank,
+                peer=peer,
+            )
+
+
+def _encode(ranks: Collection[int]) -> bytes:
+    """A set of ranks, a bit for each."""
+    bits = sum(1 << rank for rank in ranks)
+    return bits.to_bytes((bits.bit_length() + 7) // 8, "little")
+
+
+def _decode(encoded: bytes) -> tuple[int, ...]:
+    bits = int.from_bytes(encoded, "little")
+    return tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)

@@ -1,0 +1,157 @@
+"""The time after a failure in which kernels of other ranks may still run, and use memory of this rank.
+
+A rank that closes a failed communicator waits for its own kernels and its proxy, and says so in its control segment.
+Until all ranks of the host have, or their processes have ended, no allocation of this process is freed
+(device/gpu/unused_memory.py), and what peers reach is kept even if nobody else refers to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from proxyccl.channels.segment import process_descriptors
+from proxyccl.channels.segment.control import ControlSegment, Presence
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.gpu.unused_memory import UnusedMemory, add_hold, is_held, remove_hold
+from proxyccl.device.threads import Thread
+
+_logger = logging.getLogger("proxyccl")
+_POLL_SECONDS = 0.02
+
+
+class Aftermath:
+    """What one rank knows of it. Any thread of the process may ask.
+
+    It has a bound: a rank that never closes its failed communicator would keep all memory from being freed. After the
+    bound what is held is never freed, and what is let go later is freed again. What peers reach is kept until they have
+    ended all the same.
+
+    Args:
+        rank: this rank.
+        own: its control segment.
+        segments: those of the host's other ranks.
+        pids: the processes of these ranks.
+        patience: the bound in seconds, from the first time that somebody asks after a failure.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        own: ControlSegment,
+        segments: Mapping[int, ControlSegment],
+        pids: Mapping[int, int],
+        patience: Callable[[], float],
+    ) -> None:
+        self._rank = rank
+        self._own: ControlSegment | None = own  # until this rank has ended
+        self._running = dict(segments)
+        self._pids = {peer: pid for peer, pid in pids.items() if pid != os.getpid()}
+        self._patience = patience
+        self._processes: dict[int, int] = {}  # descriptors, by peer
+        self._kept: list[object] = []
+        self._since: float | None = None
+        self._late = self._over = False
+        self._lock = threading.RLock()  # garbage may be collected, and memory freed, anywhere
+
+    def begin(self) -> None:
+        """From now on a failure of the group holds memory."""
+        add_hold(self)
+
+    def end(self) -> None:
+        """The group has ended without a failure."""
+        with self._lock:
+            self._end()
+
+    def keep(self, *kept: object) -> None:
+        """Keeps objects until it is over."""
+        with self._lock:
+            if not self._over:
+                self._kept += kept
+
+    def watch_processes(self) -> None:
+        """Notices from now on if a peer's process ends. The watcher still has their descriptors open."""
+        with self._lock:
+            for peer in self._running.keys() & self._pids.keys():
+                try:
+                    self._processes[peer] = process_descriptors.acquire(self._pids[peer])
+                except ProcessLookupError:
+                    del self._running[peer]
+                except OSError:  # there are no descriptors left: only what the peer says is heard
+                    continue
+
+    def follow(self, kept: Iterable[object]) -> None:
+        """This rank's kernels and proxy have ended, after a failure, and it has said so.
+
+        Args:
+            kept: what peers reach; let go when they have ended too.
+        """
+        with self._lock:
+            self._kept += kept
+            self._own = None
+        is_held()  # also what other ranks of this process wait for may have happened by this rank's end
+        if not self._over:
+            try:
+                Thread(self._await_end, "proxyccl-aftermath").start()
+            except ResourceError as error:
+                _logger.warning("rank %d: what peers reach is let go when memory is freed next: %s", self._rank, error)
+
+    def _await_end(self) -> None:
+        while self.holds():
+            time.sleep(_POLL_SECONDS)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended: nobody reaches this rank's memory any more."""
+        return self._over
+
+    def holds(self) -> bool:
+        """Whether kernels of a peer may run, and the bound has not passed."""
+        with self._lock:
+            if self._over or (self._own is not None and not self._own.aborted):
+                return False
+            self._look()
+            if not self._running:
+                if self._own is None:
+                    self._end()
+                return False
+            now = time.monotonic()
+            self._since = now if self._since is None else self._since
+            if not self._late and now > self._since + self._patience():
+                self._late = True
+                self._give_up()
+            return not self._late
+
+    def _look(self) -> None:
+        """Strikes off the peers that have ended."""
+        for peer, segment in list(self._running.items()):
+            ended = segment.presence in (Presence.LEFT, Presence.STOPPED)
+            if not ended and peer in self._processes:
+                ended = process_descriptors.has_ended(self._processes[peer])
+            if ended:
+                del self._running[peer]
+                if peer in self._processes:
+                    process_descriptors.release(self._processes.pop(peer))
+
+    def _give_up(self) -> None:
+        count = UnusedMemory.keep_all()
+        _logger.warning(
+            "rank %d: ranks %s have not closed the communicator within %g s of its failure, and their kernels may "
+            "still use this process's memory: %d allocations are never freed",
+            self._rank,
+            sorted(self._running),
+            self._patience(),
+            count,
+        )
+
+    def _end(self) -> None:
+        self._over = True
+        remove_hold(self)
+        for descriptor in self._processes.values():
+            process_descriptors.release(descriptor)
+        self._processes.clear()
+        self._running.clear()
+        self._kept.clear()

@@ -1,0 +1,261 @@
+"""The failure state of a rank's group: whether it can still be used, and the exception that says why not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+from proxyccl.channels.liveness.watcher import Watcher
+from proxyccl.channels.segment.control import ControlSegment
+from proxyccl.channels.segment.error_record import ErrorRecord, exception_from
+from proxyccl.device import forks
+from proxyccl.device._native import lib
+from proxyccl.device.errors import ClosedError, CommunicatorError, MismatchError, ProxyLostError, WaitTimeoutError
+from proxyccl.device.interrupts import raise_interrupt
+from proxyccl.proxy.interface import ProxyFailure
+
+_OWNED = "the communicator"
+
+
+class Observer(Protocol):
+    """What follows a group's failures and exchanges, to report them."""
+
+    def failed(self) -> None:
+        """Called in the watcher's thread when the group has failed."""
+        ...
+
+    def annotate(self, error: BaseException) -> None:
+        """Adds to a failure's exception where its report is."""
+        ...
+
+    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
+        """Around an exchange of the bootstrap. One that fails stays shown."""
+        ...
+
+    def close(self) -> None:
+        """Called when the group ends."""
+        ...
+
+
+class _NoObserver:
+    def failed(self) -> None:
+        pass
+
+    def annotate(self, error: BaseException) -> None:
+        pass
+
+    def exchanging(self, purpose: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class FailureState:
+    """Opening, open, then closed; and failed, from the first failure of any rank on.
+
+    Args:
+        rank: this rank.
+        control: its control segment, whose abort word says that a rank has failed.
+        parent: of the communicator that this one was split from.
+
+    Attributes:
+        state: "opening", "open" or "closed".
+        cause: what only this rank knows of the failure, in words.
+        observer: told of failures; one that does nothing until `open`.
+    """
+
+    def __init__(self, rank: int, control: ControlSegment, parent: FailureState | None = None) -> None:
+        self._rank = rank
+        self._parent = parent
+        self._control = control
+        self.state = "opening"
+        self._process = forks.here()
+        self._watcher: Watcher | None = None
+        self._stopped_proxy: Callable[[], str] = str
+        self._exception: CommunicatorError | None = None
+        self._lock = threading.RLock()  # a signal's handler may ask while it is held
+        self.cause = ""
+        self.observer: Observer = _NoObserver()
+
+    def __str__(self) -> str:
+        return self.state
+
+    def watch(self, watcher: Watcher, observer: Observer, stopped_proxy: Callable[[], str]) -> None:
+        """Begins: from now on failures are passed on to the peers and reported.
+
+        Args:
+            watcher: passes failures on.
+            observer: reports them.
+            stopped_proxy: says that the process of this rank's proxy is stopped; empty if it is not.
+        """
+        self._watcher, self.observer, self._stopped_proxy = watcher, observer, stopped_proxy
+        self.state = "open"
+
+    def close(self) -> None:
+        """Ends: from now on everything is refused with ClosedError."""
+        self.state = "closed"
+
+    def require_own_process(self) -> None:
+        """Raises ClosedError, which names the fork, in a fork's child."""
+        self._process.require(_OWNED)
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process is a fork's child, and the group the parent's."""
+        return not self._process.is_here
+
+    def leave_to_parent(self) -> None:
+        """In a fork's child: ends, as the group is the parent's. From now on everything is refused by that name."""
+        self.state = "closed"
+
+    @property
+    def opening(self) -> bool:
+        """Whether `watch` was not called yet."""
+        return self.state == "opening"
+
+    @property
+    def usable(self) -> bool:
+        """Whether the group is open and no rank has failed."""
+        return self.state == "open" and not self._control.aborted
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.state == "closed"
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a rank has failed."""
+        return self._control.aborted
+
+    def check(self) -> None:
+        """Raises the exception that ended the group, if a rank has failed, and ClosedError in a fork's child."""
+        self.require_own_process()
+        if self.state != "closed" and self._control.aborted:
+            raise self.exception()
+
+    def require_usable(self) -> None:
+        """Raises ClosedError once closed, and the exception that ended the group if a rank has failed."""
+        if self.state == "closed":
+            self.require_own_process()
+            raise ClosedError("the communicator is closed")
+        if self.state == "open" and self._control.aborted:
+            raise self.exception()
+
+    def exception(self) -> CommunicatorError:
+        """The exception that ended the group. A rank must have failed.
+
+        Raises what a signal's handler has raised, where that ended it.
+        """
+        raise_interrupt()
+        with self._lock:
+            if self._exception is None:
+                self._pass_on()
+                self._exception = self._of_parent() or self._of_stopped_proxy(
+                    exception_from(self._control.record(), self._rank, self.cause)
+                )
+        self.observer.annotate(self._exception)
+        return self._exception
+
+    def _of_parent(self) -> CommunicatorError | None:
+        """The parent's exception, if its end was this one's, and it is known here."""
+        if self._parent is None or self._control.record().code != lib.PROXYCCL_ERROR_PARENT:
+            return None
+        return self._parent.exception() if self._parent.aborted else None
+
+    def find_cause(self) -> None:
+        """Finds out now, after a failure, what may not be seen any more when the exception is asked for."""
+        with self._lock:
+            if self._exception is None and self._control.record().code == lib.PROXYCCL_ERROR_TIMEOUT:
+                self._exception = self._of_stopped_proxy(exception_from(self._control.record(), self._rank, self.cause))
+
+    def _of_stopped_proxy(self, error: CommunicatorError) -> CommunicatorError:
+        """The exception for an error. A time-out while this rank's proxy is stopped is the proxy's, for which kernels
+        wait, or for a rank that does.
+        """
+        if not isinstance(error, WaitTimeoutError) or not (stopped := self._stopped_proxy()):
+            return error
+        message = f"the node daemon of this rank is lost: {stopped}; {error}"
+        peer, channel, operation = error.peer, error.channel, error.operation
+        return ProxyLostError(message, rank=self._rank, peer=peer, channel=channel, operation=operation)
+
+    def abort(self, reason: str) -> None:
+        """Ends the group on all ranks. Waits for nobody. Raises ClosedError in a fork's child."""
+        self.require_own_process()
+        if self.state == "open":
+            self.cause = self.cause or reason
+            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_LOCAL, self._rank))
+            self._pass_on()
+
+    def file_lost_context(self, status: int) -> None:
+        """Ends the group because an error has ended this rank's context on its GPU. `status` is the driver's."""
+        if self.state == "open":
+            self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_CONTEXT_LOST, self._rank, status=status))
+
+    def file_mismatch(self, peer: int, cause: str, field: int) -> CommunicatorError:
+        """Ends the group because a peer did something else than this rank. Returns the exception to raise.
+
+        Args:
+            peer: that rank.
+            cause: what each of the two did.
+            field: number in CALL_FIELDS of the argument that differs.
+        """
+        self.cause = cause
+        self._control.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_MISMATCH, self._rank, peer, wait=field))
+        return self.exception()
+
+    def file_exchange_failure(self, error: CommunicatorError) -> CommunicatorError:
+        """Ends the group because an exchange of the bootstrap failed here, unless a rank has failed already.
+
+        Returns the exception to raise: that of a stopped proxy, if that explains why nobody came.
+        """
+        if self._control.aborted:
+            return error if error is self._exception else self._of_stopped_proxy(error)
+        error = self._of_stopped_proxy(error)
+        codes = {
+            WaitTimeoutError: lib.PROXYCCL_ERROR_TIMEOUT,
+            MismatchError: lib.PROXYCCL_ERROR_MISMATCH,
+            ProxyLostError: lib.PROXYCCL_ERROR_PROXY_LOST,
+        }
+        code = codes.get(type(error), lib.PROXYCCL_ERROR_LOCAL)
+        self._exception, self.cause = error, str(error)
+        self._control.raise_abort(ErrorRecord(code, self._rank, error.peer))
+        self._pass_on()
+        self.observer.annotate(error)
+        return error
+
+    def file_proxy_failure(self, failure: ProxyFailure) -> None:
+        """Ends the group because this rank's proxy failed."""
+        if failure.code == lib.PROXYCCL_ERROR_TRANSPORT and failure.peer is not None and self._watcher is not None:
+            self._watcher.check_for_end(failure.peer)
+        trigger = failure.trigger
+        self.cause = failure.reason
+        self._control.raise_abort(
+            ErrorRecord(
+                code=failure.code,
+                rank=self._rank,
+                peer=failure.peer,
+                wait=failure.wait,
+                expected=failure.plan,
+                operation=int(trigger.operation) if trigger else 0,
+                channel=failure.channel,
+                status=failure.status,
+                offset=failure.offset,
+                size=trigger.size if trigger else 0,
+            )
+        )
+        with self._lock:
+            if self._exception is None:
+                self._exception = self._of_parent()
+            if self._exception is None:
+                self._exception = exception_from(self._control.record(), self._rank, failure.reason)
+                self._exception.__cause__ = failure.exception
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        # While the group opens, the other ranks learn of a failure in the exchange that is under way.
+        if self._watcher is not None:
+            self._watcher.pass_on()

@@ -1,0 +1,261 @@
+"""Sockets between ranks of different hosts: how they learn that a communicator was ended, or that a process is gone.
+
+The ranks of one host learn it from shared memory (control.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+from msgspec import Meta
+
+from proxyccl.channels.liveness.greetings import Greetings
+from proxyccl.channels.segment.control import Presence
+from proxyccl.channels.segment.error_record import ErrorRecord
+from proxyccl.device import forks
+from proxyccl.device.errors import PeerLostError
+from proxyccl.device.memory.descriptors import EXHAUSTED, naming_exhaustion, require_descriptors
+from proxyccl.proxy.codec import Codec, Message, ProtocolError
+
+_SIOCGIFADDR = 0x8915
+_IPV6 = Path("/proc/net/if_inet6")
+_TOKEN_BYTES = 16
+_HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")  # what sends it back has not answered: the answer is the token alone
+_INTERVAL_SECONDS = 0.1
+_WHILE_JOINING = 4
+"""Descriptors, beside the links': of what waits for calls, of calls, and of one that asks for this host's addresses."""
+_CALLED_AGAIN = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, *EXHAUSTED)
+"""What a call is repeated after: a link that is down for a moment comes back, and so do descriptors of other calls."""
+_KEEP_ALIVE = {
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): 5,
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT): 3,
+}
+
+
+def host_addresses() -> list[str]:
+    """This host's addresses that other hosts may reach, IPv4 first; those of the loopback if there are no others."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without such an address
+                request = struct.pack("256s", name.encode()[:15])
+                found.append(socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, request)[20:24]))
+    found += _ipv6_addresses()
+    return [address for address in found if not ipaddress.ip_address(address).is_loopback] or found
+
+
+def _ipv6_addresses() -> list[str]:
+    """Those that are valid beyond one link, and the loopback's."""
+    if not _IPV6.exists():
+        return []
+    lines = (line.split() for line in _IPV6.read_text().splitlines())
+    addresses = (ipaddress.IPv6Address(bytes.fromhex(fields[0])) for fields in lines)
+    return [str(address) for address in addresses if not address.is_link_local]
+
+
+class Offer(Message, frozen=True):
+    """Where a rank listens, and the secret that proves who calls."""
+
+    addresses: Annotated[list[str], Meta(max_length=256)]
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    token: Annotated[bytes, Meta(min_length=_TOKEN_BYTES, max_length=_TOKEN_BYTES)]
+
+
+OFFER = Codec(Offer, 64 << 10)
+_MESSAGE = Codec[ErrorRecord | Presence](ErrorRecord | Presence, 4096, name="message")
+
+
+class HostLink:
+    """A connection to one rank of another host. It carries presence, and why the communicator was ended."""
+
+    def __init__(self, peer: int, connection: socket.socket) -> None:
+        self.peer = peer
+        self._socket = connection
+        self._socket.setblocking(False)
+        forks.keep_from_children(connection)
+        for option, value in _KEEP_ALIVE.items():  # a host that lost its power or its network says nothing
+            self._socket.setsockopt(*option, value)
+        self._received = b""
+
+    def fileno(self) -> int:
+        """For poll()."""
+        return self._socket.fileno()
+
+    def send(self, message: ErrorRecord | Presence) -> None:
+        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks.
+
+        A peer that can't be reached has ended, or finds out by its time-out.
+        """
+        with contextlib.suppress(OSError):
+            self._socket.send(_MESSAGE.encode(message) + b"\n")
+
+    def receive(self) -> ErrorRecord | Presence | str | None:
+        """The peer's next message, "lost" if there can be none, or None if there is none yet.
+
+        A peer that sends what is no message is lost.
+        """
+        if b"\n" not in self._received:
+            try:
+                data = self._socket.recv(4096)
+            except BlockingIOError:
+                return None
+            except OSError:
+                return "lost"
+            self._received += data
+            if b"\n" not in self._received:
+                return None if data and len(self._received) <= _MESSAGE.limit else "lost"
+        line, _, self._received = self._received.partition(b"\n")
+        try:
+            return _MESSAGE.decode(line, f"rank {self.peer}")
+        except ProtocolError:
+            return "lost"
+
+    def close(self) -> None:
+        """Lets the peer know that this rank has left, and closes the connection."""
+        self.send(Presence.LEFT)
+        self._socket.close()
+
+
+class Listener:
+    """Joins a rank to the ranks of other hosts. All ranks exchange their `offer` before `join`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual else socket.AF_INET
+        with naming_exhaustion("links to ranks of other hosts"):
+            self._socket = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=dual)
+
+    def offer(self, peers: int) -> Offer:
+        """Where the others find this rank.
+
+        Args:
+            peers: how many ranks it will be linked to.
+
+        Raises:
+            ResourceError: there are too few descriptors for that. While a peer waits for calls it can't be told.
+        """
+        with naming_exhaustion(f"links to {peers} ranks of other hosts"):
+            require_descriptors(peers + _WHILE_JOINING)
+        return Offer(host_addresses(), self._socket.getsockname()[1], self._token)
+
+    def join(
+        self, peers: list[int], offers: list[Offer], timeout: float, give_up: Callable[[], None]
+    ) -> dict[int, HostLink]:
+        """Links to ranks of other hosts: this rank calls those below it, and those above call here.
+
+        Raises:
+            PeerLostError: a peer can't be reached, or did not call in time.
+        """
+        deadline = time.monotonic() + timeout
+        links: dict[int, HostLink] = {}
+        for peer in peers:
+            if peer < self._rank:
+                links[peer] = self._call(peer, offers[peer], deadline, give_up)
+        awaited = {peer for peer in peers if peer > self._rank}
+        with contextlib.closing(Greetings(self._socket, _HELLO.size)) as greetings:
+            while awaited:
+                give_up()
+                if time.monotonic() > deadline:
+                    raise PeerLostError(
+                        f"rank {min(awaited)} of another host did not connect in time; is a firewall between them?",
+                        rank=self._rank,
+                        peer=min(awaited),
+                        operation="bootstrap",
+                    )
+                for connection, hello in greetings.wait(_INTERVAL_SECONDS):
+                    caller = self._answered(connection, hello, awaited)
+                    if caller is None:
+                        connection.close()
+                    else:
+                        awaited.remove(caller)
+                        links[caller] = HostLink(caller, connection)
+        return links
+
+    def _call(self, peer: int, offer: Offer, deadline: float, give_up: Callable[[], None]) -> HostLink:
+        # All addresses at once: some lead nowhere, or to another host that has the same one.
+        failures = dict.fromkeys(offer.addresses, "no answer")
+        to_call, next_calls = list(offer.addresses), 0.0
+        with selectors.DefaultSelector() as calls, contextlib.ExitStack() as undo:
+            undo.callback(_close_all, calls)
+            while (to_call or calls.get_map()) and time.monotonic() < deadline:
+                give_up()
+                if time.monotonic() > next_calls:
+                    next_calls = time.monotonic() + _INTERVAL_SECONDS
+                    refused = {address: _begin_call(calls, address, offer.port) for address in to_call}
+                    failures |= {address: os.strerror(status) for address, status in refused.items() if status}
+                    to_call = [address for address, status in refused.items() if status in _CALLED_AGAIN]
+                for key, _ in calls.select(_INTERVAL_SECONDS):
+                    connection, address = key.data
+                    try:
+                        if key.events == selectors.EVENT_WRITE:  # connected; or not, which sending tells
+                            connection.send(_HELLO.pack(self._rank, offer.token))
+                            calls.modify(connection, selectors.EVENT_READ, key.data)
+                            continue
+                        if connection.recv(_TOKEN_BYTES) == offer.token:
+                            calls.unregister(connection)
+                            return HostLink(peer, connection)
+                        failures[address] = "somebody else listens there"
+                    except OSError as error:
+                        failures[address] = str(error)
+                        if error.errno in _CALLED_AGAIN:
+                            to_call.append(address)
+                    calls.unregister(connection)
+                    connection.close()
+        tried = "; ".join(f"{address}: {failure}" for address, failure in failures.items())
+        raise PeerLostError(
+            f"no connection to rank {peer} on another host, port {offer.port}: {tried or 'it has no address'}",
+            rank=self._rank,
+            peer=peer,
+            operation="bootstrap",
+        )
+
+    def _answered(self, connection: socket.socket, hello: bytes, awaited: set[int]) -> int | None:
+        """The rank that calls, which is answered if this rank waits for it; None for a stranger."""
+        caller, token = _HELLO.unpack(hello)
+        if caller not in awaited or not secrets.compare_digest(token, self._token):
+            return None
+        try:
+            connection.sendall(self._token)  # which has room: nothing was sent before
+        except OSError:
+            return None
+        return int(caller)
+
+    def close(self) -> None:
+        """Listens no more."""
+        self._socket.close()
+
+
+def _begin_call(calls: selectors.BaseSelector, address: str, port: int) -> int:
+    """Returns 0, or the status of what can't even begin."""
+    try:
+        connection = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    except OSError as error:
+        return error.errno or errno.EIO
+    connection.setblocking(False)
+    status = connection.connect_ex((address, port))
+    if status not in (0, errno.EINPROGRESS):
+        connection.close()
+        return status
+    calls.register(connection, selectors.EVENT_WRITE, (connection, address))
+    return 0
+
+
+def _close_all(calls: selectors.BaseSelector) -> None:
+    for key in list(calls.get_map().values()):
+        key.data[0].close()

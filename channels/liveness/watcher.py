@@ -1,0 +1,393 @@
+"""The thread that notices when a peer's process ends or a rank of another host fails, and passes failures on.
+
+It also maps what peers announce, within INTERVAL_MS. A communicator and those that were split from it share the thread.
+After a failure it ends the waits of streams for the proxy. What a failure needs is done in this thread, which is there
+already: where memory has run out no other can be started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from proxyccl.channels.segment import process_descriptors
+from proxyccl.channels.segment.control import ControlSegment, Presence
+from proxyccl.channels.segment.error_record import ErrorRecord
+from proxyccl.device._native import lib
+from proxyccl.device.errors import ResourceError
+from proxyccl.device.memory.descriptors import naming_exhaustion
+from proxyccl.device.threads import Thread
+
+_logger = logging.getLogger("proxyccl")
+
+
+class Link(Protocol):
+    """A connection to a rank of another host (host_links.py)."""
+
+    def fileno(self) -> int:
+        """Descriptor for poll()."""
+        ...
+
+    def send(self, message: ErrorRecord | Presence) -> None:
+        """Sends the record of an abort, or whether this rank may still touch the peer's memory. Never blocks."""
+        ...
+
+    def receive(self) -> ErrorRecord | Presence | str | None:
+        """The peer's next message: the record of its abort, its presence, "lost", or None if there is none yet."""
+        ...
+
+    def close(self) -> None:
+        """Closes the connection."""
+        ...
+
+
+class WatchThread:
+    """The thread of a communicator and of those that were split from it: it has each of their watchers look around.
+
+    It sleeps in poll() otherwise.
+
+    Raises:
+        ResourceError: there is no memory for a thread.
+    """
+
+    INTERVAL_MS = 20
+    RELEASING_MS = 1
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._watchers: list[Watcher] = []
+        self._by_descriptor: dict[int, Watcher] = {}
+        self._poll = select.poll()
+        with naming_exhaustion("the thread that watches the peers"):
+            self._stop_read, self._stop_write = os.pipe()
+        self._poll.register(self._stop_read, select.POLLIN)
+        self._thread = Thread(self._run, name, failed=self._fail)
+        try:
+            self._thread.start()
+        except ResourceError:
+            self._close_descriptors()
+            raise
+
+    def add(self, watcher: Watcher) -> None:
+        """Has a watcher look around from now on, and when one of its descriptors becomes readable."""
+        with self._lock:
+            self._watchers.append(watcher)
+            for descriptor in watcher.descriptors:
+                self._by_descriptor[descriptor] = watcher
+                self._poll.register(descriptor, select.POLLIN)
+
+    def remove(self, watcher: Watcher) -> None:
+        """Ends `add`. The watcher's descriptors are still open."""
+        with self._lock:
+            self._watchers.remove(watcher)
+            for descriptor in [known for known, whose in self._by_descriptor.items() if whose is watcher]:
+                self._forget(descriptor)
+
+    def forget(self, descriptor: int) -> None:
+        """Polls a descriptor no more."""
+        with self._lock:
+            self._forget(descriptor)
+
+    def _forget(self, descriptor: int) -> None:
+        if self._by_descriptor.pop(descriptor, None) is not None:
+            self._poll.unregister(descriptor)
+
+    def _run(self) -> None:
+        readable: set[int] = set()
+        while self._stop_read not in readable:
+            with self._lock:
+                whose = {descriptor: self._by_descriptor.get(descriptor) for descriptor in readable}
+                watchers = list(self._watchers)
+            for watcher in watchers:
+                self._have_look(watcher, [descriptor for descriptor in readable if whose[descriptor] is watcher])
+            releasing = any(watcher.releasing for watcher in watchers)
+            readable = {fd for fd, _ in self._poll.poll(self.RELEASING_MS if releasing else self.INTERVAL_MS)}
+
+    @staticmethod
+    def _have_look(watcher: Watcher, readable: list[int]) -> None:
+        try:
+            watcher.look(readable)
+        except MemoryError:
+            return  # the next turn finds the same, and tries again
+        except Exception as error:  # it ends this watcher's communicator, and the others go on
+            watcher.fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            watchers = list(self._watchers)
+        for watcher in watchers:
+            watcher.fail(error)
+
+    def end(self) -> None:
+        """Ends the thread. Its watchers are closed."""
+        os.write(self._stop_write, b"x")
+        self._thread.join()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in (self._stop_read, self._stop_write):
+            os.close(descriptor)
+
+
+class Watcher:
+    """Watches the peers of a rank: processes of its host by their descriptors, ranks of other hosts by their links.
+
+    Args:
+        rank: this rank.
+        own: its segment.
+        segments: the segments of the host's other ranks.
+        pids: their processes, where these are not this one; none with a parent, which watches them.
+        links: to the ranks of other hosts; the watcher closes them.
+        on_abort: called in a thread of its own after the abort was passed on.
+        each_turn: called in the thread every INTERVAL_MS at least, until the abort.
+        on_error: called in the thread with an error that keeps it from watching, once; it ends the communicator.
+        end_waits: ends the waits of streams for the proxy. It is called in the thread every RELEASING_MS once the abort
+            was passed on: whoever checks after a stream must learn of it.
+        parent: of the communicator that this one's was split from, whose abort is this one's. Its thread is used.
+        members: the ranks' numbers in that communicator.
+    """
+
+    INTERVAL_MS = WatchThread.INTERVAL_MS
+    ENDING_MS = 1000
+
+    def __init__(
+        self,
+        rank: int,
+        own: ControlSegment,
+        segments: Mapping[int, ControlSegment],
+        pids: Mapping[int, int],
+        links: Mapping[int, Link],
+        on_abort: Callable[[], None] = lambda: None,
+        each_turn: Callable[[], None] = lambda: None,
+        end_waits: Callable[[], None] = lambda: None,
+        on_error: Callable[[Exception], None] = lambda _: None,
+        parent: Watcher | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
+        self._on_abort = on_abort
+        self._each_turn = each_turn
+        self._end_waits = end_waits
+        self._on_error: Callable[[Exception], None] | None = on_error
+        self._rank = rank
+        self._own = own
+        self._segments = segments
+        self._links = {link.fileno(): (peer, link) for peer, link in links.items()}
+        self._remote_presence = dict.fromkeys(links, Presence.PRESENT)
+        self._thread: WatchThread = parent._thread if parent is not None else WatchThread(f"proxyccl-watch-{rank}")
+        self._descriptors: dict[int, int] = {}
+        self._ended: set[int] = set()
+        lost: list[int] = []
+        for peer, pid in pids.items():
+            try:
+                with naming_exhaustion(f"the watch of rank {peer}'s process"):
+                    descriptor = process_descriptors.acquire(pid)
+            except ProcessLookupError:
+                lost.append(peer)
+                continue
+            except ResourceError:
+                self._release_descriptors()
+                if parent is None:
+                    self._thread.end()
+                raise
+            self._descriptors[descriptor] = peer
+        self._lost = lost
+        self._ended.update(lost)
+        self._parent, self._members = parent, members
+        self._looking = threading.Lock()  # held by whoever takes what the peers tell
+        self._passed_on = self._closed = False
+        self._reporting: Thread | None = None
+        self.releasing = False
+        self._thread.add(self)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """What becomes readable when a peer's process ends, or when a peer's link has something to say."""
+        return [*self._descriptors, *self._links]
+
+    def look(self, readable: Sequence[int]) -> None:
+        """One turn, by the thread: looks what has happened.
+
+        Args:
+            readable: those of `descriptors` that are.
+        """
+        with self._looking:
+            if self._closed:
+                return
+            if not self._passed_on:
+                self._watch(readable)
+            if self.releasing:
+                self._end_waits()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the communicator by an error of the thread."""
+        on_error, self._on_error = self._on_error, None
+        if on_error is not None:
+            _logger.error("rank %d: its watcher has failed", self._rank, exc_info=error)
+            on_error(error)
+
+    def _watch(self, readable: Sequence[int]) -> None:
+        for peer in self._lost:
+            self._peer_ended(peer)
+        self._lost = []
+        for descriptor in readable:
+            self._take(descriptor)
+        self._end_with_parent()
+        if self._own.aborted:
+            for descriptor in self.descriptors:
+                self._thread.forget(descriptor)
+            self.pass_on()
+            self._passed_on = self.releasing = True
+            self._report()
+        else:
+            self._each_turn()
+
+    def _report(self) -> None:
+        # It may take long, and the thread's other watchers do not wait for it. A failure is none the less told.
+        with contextlib.suppress(ResourceError, MemoryError):
+            thread = Thread(self._on_abort, f"proxyccl-abort-{self._rank}")
+            thread.start()
+            self._reporting = thread
+
+    def _end_with_parent(self) -> None:
+        if self._parent is not None and self._parent._own.aborted:
+            self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PARENT, self._rank))
+
+    def _take(self, descriptor: int) -> None:
+        if descriptor in self._links:
+            self._receive(descriptor)
+        else:
+            self._peer_ended(self._descriptors[descriptor])
+            self._thread.forget(descriptor)
+
+    def _receive(self, descriptor: int) -> None:
+        peer, link = self._links[descriptor]
+        if self._remote_presence[peer] is Presence.LEFT:  # check_for_end has read it since it became readable
+            return
+        while (message := link.receive()) is not None:
+            if isinstance(message, Presence):
+                self._remote_presence[peer] = message
+                if message is not Presence.LEFT:
+                    continue
+            elif isinstance(message, ErrorRecord):
+                self._own.raise_abort(message)
+            else:
+                self._file_lost(peer)
+            self._thread.forget(descriptor)  # the peer says nothing more
+            return
+
+    def _peer_ended(self, peer: int) -> None:
+        # A rank that left touches nothing any more, and its process may end as it likes.
+        if self._segments[peer].presence is not Presence.LEFT:
+            self._file_lost(peer)
+
+    def _file_lost(self, peer: int) -> None:
+        self._ended.add(peer)
+        self._own.raise_abort(ErrorRecord(lib.PROXYCCL_ERROR_PEER_LOST, self._rank, peer))
+
+    def check_for_end(self, peer: int) -> None:
+        """Files that a peer is lost if its process, or its link from another host, ends within ENDING_MS.
+
+        For a rank whose transfer to that peer has failed: the kernel ends what RDMA devices and libfabric's connections
+        have of a dying process before it makes the process's descriptor readable, and maybe before it ends the link.
+        """
+        if self._parent is not None:
+            if not self._parent._own.aborted:
+                self._parent.check_for_end(self._members[peer])
+            self._end_with_parent()
+            return
+        ends = [(descriptor, select.POLLIN) for descriptor, rank in self._descriptors.items() if rank == peer]
+        ends += [(descriptor, select.POLLRDHUP) for descriptor, (rank, _) in self._links.items() if rank == peer]
+        for descriptor, event in ends:
+            ending = select.poll()
+            ending.register(descriptor, event)
+            if ending.poll(self.ENDING_MS):
+                with self._looking:
+                    if not (self._closed or self._own.aborted):
+                        self._take(descriptor)
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether a peer can take no part any more: its process has ended, its link is lost, or it has left."""
+        if peer not in self._ended and self._can_tell_end(peer):
+            self._ended.add(peer)
+        return peer in self._ended
+
+    def _can_tell_end(self, peer: int) -> bool:
+        for rank, link in self._links.values():
+            if rank == peer:
+                with self._looking:  # after an abort the thread reads no more
+                    while self._own.aborted and (message := link.receive()) is not None:
+                        if isinstance(message, Presence):
+                            self._remote_presence[peer] = message
+                        elif isinstance(message, str):
+                            return True
+        if self.presence(peer) is Presence.LEFT:
+            return True
+        for descriptor, rank in self._descriptors.items():
+            if rank == peer:
+                ended = select.poll()
+                ended.register(descriptor, select.POLLIN)
+                return bool(ended.poll(0))
+        return self._parent is not None and self._parent.has_ended(self._members[peer])
+
+    def pass_on(self) -> None:
+        """Sends the record of this rank's failure to all other ranks. Ranks of its host are told too: the rank that
+        told this one may have been killed before it told the others.
+        """
+        record = self._own.record()
+        self._own.raise_abort(record)
+        for _, link in self._links.values():
+            link.send(record)
+
+    def announce(self, presence: Presence, exchanges: int = 0) -> None:
+        """Lets all peers know whether this rank may still touch their memory; with LEFT, after so many exchanges."""
+        self._own.set_presence(presence, exchanges)
+        for _, link in self._links.values():
+            link.send(presence)
+
+    def presence(self, peer: int) -> Presence:
+        """What a peer announced last."""
+        if peer in self._segments:
+            return self._segments[peer].presence
+        return self._remote_presence[peer]
+
+    def left_before(self, exchange: int) -> int | None:
+        """A peer of this host that left before it came to the exchange of this number, from 1; None if none did."""
+        for peer, segment in self._segments.items():
+            if segment.presence is Presence.LEFT and segment.exchanges < exchange:
+                return peer
+        return None
+
+    def end_waits(self) -> None:
+        """Ends the waits of streams for the proxy from now on, until `close`: it will end none itself."""
+        self.releasing = True
+
+    def finish(self) -> None:
+        """Notices failures no more. If a rank has failed, returns when `on_abort` has."""
+        with self._looking:
+            unseen, self._passed_on = self._own.aborted and not self._passed_on, True
+        if unseen:  # the abort came after the thread's last look
+            self.pass_on()
+            self._report()
+        if self._reporting is not None:
+            self._reporting.join()
+
+    def close(self) -> None:
+        """Ends it, and the thread with the communicator that was split from none."""
+        self.finish()
+        with self._looking:
+            self._closed = True
+        self._thread.remove(self)
+        if self._parent is None:
+            self._thread.end()
+        for _, link in self._links.values():
+            link.close()
+        self._release_descriptors()
+
+    def _release_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            process_descriptors.release(descriptor)

@@ -1,0 +1,196 @@
+"""Memory that plans name: where it lies, and the ids by which this rank's proxy and the peers' know it.
+
+On one host it is what the rank has announced (symmetric.py): peers' proxies get it when the rank first receives there.
+Between hosts it is what all ranks have registered together, as only that can tell the peers addresses and keys.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from proxyccl.channels.group import Group
+from proxyccl.channels.memory import RegisteredMemory, register
+from proxyccl.channels.schedules.pinned_boxes import PinnedBoxes
+from proxyccl.channels.segment.announcements import NO_MEMORY
+from proxyccl.channels.symmetric import Announced
+from proxyccl.device.arrays.array import Array
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.errors import ResourceError, WaitTimeoutError
+
+Side = Literal["source", "target", "scratch"]
+"""What memory is for: to send from, to receive results in, or to receive in what is then reduced."""
+
+_POLL_SECONDS = 0.0001
+_SMALLEST_STAGE = 1 << 20
+
+
+class PlanMemory(Protocol):
+    """A range of this rank's memory."""
+
+    def source_id(self, peer: int) -> int:
+        """Its first id in the own proxy, for sends to a peer."""
+        ...
+
+    def id_at(self, peer: int) -> int:
+        """Its first id in a peer's proxy, for posts to that peer."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlanSpan:
+    """Bytes of a `PlanMemory` from `offset` on; their first one lies at `ptr`."""
+
+    memory: PlanMemory
+    offset: int
+    ptr: int
+
+    def at(self, offset: int) -> PlanSpan:
+        """The bytes from `offset` on."""
+        return PlanSpan(self.memory, self.offset + offset, self.ptr + offset)
+
+
+@dataclass(frozen=True)
+class _AnnouncedMemory:
+    own: int
+    at_peers: dict[int, int]
+
+    def source_id(self, peer: int) -> int:
+        return self.own
+
+    def id_at(self, peer: int) -> int:
+        return self.at_peers[peer]
+
+
+class PlanMemories:
+    """Finds the memory of arrays, and memory to stage those in which have none. All ranks make it together.
+
+    Args:
+        group: the ranks.
+
+    Attributes:
+        staged_together: whether all ranks make stages together, also those that need none.
+        pinned_bytes: most bytes of one side that go through pinned memory, where the CPU moves them.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.staged_together = group.plans_need_registration
+        self.pinned_bytes = group.runtime.launch_defaults.pinned_bytes
+        self._stages: dict[Side, list[Array]] = {}
+        self._boxes: PinnedBoxes | None = None
+        if not self.staged_together:
+            group.symmetric.serve(group.links.proxy)
+            self._boxes = PinnedBoxes(group)
+
+    def source(self, ptr: int, nbytes: int) -> PlanSpan | None:
+        """Memory to send from, or None: then it is staged."""
+        if self.staged_together:
+            return self._registered(ptr, nbytes)
+        announced = self._find(ptr, nbytes)
+        return None if announced is None else self._announced(announced, ptr, {})
+
+    def target(self, ptr: int, nbytes: int) -> PlanSpan | None:
+        """Memory to receive in, or None: then it is staged.
+
+        Raises:
+            CommunicatorError: what ended the group, before a peer's proxy had the memory.
+            WaitTimeoutError: a peer's proxy did not have it within the time-out.
+        """
+        if self.staged_together:
+            return self._registered(ptr, nbytes)
+        announced = self._find(ptr, nbytes)
+        return None if announced is None else self._received(announced, ptr)
+
+    def pinned(self, side: Side, nbytes: int) -> PlanSpan | None:
+        """Pinned memory for so few bytes that the CPU moves them sooner than the driver; None where they are more."""
+        if self._boxes is None or nbytes > min(self.pinned_bytes, PinnedBoxes.BYTES):
+            return None
+        return PlanSpan(self._boxes, self._boxes.offset(side), self._boxes.ptr + self._boxes.offset(side))
+
+    def found_or_staged(self, found: PlanSpan | None, side: Side, nbytes: int) -> PlanSpan:
+        """What `source` or `target` found, else memory to stage so many bytes in.
+
+        Where `staged_together`, all ranks call this together, each with what it has found. Raises as `stage` does.
+        """
+        if found is not None and not self.staged_together:
+            return found
+        stage = self.stage(side, nbytes)
+        return found or stage
+
+    def stage(self, side: Side, nbytes: int) -> PlanSpan:
+        """Device memory of at least so many bytes that peers' proxies reach, the same one at each call.
+
+        Where `staged_together`, all ranks call this together with the same arguments.
+
+        Raises:
+            ResourceError: the device has no room, or a proxy has none for more memory.
+        """
+        stages = self._stages.setdefault(side, [])
+        found = next((stage for stage in stages if stage.nbytes >= nbytes), None)
+        if found is None:
+            size = max(_SMALLEST_STAGE, 1 << (nbytes - 1).bit_length())
+            memory = self._group.symmetric.allocate(size, reserved=True)
+            found = Array(self._group.runtime, memory, (size,), as_dtype("uint8"))
+            if self.staged_together:
+                register(self._group, found, symmetric=True)
+            stages.append(found)
+        if self.staged_together:
+            span = self._registered(found.ptr, nbytes)
+        else:
+            announced = self._group.symmetric.find(found.ptr, nbytes)
+            span = None if announced is None else self._received(announced, found.ptr)
+        if span is None:
+            raise ResourceError(f"the proxies have no room for {found.nbytes} bytes of memory to stage arrays in")
+        return span
+
+    def close(self) -> None:
+        """Frees what it made. No plan of any rank may use it any more."""
+        for stages in self._stages.values():
+            for stage in stages:
+                stage.free()
+        if self._boxes is not None:
+            self._boxes.close()
+
+    def _registered(self, ptr: int, nbytes: int) -> PlanSpan | None:
+        for shared in self._group.kept:
+            if isinstance(shared, RegisteredMemory) and shared.is_for_plans:
+                offset = ptr - shared.ptr
+                if 0 <= offset <= shared.nbytes - nbytes:
+                    return PlanSpan(shared, offset, ptr)
+        return None
+
+    def _find(self, ptr: int, nbytes: int) -> Announced | None:
+        """The announced range of an array, unless arrays have taken as many memory ids as they may."""
+        announced = self._group.symmetric.find(ptr, nbytes)
+        may = announced is not None and self._group.symmetric.may_have_memory_ids(announced)
+        return announced if may else None
+
+    def _received(self, announced: Announced, ptr: int) -> PlanSpan | None:
+        at_peers = self._memories_at_peers(announced)
+        return None if NO_MEMORY in at_peers.values() else self._announced(announced, ptr, at_peers)
+
+    def _announced(self, announced: Announced, ptr: int, at_peers: dict[int, int]) -> PlanSpan | None:
+        try:
+            own = self._group.symmetric.own_memory(announced)
+        except ResourceError:
+            return None
+        return PlanSpan(_AnnouncedMemory(own, at_peers), ptr - announced.start, ptr)
+
+    def _memories_at_peers(self, announced: Announced) -> dict[int, int]:
+        """Waits for the peers' watchers, or for the calls that they are in: not for anything that they wait for."""
+        symmetric, failure = self._group.symmetric, self._group.failure
+        deadline = time.monotonic() + self._group.timeout
+        while (found := symmetric.memories_at_peers(announced)) is None:
+            failure.check()
+            if time.monotonic() > deadline:
+                late = WaitTimeoutError(
+                    f"a peer's proxy did not map an array within {self._group.timeout:g} s",
+                    rank=self._group.rank,
+                    operation="map for plans",
+                )
+                raise failure.file_exchange_failure(late)
+            symmetric.update()  # peers may wait for this rank alike
+            time.sleep(_POLL_SECONDS)
+        return found

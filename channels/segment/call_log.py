@@ -1,0 +1,80 @@
+"""This rank's log of collective calls, which lets ranks see that they disagree before they wait for each other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from proxyccl.channels.segment.control import ControlSegment
+from proxyccl.proxy._engine import ffi, lib
+
+if TYPE_CHECKING:
+    from proxyccl.proxy._engine import Pointer, ProxycclCallPointer  # the stub's; cffi has no such name
+
+CALL_ABORTED: int = lib.PROXYCCL_CALL_ABORTED
+CALL_DIFFERS: int = lib.PROXYCCL_CALL_DIFFERS
+CALL_DIFFERED: int = lib.PROXYCCL_CALL_DIFFERED
+LOG_ENTRIES: int = lib.PROXYCCL_CALL_LOG_ENTRIES
+
+
+class CallLog:
+    """This rank's log of collective calls, beside those of the peers of its host (calls.h).
+
+    Args:
+        own: this rank's segment.
+        peers: the segments of the others.
+    """
+
+    def __init__(self, own: ControlSegment, peers: dict[int, ControlSegment]) -> None:
+        self._ranks = list(peers)
+        logs = [ffi.cast("ProxycclCallEntry *", segment.calls_host) for segment in peers.values()]
+        self._logs = ffi.new("ProxycclCallEntry *[]", [*logs, ffi.NULL])
+        self._callers = ffi.new("ProxycclCallers *")
+        self._callers.control = ffi.cast("ProxycclControl *", own.host_pointer)
+        self._callers.own = ffi.cast("ProxycclCallEntry *", own.calls_host)
+        self._callers.peers, self._callers.peer_count = self._logs, len(logs)
+        self.issue: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
+            lib.proxyccl_calls_issue, self._callers
+        )
+        """issue(call, launch, stream): `agree`, then a prepared launch, and the wait for it if it is on the stream of
+        `wait_on`; the driver's status, or what `agree` returns."""
+        self.ring: Callable[[ProxycclCallPointer, Pointer, int], int] = functools.partial(
+            lib.proxyccl_calls_ring, self._callers
+        )
+        """ring(call, operations, stream): the same with prepared operations of the stream."""
+
+    def addresses(self, *, operations: bool) -> tuple[int, int]:
+        """Of the function behind `ring` if `operations`, else behind `issue`, and of its first argument, for C."""
+        function = ffi.addressof(lib, "proxyccl_calls_ring" if operations else "proxyccl_calls_issue")
+        return int(ffi.cast("uintptr_t", function)), int(ffi.cast("uintptr_t", self._callers))
+
+    def wait_on(self, stream: int, synchronize: int) -> None:
+        """From now on, `issue` and `ring` return when the call has ended, where they are given this stream.
+
+        Args:
+            stream: its handle.
+            synchronize: address of the driver's call that waits for a stream.
+        """
+        lib.proxyccl_calls_wait_on(self._callers, stream, synchronize)
+
+    def agree(self, call: ProxycclCallPointer) -> int:
+        """Logs a call and compares it. 0, or one of CALL_ABORTED, CALL_DIFFERS and CALL_DIFFERED."""
+        return int(lib.proxyccl_calls_agree(self._callers, call))
+
+    def recent(self, count: int) -> list[tuple[int, tuple[int, ...]]]:
+        """The last calls of this rank in order, each with its number, from 1. For any thread."""
+        last, call, found = self._callers.sequence, ffi.new("ProxycclCall *"), []
+        for sequence in range(max(1, last - count + 1), last + 1):
+            if lib.proxyccl_calls_read(self._callers.own, sequence, call):
+                found.append((sequence, tuple(call.fields)))
+        return found
+
+    def difference(self) -> tuple[int, tuple[int, ...]]:
+        """After CALL_DIFFERS or CALL_DIFFERED: the rank that made another call, and the fields of its last."""
+        return self._ranks[self._callers.differing], tuple(self._callers.different.fields)
+
+
+def encode_fields(fields: tuple[int, ...]) -> ProxycclCallPointer:
+    """A ProxycclCall."""
+    return ffi.new("ProxycclCall *", [fields])

@@ -1,0 +1,97 @@
+"""What the call log compares: the fields of a collective call that must agree between ranks.
+
+A field is a 64-bit number (calls.h). Names are logged as digests of their text, so a new collective needs no number of
+its own: its module registers the name. A shape is logged as a digest too.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxyccl.device.arrays.dtypes import DTYPES
+
+CALL_FIELDS = ("collective", "dtype", "op", "algorithm", "root", "count", "shape")
+"""The fields of a ProxycclCall (calls.h), in order. `shape` stands for registered arrays too: see `CollectiveCall`."""
+_NAMED = frozenset({"collective", "dtype", "op", "algorithm"})
+SHAPED = frozenset({"all_gather", "all_to_all", "all_to_all_v", "broadcast", "gather", "reduce_scatter", "scatter"})
+"""Collectives whose arrays, or rows of all_to_all_v, have one shape on all ranks: a rank gets rows that others gave. To
+the others an array is its elements in order."""
+ANY_ALGORITHM = "any"
+"""Logged where the caller leaves the algorithm to the library."""
+
+_texts: dict[int, str] = {}
+
+
+def register_names(*names: str) -> None:
+    """Makes names of collectives, operators or algorithms known to the call log, on every rank before its first call.
+
+    Raises:
+        ValueError: another name has the same digest.
+    """
+    for name in names:
+        known = _texts.setdefault(_digest(name), name)
+        if known != name:
+            raise ValueError(f"{name!r} and {known!r} have the same digest; rename one of them")
+
+
+def _digest(name: str) -> int:
+    return zlib.crc32(name.encode())
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective call as ranks compare it.
+
+    Attributes:
+        collective: registered name.
+        dtype: element type by name.
+        op: reduction operator.
+        algorithm: what the callers ask of it, as a registered name.
+        root: rank, or 0.
+        count: elements that each rank contributes, or that each gets.
+        shape: of the array that all ranks give or get; of `SHAPED` collectives it is the same on all ranks.
+        registered: numbers of the registered arrays that peers reach where they lie; the same on all ranks.
+    """
+
+    collective: str
+    dtype: str = "uint8"
+    op: str = "sum"
+    algorithm: str = ANY_ALGORITHM
+    root: int = 0
+    count: int = 0
+    shape: tuple[int, ...] = ()
+    registered: tuple[int, ...] = ()
+
+    def encode(self) -> tuple[int, ...]:
+        """The values of CALL_FIELDS. Raises KeyError for a name that is not registered."""
+        names = (self.collective, self.dtype, self.op, self.algorithm)
+        digests = [_digest(name) for name in names]
+        for digest in digests:
+            _texts[digest]
+        # The count tells all of a vector's shape.
+        shape = self.shape if self.collective in SHAPED and len(self.shape) > 1 else ()
+        return (*digests, self.root, self.count, _arrays_digest(shape, self.registered))
+
+
+@functools.lru_cache(maxsize=1024)
+def _arrays_digest(shape: tuple[int, ...], registered: tuple[int, ...]) -> int:
+    if not shape and not registered:
+        return 0
+    text = f"{','.join(map(str, shape))};{','.join(map(str, registered))}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def describe_call(fields: Sequence[int]) -> dict[str, str]:
+    """The fields of a logged call in words, by name, but for `shape`, a digest."""
+    return {
+        name: _texts.get(value, f"unknown ({value:#x})") if name in _NAMED else str(value)
+        for name, value in zip(CALL_FIELDS, fields, strict=True)
+        if name != "shape"
+    }
+
+
+register_names(ANY_ALGORITHM, *DTYPES)

@@ -1,0 +1,242 @@
+"""Control segments: the memory through which the ranks of a host tell each other that one of them has failed.
+
+Each rank owns a segment in pinned shared memory: the control block that its kernels poll, the words that proxies
+signal, its proxy's counters, a log of its recent collective calls, what it announces, and its rendezvous. The ranks of
+one host map each other's segments. A rank that fails raises the abort words of all of them before its own, in a kernel
+as on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from proxyccl.channels.segment.announcements import Announcements
+from proxyccl.channels.segment.error_record import NO_PEER, ErrorRecord
+from proxyccl.channels.segment.rendezvous import Rendezvous
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.runtime import PinnedMemory, Runtime
+from proxyccl.proxy._engine import ffi as engine
+from proxyccl.proxy._engine import lib as engine_lib
+from proxyccl.proxy.service import ProxyService
+from proxyccl.proxy.trigger import MAX_CHANNELS
+
+LAST_QUESTION: int = lib.PROXYCCL_LAST_QUESTION
+
+
+class Presence(IntEnum):
+    """Whether a rank may still touch its peers' memory (ProxycclPresence of control.h)."""
+
+    PRESENT = lib.PROXYCCL_PRESENT
+    CLOSING_ANOTHER = lib.PROXYCCL_CLOSING_ANOTHER
+    LEFT = lib.PROXYCCL_LEFT
+    STOPPED = lib.PROXYCCL_STOPPED
+
+
+@dataclass(frozen=True)
+class KernelWait:
+    """A ProxycclWait of control.h, read: what some threads of a kernel waited for when they were asked."""
+
+    kind: int
+    peer: int | None
+    channel: int | None
+    expected: int
+    seen: int
+
+
+_ALIGN = 4096
+
+
+def _round(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+_CONTROL_OFFSET = 0
+_SEMAPHORES_OFFSET = _round(ffi.sizeof("ProxycclControl"))
+_CALLS_OFFSET = _SEMAPHORES_OFFSET + _round(8 * MAX_CHANNELS)
+_SERVICE_OFFSET = _CALLS_OFFSET + _round(engine.sizeof("ProxycclCallEntry") * engine_lib.PROXYCCL_CALL_LOG_ENTRIES)
+_READBACK_OFFSET = _SERVICE_OFFSET + _round(ProxyService.shared_bytes())
+READBACK_BYTES = 128 * 1024
+_ANNOUNCEMENTS_OFFSET = _READBACK_OFFSET + READBACK_BYTES
+_RENDEZVOUS_OFFSET = _ANNOUNCEMENTS_OFFSET + _round(Announcements.table_bytes())
+_PEERS_OFFSET = _RENDEZVOUS_OFFSET + _round(Rendezvous.nbytes())
+
+
+def segment_bytes(world_size: int = 1) -> int:
+    """The size of a control segment of so many ranks."""
+    return _PEERS_OFFSET + _round(8 * (world_size - 1))
+
+
+class ControlSegment:
+    """A rank's control segment, own or a peer's.
+
+    Attributes:
+        rendezvous: where its rank posts messages and invitations.
+    """
+
+    service_offset = _SERVICE_OFFSET
+    semaphores_bytes = 8 * MAX_CHANNELS
+
+    def __init__(self, memory: PinnedMemory) -> None:
+        self.memory = memory
+        self._control = ffi.cast("ProxycclControl *", memory.host_ptr)
+        self._peers: Mapping[int, ControlSegment] = {}
+        self._peer_controls = ffi.new("ProxycclControl *[]", 0)
+        self.rendezvous = Rendezvous(memory.host_ptr + _RENDEZVOUS_OFFSET)
+
+    def initialise(self, rank: int, timeout: float) -> None:
+        """Fills an own, fresh segment."""
+        self._control.rank = rank
+        self.set_timeout(timeout)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the bound of the waits of this rank's kernels."""
+        self._control.timeout_ns = int(seconds * 1e9)
+
+    def introduce(self, peers: Mapping[int, ControlSegment]) -> None:
+        """Says which ranks an own segment's failure is told to: those of this host, by rank. No kernel runs yet."""
+        self._peers = peers
+        self._peer_controls = ffi.new("ProxycclControl *[]", [segment._control for segment in peers.values()])
+        table = (ctypes.c_uint64 * len(peers)).from_address(self.memory.host_ptr + _PEERS_OFFSET)
+        table[:] = [segment.device_pointer for segment in peers.values()]
+        self._control.peers = ffi.cast("ProxycclControl **", self.memory.ptr + _PEERS_OFFSET)
+        self._control.peer_count = len(peers)
+
+    @property
+    def device_pointer(self) -> int:
+        """The device's address of the control block."""
+        return self.memory.ptr
+
+    @property
+    def host_pointer(self) -> int:
+        """The CPU's address of the control block."""
+        return self.memory.host_ptr
+
+    @staticmethod
+    def semaphore_offset(channel: int) -> int:
+        """Where in a segment the word lies that a peer's proxy signals for a channel."""
+        return _SEMAPHORES_OFFSET + 8 * channel
+
+    def semaphore_host(self, channel: int) -> int:
+        """The CPU's address of that word."""
+        return self.memory.host_ptr + self.semaphore_offset(channel)
+
+    def semaphore_handle(self, channel: int) -> bytes:
+        """By which another process maps that word alone."""
+        return self.memory.export(self.semaphore_host(channel), 8)
+
+    def reset_semaphore(self, channel: int) -> None:
+        """Sets the word to what a new channel expects. Nobody may signal it meanwhile."""
+        ctypes.c_uint64.from_address(self.semaphore_host(channel)).value = 0
+
+    def semaphore_device(self, channel: int) -> int:
+        """The device's address of the same word."""
+        return self.memory.ptr + self.semaphore_offset(channel)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether this rank has failed, or has been told that another has, which comes before any kernel is stopped."""
+        return bool(lib.proxyccl_control_abort(self._control) or lib.proxyccl_control_failed_rank(self._control))
+
+    def raise_abort(self, record: ErrorRecord) -> None:
+        """Files the record, unless one is filed, and raises the abort words of the ranks of this host, this one's last:
+        they end every wait of kernels.
+        """
+        filed = ffi.new("ProxycclErrorRecord *")
+        filed.code, filed.rank, filed.wait, filed.operation = record.code, record.rank, record.wait, record.operation
+        filed.peer = NO_PEER if record.peer is None else record.peer
+        filed.channel = MAX_CHANNELS if record.channel is None else record.channel
+        filed.status, filed.expected, filed.seen = record.status, record.expected, record.seen
+        filed.offset, filed.size = record.offset, record.size
+        lib.proxyccl_control_raise(self._control, filed, self._peer_controls, len(self._peers))
+
+    def record(self) -> ErrorRecord:
+        """The error record; a rank that was told takes that of the one that told it.
+
+        One that is still being written is waited for, briefly: its writer may be gone.
+        """
+        error = ffi.new("ProxycclErrorRecord *")
+        told = lib.proxyccl_control_failed_rank(self._control)
+        if told and lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_EMPTY:
+            self.raise_abort(self._peers[told - 1].record())
+        deadline = time.monotonic() + 0.1
+        while (
+            lib.proxyccl_control_record(self._control, error) == lib.PROXYCCL_RECORD_CLAIMED
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.001)
+        return ErrorRecord(
+            code=error.code or lib.proxyccl_control_abort(self._control),
+            rank=error.rank,
+            peer=None if error.peer == NO_PEER else error.peer,
+            wait=error.wait,
+            operation=error.operation,
+            channel=error.channel if error.channel < MAX_CHANNELS else None,
+            status=error.status,
+            expected=error.expected,
+            seen=error.seen,
+            offset=error.offset,
+            size=error.size,
+        )
+
+    @property
+    def presence(self) -> Presence:
+        """Whether the segment's rank may still touch its peers' memory."""
+        return Presence(lib.proxyccl_control_presence(self._control))
+
+    def set_presence(self, presence: Presence, exchanges: int = 0) -> None:
+        """Sets the own `presence`; with LEFT, after so many exchanges of the bootstrap."""
+        lib.proxyccl_control_set_presence(self._control, presence, exchanges)
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges that the segment's rank took part in, once its presence is LEFT."""
+        return lib.proxyccl_control_exchanges(self._control)
+
+    def ask(self, question: int) -> None:
+        """Asks this rank's kernels what they wait for, under a number from 1 that was not used before; 0 ends that."""
+        lib.proxyccl_control_ask(self._control, question)
+
+    def waits(self, question: int) -> list[KernelWait]:
+        """What has been answered: for each peer the wait of one thread. An abort asks LAST_QUESTION."""
+        wait, found = ffi.new("ProxycclWait *"), []
+        for place in range(lib.PROXYCCL_WAIT_PLACES):
+            if lib.proxyccl_control_wait(self._control, place, question, wait):
+                peer = None if wait.peer == NO_PEER else wait.peer
+                channel = wait.channel if wait.channel < MAX_CHANNELS else None
+                found.append(KernelWait(wait.kind, peer, channel, wait.expected, wait.seen))
+        return found
+
+    @property
+    def readback_buffer(self) -> tuple[int, int]:
+        """The addresses, for the device and for the CPU, of READBACK_BYTES for copies of what lies in device memory."""
+        return self.memory.ptr + _READBACK_OFFSET, self.memory.host_ptr + _READBACK_OFFSET
+
+    def semaphore(self, channel: int) -> int:
+        """The count of signals that have come in on a ProxyChannel."""
+        return ctypes.c_uint64.from_address(self.semaphore_host(channel)).value
+
+    @property
+    def announcements(self) -> Announcements:
+        """The table of what the segment's rank announces."""
+        return Announcements(self.memory.host_ptr + _ANNOUNCEMENTS_OFFSET)
+
+    @property
+    def calls_host(self) -> int:
+        """The CPU's address of the log of collective calls."""
+        return self.memory.host_ptr + _CALLS_OFFSET
+
+    def close(self) -> None:
+        """Unmaps the segment."""
+        vars(self).pop("_control", None)  # gone: a later call fails in Python, not in C
+        self.memory.close()
+
+
+def create_segment(runtime: Runtime, rank: int, timeout: float, world_size: int = 1) -> ControlSegment:
+    """A fresh segment for this rank."""
+    segment = ControlSegment(runtime.allocate_pinned(segment_bytes(world_size)))
+    segment.initialise(rank, timeout)
+    return segment

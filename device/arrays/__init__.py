@@ -1,0 +1,1 @@
+"""Arrays of device memory, and views of the arrays of other libraries."""

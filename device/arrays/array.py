@@ -1,0 +1,263 @@
+"""Arrays: a view of anybody's array, and memory of our own as an array.
+
+`as_view` takes whatever a caller has (DLPack first, then the CUDA array interface, then the buffer protocol) and says
+where it lies. It knows no rank and copies nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proxyccl.device._native import ffi
+from proxyccl.device.arrays.dlpack import dlpack_device, export_dlpack, from_dlpack
+from proxyccl.device.arrays.dtypes import DType, as_dtype
+from proxyccl.device.arrays.libraries import current_stream, fingerprint, from_torch, libraries, register
+from proxyccl.device.arrays.view import ArrayView, require_contiguous, require_memory
+from proxyccl.device.base_runtime import BaseRuntime, Memory, StreamLike
+from proxyccl.device.errors import ArgumentError, ClosedError
+
+if TYPE_CHECKING:
+    from proxyccl.device._native import VoidPointer  # the stub's; cffi has no such name
+
+__all__ = ["Array", "ArrayView", "as_view", "current_stream", "fingerprint"]
+
+_MOST_ADDRESS = 2**64 - 1
+_from_buffer, _cast = ffi.from_buffer, ffi.cast  # looked up once, not in each call
+
+
+class Array:
+    """Contiguous device memory as an array, in C order; made by `Communicator.empty`.
+
+    On the host runtime it is a numpy array in all but name (``numpy.asarray(a)`` shares its memory); on a GPU it offers
+    ``__cuda_array_interface__`` and ``__dlpack__``.
+
+    Attributes:
+        identity: an object that is no other array's, as long as the memory is there and nobody else may end it.
+            Otherwise None.
+    """
+
+    def __init__(self, runtime: BaseRuntime, memory: Memory, shape: tuple[int, ...], dtype: DType) -> None:
+        self._runtime = runtime
+        self.memory = memory
+        self.shape = shape
+        self.dtype = dtype
+        self.identity: object = None
+        self._views: set[int] = set()
+        self._view_numbers = itertools.count()
+
+    @property
+    def runtime(self) -> BaseRuntime:
+        """The runtime of the device where it lies."""
+        return self._runtime
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first element."""
+        if self.memory.closed:
+            raise ClosedError("the array's memory was freed")
+        return self.memory.ptr
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d array")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"Array(shape={self.shape}, dtype={self.dtype}, device={self._runtime.name}:{self._runtime.device})"
+
+    def view(self) -> ArrayView:
+        """This array as an `ArrayView`."""
+        return ArrayView(self.ptr, self.shape, self.dtype, (self._runtime.name, self._runtime.device), True, self)
+
+    def numpy(self) -> NDArray[Any]:
+        """A copy in host memory. Waits for the device."""
+        out = np.empty(self.shape, self.dtype.numpy())
+        if self.nbytes:
+            self._runtime.synchronize()
+            self._runtime.copy(out.ctypes.data, self.ptr, self.nbytes)
+        return out
+
+    def upload(self, values: Any) -> Array:
+        """Overwrites the array with values from host memory, broadcast and converted as numpy does. Returns itself.
+
+        Waits until the values are on the device.
+
+        Raises:
+            ArgumentError: the values are a masked array, or can't be broadcast or converted.
+        """
+        require_unmasked(values, "values")
+        host = np.empty(self.shape, self.dtype.numpy())
+        try:
+            host[...] = np.asarray(values)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise ArgumentError("values", f"can't become {self.shape} of {self.dtype}: {error}") from error
+        if self.nbytes:
+            self._runtime.copy(self.ptr, host.ctypes.data, self.nbytes)
+        return self
+
+    def free(self) -> None:
+        """Frees the memory now rather than with the last reference to the array. No queued work may use it.
+
+        On a GPU views by ``__cuda_array_interface__`` are the caller's to end: nothing tells how long they live.
+
+        Raises:
+            BufferError: views of the array live: numpy's, or another library's by DLPack.
+        """
+        if self._views:
+            raise BufferError(f"the array can't be freed: other libraries have views of it ({len(self._views)})")
+        self.identity = None
+        self.memory.close()
+
+    def fill(self, value: Any) -> Array:
+        """Sets every element. Returns itself."""
+        return self.upload(value)
+
+    def hold(self) -> VoidPointer:
+        """The address of the first element, for a view by another library: while this object lives, the array does too,
+        and is not freed.
+        """
+        number = next(self._view_numbers)
+        self._views.add(number)
+
+        def let_go(_: object, array: Array = self) -> None:
+            array._views.discard(number)
+
+        return ffi.gc(_cast("void *", self.ptr), let_go)
+
+    def _interface(self, data: object) -> dict[str, Any]:
+        return {"shape": self.shape, "typestr": self.dtype.numpy().str, "data": data, "strides": None, "version": 3}
+
+    def __getattr__(self, name: str) -> Any:
+        # Each exists only where it is true: callers ask with hasattr().
+        if name == "__array_interface__" and self._runtime.name == "host":
+            # A buffer and not the address, which numpy would keep nothing alive for but the array.
+            return self._interface(ffi.buffer(self.hold(), self.nbytes))
+        if name == "__cuda_array_interface__" and self._runtime.name != "host":
+            return self._interface((self.ptr, False))
+        raise AttributeError(f"'Array' object has no attribute {name!r}")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack_device(self._runtime.name, self._runtime.device)
+
+    def __dlpack__(
+        self,
+        *,
+        stream: StreamLike = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError("an Array is exported only where it lies; numpy() makes a copy in host memory")
+        return export_dlpack(self)
+
+
+def _fingerprint(x: Array) -> tuple[Any, ...] | None:
+    return None if x.memory.closed else (x.memory.ptr, x.shape, x.dtype.name)
+
+
+def _numpy_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    try:
+        first = _from_buffer(x)  # a quarter of the time of x.ctypes.data or x.__array_interface__
+    except ValueError:  # it is not contiguous, or has a type that no collective knows
+        return None
+    return int(_cast("uintptr_t", first)), x.flags.writeable, x.shape, x.dtype
+
+
+register(Array, _fingerprint)
+register(np.ndarray, _numpy_fingerprint)
+
+
+def _from_interface(x: Any, device: tuple[str, int], argument: str) -> ArrayView:
+    interface = x.__cuda_array_interface__
+    try:
+        numpy_type = np.dtype(interface["typestr"])
+        shape = tuple(operator.index(n) for n in interface["shape"])
+        strides = None if interface.get("strides") is None else tuple(map(operator.index, interface["strides"]))
+        pointer, read_only = interface["data"]
+        address = operator.index(pointer or 0)
+        if not 0 <= address <= _MOST_ADDRESS or any(n < 0 for n in shape) or len(strides or shape) != len(shape):
+            raise ValueError(f"address {address}, shape {shape}, strides {strides}")  # noqa: TRY301
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ArgumentError(argument, f"its __cuda_array_interface__ can't be read: {error!r}") from error
+    dtype = as_dtype(numpy_type, argument)
+    if interface.get("mask") is not None:
+        raise ArgumentError(argument, "the array has a mask; expected one whose elements all count")
+    require_contiguous(shape, strides, dtype, argument)
+    require_memory(address, shape, argument)
+    return ArrayView(address, shape, dtype, device, not read_only, x)
+
+
+def _from_numpy(x: NDArray[Any], writable: bool, owner: object, argument: str) -> ArrayView:
+    require_unmasked(x, argument)
+    dtype = as_dtype(x.dtype, argument)
+    require_contiguous(x.shape, x.strides, dtype, argument)
+    return ArrayView(x.ctypes.data, x.shape, dtype, ("host", 0), writable, owner)
+
+
+def require_unmasked(x: object, argument: str) -> None:
+    """Raises ArgumentError for a masked array of numpy, whose memory holds values under the mask."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise ArgumentError(argument, "the array is masked; pass x.filled(), which replaces what the mask hides")
+
+
+def as_view(x: Any, argument: str, gpu: str = "cuda") -> ArrayView:
+    """Where the caller's array lies.
+
+    Args:
+        x: an `Array`, or anything with ``__dlpack__``, ``__cuda_array_interface__`` or the buffer protocol;
+            contiguous in C order.
+        argument: the caller's name for it, for messages.
+        gpu: the runtime that ``__cuda_array_interface__`` means: AMD's packages use the same name.
+
+    Raises:
+        ArgumentError: it is not an array, has no memory, has a mask, is a lazy view of torch's, is not contiguous, or
+            has an element type or a device that is not known.
+    """
+    if isinstance(x, ArrayView):
+        return x
+    if isinstance(x, Array):
+        return x.view()
+    if isinstance(x, np.ndarray):
+        # Before DLPack, which numpy refuses for read-only arrays and for ml_dtypes' types.
+        return _from_numpy(x, x.flags.writeable, x, argument)
+    if libraries[type(x)].is_torch:
+        return from_torch(x, argument)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return from_dlpack(x, argument)
+    if hasattr(x, "__cuda_array_interface__"):
+        # To the host runtime too it means a GPU's memory, which the CPU can't touch.
+        return _from_interface(x, ("cuda" if gpu == "host" else gpu, -1), argument)
+    try:
+        buffer = memoryview(x)
+    except TypeError:
+        raise ArgumentError(
+            argument,
+            "expected an array (an object with __dlpack__, __cuda_array_interface__ or the buffer protocol), "
+            f"not {type(x).__name__}",
+        ) from None
+    except (BufferError, ValueError) as error:  # it was closed or released
+        raise ArgumentError(argument, f"the {type(x).__name__} gives no buffer: {error}") from error
+    if buffer.c_contiguous:  # numpy would give an array at address 0 new memory
+        require_memory(int(_cast("uintptr_t", _from_buffer(buffer))), buffer.shape or (), argument)
+    try:
+        array = np.asarray(buffer)
+    except ValueError as error:
+        raise ArgumentError(argument, f"has elements of a type that numpy does not know: {error}") from error
+    return _from_numpy(array, not buffer.readonly, (x, buffer), argument)

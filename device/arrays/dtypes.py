@@ -1,0 +1,91 @@
+"""Element types by name, as kernels, numpy, torch and DLPack spell them. `element_types.py` has the table."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from proxyccl.device.arrays.element_types import ELEMENT_TYPES, ElementType
+from proxyccl.device.errors import ArgumentError
+
+
+class DType(ElementType):
+    """An element type; see `ElementType` for its attributes."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def numpy(self) -> np.dtype[Any]:
+        """The numpy dtype. bfloat16 and float8 need the package ml_dtypes.
+
+        Raises:
+            ArgumentError: ml_dtypes is not installed.
+        """
+        with contextlib.suppress(TypeError):
+            return np.dtype(self.name)
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise ArgumentError("dtype", f"numpy has no {self.name}; install the package ml_dtypes") from None
+        extended: np.dtype[Any] = np.dtype(getattr(ml_dtypes, self.name))
+        return extended
+
+
+DTYPES: dict[str, DType] = {row.name: DType(**vars(row)) for row in ELEMENT_TYPES}
+_KNOWN: dict[Any, DType] = {}  # other libraries' types, whose names take microseconds
+_BY_DLPACK = {dtype.dlpack: dtype for dtype in DTYPES.values()}
+
+
+def as_dtype(value: Any, argument: str = "dtype") -> DType:
+    """The `DType` for a name, a numpy dtype or scalar type, a torch dtype, or a `DType`.
+
+    Raises:
+        ArgumentError: the element type is unknown.
+    """
+    if isinstance(value, DType):
+        return value
+    try:
+        return _KNOWN[value]
+    except KeyError:
+        known = _KNOWN[value] = _find_dtype(value, argument)
+        return known
+    except TypeError:  # it can't be a key
+        return _find_dtype(value, argument)
+
+
+def _find_dtype(value: Any, argument: str) -> DType:
+    if value is None:
+        name = "None"  # float64 to numpy
+    elif isinstance(value, str):
+        name = value
+    elif type(value).__module__.split(".")[0] == "torch":
+        name = str(value).removeprefix("torch.")
+    else:
+        try:
+            native = np.dtype(value)
+        except (TypeError, ValueError):
+            name = repr(value)
+        else:
+            if not native.isnative:
+                raise ArgumentError(argument, f"expected this machine's byte order, not {native.str!r}")
+            name = native.name
+    if name not in DTYPES:
+        raise ArgumentError(argument, f"unknown element type {name!r}; expected one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def from_dlpack_type(code: int, bits: int, lanes: int) -> DType | None:
+    """The `DType` of a DLPack type, or None."""
+    return _BY_DLPACK.get((code, bits)) if lanes == 1 else None
+
+
+def reduction_dtypes() -> list[str]:
+    """Names of the element types that kernels can reduce."""
+    return [name for name, dtype in DTYPES.items() if dtype.c_name]
+
+
+def token_dtypes() -> list[str]:
+    """Names of the element types that tokens of the expert-parallel layer can have."""
+    return [name for name, dtype in DTYPES.items() if dtype.tokens]

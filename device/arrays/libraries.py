@@ -1,0 +1,171 @@
+"""What is known of other libraries' arrays beyond DLPack: torch's and cupy's. It imports neither."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.arrays.view import ArrayView
+from proxyccl.device.base_runtime import StreamLike
+from proxyccl.device.errors import ArgumentError
+
+
+def is_torch(kind: type) -> bool:
+    """Whether a type is torch's tensor or derived from it. Imports no torch."""
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in kind.__mro__)
+
+
+def _is_cupy(kind: type) -> bool:
+    return kind.__module__.startswith("cupy") and kind.__name__ == "ndarray"
+
+
+def from_torch(x: Any, argument: str) -> ArrayView:
+    """Where a tensor lies.
+
+    Raises:
+        ArgumentError: it has no memory or is a lazy view, it is not contiguous, or it has an element type or a device
+            that is not known.
+    """
+    # Not through DLPack: that takes microseconds, and refuses tensors that require a gradient.
+    require_tensor_memory(x, argument)
+    for is_lazy, kind, method in ((x.is_conj(), "conjugate", "conj"), (x.is_neg(), "negative", "neg")):
+        if is_lazy:
+            raise ArgumentError(
+                argument,
+                f"the tensor is a {kind} view, whose memory holds other values; pass x.resolve_{method}()",
+            )
+    dtype = as_dtype(x.dtype, argument)
+    if not x.is_contiguous():
+        raise ArgumentError(
+            argument, f"the array is not contiguous in C order (shape {tuple(x.shape)}, strides {x.stride()} elements)"
+        )
+    device = ("host", 0)
+    if x.is_cuda:
+        device = ("hip" if sys.modules["torch"].version.hip else "cuda", x.get_device())
+    return ArrayView(x.data_ptr(), tuple(x.shape), dtype, device, True, x)
+
+
+_INSTEAD = {
+    "AsyncCollectiveTensor": "pass x.wait()",
+    "DTensor": "pass x.to_local()",
+    "FakeTensor": "expected a tensor with values",
+    "MaskedTensor": "pass x.to_tensor(value)",
+    "NestedTensor": "pass x.values()",
+}
+"""What to pass instead of a tensor of torch's own classes that have no memory, by the name of the class."""
+
+
+def _find_instead(kind: type) -> str | None:
+    of_torch = (base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch."))
+    return next((_INSTEAD[name] for name in of_torch if name in _INSTEAD), None)
+
+
+def require_tensor_memory(x: Any, argument: str) -> None:
+    """Raises ArgumentError unless a tensor's elements lie in memory of a CPU or a GPU, one after the other or not.
+
+    DTensors and other tensors that are made of tensors have no memory. Nor have tensors of FakeTensorMode, those within
+    ``torch.vmap`` and other transformations, and those whose storage was freed by ``resize_(0)``.
+    """
+    kind = type(x)
+    instead = libraries[kind].instead
+    if instead is not None:
+        raise ArgumentError(argument, f"a {kind.__name__} has no memory of its own; {instead}")
+    if x.layout != sys.modules["torch"].strided or x.is_nested:
+        layout = "nested" if x.is_nested else x.layout
+        raise ArgumentError(argument, f"the tensor has layout {layout}; expected a dense one (torch.strided)")
+    if not (x.is_cuda or x.is_cpu):
+        raise ArgumentError(argument, f"torch device {x.device} is not supported; expected cpu or cuda")
+    if not x.numel():
+        return
+    last = sum((extent - 1) * stride for extent, stride in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + last + 1) * x.element_size()
+    try:
+        storage = x.untyped_storage()
+        address, held = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:  # there is no storage, or none that has an address
+        address, held = 0, 0
+    # Not by x.data_ptr(): a view of a freed storage has its offset as address.
+    if not address or held < needed:
+        reason = f"its storage has {held} bytes; expected {needed}" if held else "its storage was freed, or it has none"
+        raise ArgumentError(argument, f"the {kind.__name__} of shape {tuple(x.shape)} has no memory: {reason}")
+
+
+def _torch_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    try:
+        # A lazy view has the address, shape and type of the tensor that it is a view of.
+        known = (x.is_cuda or x.is_cpu) and x.is_contiguous() and not (x.is_neg() or x.is_conj())
+        return (x.data_ptr(), x.shape, x.dtype) if known else None
+    except RuntimeError:  # it has no storage
+        return None
+
+
+def _cupy_fingerprint(x: Any) -> tuple[Any, ...] | None:
+    return (x.data.ptr, x.shape, x.dtype.str) if x.flags.c_contiguous else None
+
+
+def _torch_stream(x: Any) -> int:
+    # What torch's own compiler emits; current_stream() makes objects and takes microseconds.
+    stream: int = sys.modules["torch"]._C._cuda_getCurrentRawStream(x.get_device())
+    return stream
+
+
+def _cupy_stream(_: Any) -> StreamLike:
+    # The object and not its handle: a reference keeps the stream alive. torch never destroys its own.
+    stream: StreamLike = sys.modules["cupy"].cuda.get_current_stream()
+    return stream
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class _Library:
+    """What is known of a type of arrays; see `fingerprint`, `current_stream`, `from_torch` and `_INSTEAD`."""
+
+    fingerprint: Callable[[Any], tuple[Any, ...] | None]
+    stream: Callable[[Any], StreamLike]
+    is_torch: bool = False
+    instead: str | None = None
+
+
+def _find_library(kind: type) -> _Library:
+    if is_torch(kind):
+        return _Library(_torch_fingerprint, _torch_stream, is_torch=True, instead=_find_instead(kind))
+    if _is_cupy(kind):
+        return _Library(_cupy_fingerprint, _cupy_stream)
+    return _Library(_nothing, _nothing)
+
+
+class _Libraries(dict[type, _Library]):
+    """By array type; a type's library is found when it is first looked up."""
+
+    def __missing__(self, kind: type) -> _Library:
+        known = self[kind] = _find_library(kind)
+        return known
+
+
+libraries = _Libraries()
+"""What is known of each type of arrays."""
+
+
+def register(kind: type, fingerprint: Callable[[Any], tuple[Any, ...] | None]) -> None:
+    """Makes an array type known that works on no stream of its own; see `fingerprint`."""
+    libraries[kind] = _Library(fingerprint, _nothing)
+
+
+def fingerprint(x: Any) -> tuple[Any, ...] | None:
+    """What an array is to a call: equal for two arrays only if every call treats them alike.
+
+    None where that is not known cheaply. An array that was checked once need not be checked again while its
+    fingerprint is the same.
+    """
+    return libraries[type(x)].fingerprint(x)
+
+
+def current_stream(x: Any) -> StreamLike:
+    """The stream on which the library that owns a GPU's array works now; None where it has no such notion."""
+    return libraries[type(x)].stream(x)

@@ -1,0 +1,66 @@
+"""Where an array lies, whichever library made it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from proxyccl.device.arrays.dtypes import DType
+from proxyccl.device.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """Where an array lies. It keeps `owner` alive and owns nothing.
+
+    Attributes:
+        ptr: address of the first element.
+        shape: elements in each dimension; the array is contiguous in C order.
+        dtype: element type.
+        device: runtime ("host", "cuda", "hip") and device number; the number is -1 if the exporter does not say.
+        writable: whether its exporter lets it be written.
+    """
+
+    ptr: int
+    shape: tuple[int, ...]
+    dtype: DType
+    device: tuple[str, int]
+    writable: bool
+    owner: object
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> str:
+        """Its device in words: "cuda:1", or "cuda" where the exporter does not say which one."""
+        runtime, number = self.device
+        return runtime if number == -1 else f"{runtime}:{number}"
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self.size * self.dtype.itemsize
+
+
+def require_memory(address: int, shape: Sequence[int], argument: str) -> None:
+    """Raises ArgumentError for an array with elements at address 0: it refers to memory that is not there."""
+    if not address and 0 not in shape:
+        raise ArgumentError(argument, f"the array of shape {tuple(shape)} has no memory: its address is 0")
+
+
+def require_contiguous(shape: Sequence[int], strides: Sequence[int] | None, dtype: DType, argument: str) -> None:
+    """Raises ArgumentError unless strides, in bytes, are those of a contiguous array in C order. None: they are."""
+    if strides is None or math.prod(shape) == 0:
+        return
+    expected = dtype.itemsize
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if extent != 1 and stride != expected:
+            raise ArgumentError(
+                argument,
+                f"the array is not contiguous in C order (shape {tuple(shape)}, strides {tuple(strides)} bytes)",
+            )
+        expected *= extent

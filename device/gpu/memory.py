@@ -1,0 +1,317 @@
+"""Memory of a GPU, over any vendor's `Driver`: allocated, pinned, and shared with other processes and devices."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import struct
+from collections.abc import Callable, Hashable
+from typing import ClassVar
+
+from proxyccl.device import forks
+from proxyccl.device.base_runtime import Allocations
+from proxyccl.device.driver import DeviceInfo
+from proxyccl.device.errors import (
+    AlreadyMappedError,
+    ArgumentError,
+    DriverError,
+    ResourceError,
+    RuntimeUnavailableError,
+)
+from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.gpu.unused_memory import UnusedMemory, is_held
+from proxyccl.device.in_flight import InFlight
+from proxyccl.device.memory.lease_cache import LeaseCache
+from proxyccl.device.memory.shared_memory import SharedMemory
+
+
+class GpuMemory:
+    """Device memory, allocated here or another's mapped here.
+
+    A driver that frees waits for the device's kernels. So memory without a reference left is freed when its runtime
+    next waits for its device or needs room, and not where the garbage is collected: that may be the thread of a rank
+    for which those kernels wait.
+    """
+
+    def __init__(
+        self, ptr: int, nbytes: int, later: Callable[[Callable[[], None]], None], release: Callable[[], None]
+    ) -> None:
+        self.ptr = ptr
+        self.nbytes = nbytes
+        self._release = release
+        self._process = forks.here()
+        self._finalizer = forks.finalizer(self, later, release)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was freed."""
+        return not self._finalizer.alive
+
+    def close(self) -> None:
+        """Frees or unmaps it. Waits for the work that may use it."""
+        if self._finalizer.detach() is not None and self._process.is_here:
+            self._release()
+
+
+class GpuAllocation(GpuMemory):
+    """Device memory that was allocated here."""
+
+    def __init__(
+        self,
+        ptr: int,
+        nbytes: int,
+        unused: UnusedMemory,
+        release: Callable[[], None],
+        in_flight: InFlight,
+    ) -> None:
+        super().__init__(ptr, nbytes, unused.append_allocation, release)
+        self._in_flight = in_flight
+
+    def close(self) -> None:
+        """Frees it when what this thread launched is done; later, if kernels of another device may still use it."""
+        if self.closed:
+            return
+        if is_held():
+            self._finalizer()
+        else:
+            self._in_flight.wait()
+            super().close()
+
+
+class GpuPinnedMemory(GpuMemory):
+    """Shared memory of the host that the device reaches too. `ptr` is the device's address."""
+
+    def __init__(self, ptr: int, shared: SharedMemory, unused: UnusedMemory, release: Callable[[], None]) -> None:
+        super().__init__(ptr, shared.nbytes, unused.append, release)
+        self.shared = shared
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU."""
+        return self.shared.ptr
+
+    @property
+    def handle(self) -> bytes:
+        """The bytes with which other processes map it (`GpuRuntime.open_pinned`)."""
+        return self.shared.handle
+
+    def export(self, host_ptr: int, nbytes: int) -> bytes:
+        """A handle of `nbytes` of it from `host_ptr` on."""
+        return self.shared.export(host_ptr, nbytes)
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of its file."""
+        return self.shared.descriptor
+
+
+class MemoryHandle:
+    """What another process, or another device's runtime of this one, needs to reach device memory."""
+
+    _LAYOUT = struct.Struct("<8s16sqQQQQ64s")
+    _MAGIC = b"PXCCLgpu"
+    SIZE = _LAYOUT.size
+
+    @classmethod
+    def pack(cls, device: int, base: int, allocation: int, offset: int, nbytes: int, raw: bytes) -> bytes:
+        """A handle. `base` and `allocation` name the allocation, `offset` and `nbytes` the range in it."""
+        return cls._LAYOUT.pack(cls._MAGIC, forks.here().token, device, base, allocation, offset, nbytes, raw)
+
+    @classmethod
+    def unpack(cls, handle: bytes) -> tuple[bool, int, int, int, int, int, bytes]:
+        """(whether it is this process's, device, base, allocation, offset, nbytes, the driver's handle)."""
+        if len(handle) != cls.SIZE:
+            raise ArgumentError(
+                "handle", f"expected a handle of device memory, {cls.SIZE} bytes, not {len(handle)} bytes"
+            )
+        magic, process, device, base, allocation, offset, nbytes, raw = cls._LAYOUT.unpack(handle)
+        if magic != cls._MAGIC:
+            raise ArgumentError("handle", "expected a handle of device memory: these bytes begin otherwise")
+        return process == forks.here().token, device, base, allocation, offset, nbytes, raw
+
+
+_Once = LeaseCache[Hashable, tuple[int, Callable[[int], None]]]
+"""What a driver does once for a process: a value, and the call that undoes it."""
+
+
+def _undo(done: tuple[int, Callable[[int], None]]) -> None:
+    value, undo = done
+    undo(value)
+
+
+class GpuMemoryManager:
+    """Allocates, pins, exports and maps memory for one device.
+
+    Args:
+        context: the device's.
+        device: its number among the devices that this process may use.
+        info: what it is.
+        in_flight: what is waited for before memory is freed.
+
+    Attributes:
+        unused: what has no reference left; freed when the device is waited for next.
+    """
+
+    _pinned: ClassVar[_Once] = LeaseCache(_undo)
+    _imported: ClassVar[_Once] = LeaseCache(_undo)
+
+    def __init__(self, context: DeviceContext, device: int, info: DeviceInfo, in_flight: InFlight) -> None:
+        self._context, self._driver = context, context.driver
+        self._device = device
+        self._info = info
+        self._in_flight = in_flight
+        self.unused = UnusedMemory.on(self._driver.runtime, device)
+
+    def allocate(self, nbytes: int) -> GpuMemory:
+        """Device memory; its contents are undefined.
+
+        Raises:
+            ArgumentError: the size is not positive.
+            ResourceError: the device has no room.
+        """
+        if nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
+        with self._context.current():
+            full = ResourceError(
+                f"can't allocate {nbytes} bytes on {self._driver.runtime} device {self._device}, "
+                f"{self._info.name} of {self._info.memory_bytes} bytes"
+            )
+            if nbytes > self._info.memory_bytes:
+                raise full
+            try:
+                ptr = self._allocate(nbytes)
+            except DriverError as error:
+                raise full if error.status == self._driver.out_of_memory else error from None
+            release = functools.partial(self._context.call, self._driver.free, ptr)
+            return GpuAllocation(ptr, nbytes, self.unused, release, self._in_flight)
+
+    def _allocate(self, nbytes: int) -> int:
+        try:
+            return self._driver.allocate(nbytes)
+        except DriverError as error:
+            if error.status != self._driver.out_of_memory or not self.unused:
+                raise
+            self._in_flight.wait()
+            self.free_unused()
+            return self._driver.allocate(nbytes)
+
+    def free_unused(self) -> None:
+        """Frees memory without a reference left, unless it is held. Waits for the work that may use it."""
+        self.unused.free()
+
+    def pin(self, shared: SharedMemory) -> GpuPinnedMemory:
+        """Pins shared memory of the host and maps it for the device. It closes with what this returns."""
+        # Pinned once a process, whole and for all devices; ranks that are threads see the same address.
+        start, nbytes = shared.mapped_range
+        key = (self._driver.runtime, start)
+
+        def pin() -> tuple[int, Callable[[int], None]]:
+            self._driver.register_host(start, nbytes)
+            return start, self._driver.unregister_host
+
+        with self._context.current():
+            self._pinned.acquire(key, pin)
+            ptr = self._driver.host_device_pointer(start) + shared.ptr - start
+        pinned, context = self._pinned, self._context
+
+        def unpin() -> None:
+            context.call(pinned.release, key)
+            shared.close()  # not before: its addresses would be given to other memory, still pinned
+
+        return GpuPinnedMemory(ptr, shared, self.unused, unpin)
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle to device memory, whoever allocated it."""
+        with self._context.current():
+            try:
+                base, size = self._driver.address_range(ptr, nbytes)
+                allocation = self._driver.allocation_id(base)
+                raw = self._driver.export_memory(base, size)
+            except DriverError as error:
+                raise ArgumentError(
+                    "array",
+                    f"this memory can't be shared between processes ({error}); allocate memory for peers with "
+                    "Communicator.empty()",
+                ) from None
+        if ptr + nbytes > base + size:
+            raise ArgumentError("array", f"{nbytes} bytes at {ptr:#x} leave their allocation")
+        return MemoryHandle.pack(self._device, base, allocation, ptr - base, nbytes, raw)
+
+    def open(self, handle: bytes) -> GpuMemory:
+        """Maps what a process of this machine exported, or reaches what another thread of this one did."""
+        own, device, base, allocation, offset, nbytes, raw = MemoryHandle.unpack(handle)
+        if own:
+            size = self._check_own(device, base, allocation, offset + nbytes)
+        with self._context.current():
+            if own:
+                if device != self._device:
+                    self._driver.enable_peer_access(self._driver.context(device))
+                    self._driver.grant_access(base, size, self._device)
+                return GpuMemory(base + offset, nbytes, self.unused.append, lambda: None)
+            key = (self._context.handle, handle[: -len(raw)], raw)
+            try:
+                mapped, _ = self._imported.acquire(
+                    key, lambda: (self._driver.import_memory(raw), self._driver.release_memory)
+                )
+            except (DriverError, OSError) as error:
+                meanwhile = isinstance(error, DriverError) and error.status == self._driver.already_mapped
+                kind = AlreadyMappedError if meanwhile else ArgumentError
+                raise kind("handle", f"the memory that it names can't be mapped: {error}") from None
+        release = functools.partial(self._context.call, self._imported.release, key)
+        memory = GpuMemory(mapped + offset, nbytes, self.unused.append, release)
+        if not self._holds(mapped, offset + nbytes):
+            memory.close()
+            raise ArgumentError("handle", f"{nbytes} bytes at {offset} leave the allocation that it names")
+        return memory
+
+    def _holds(self, mapped: int, nbytes: int) -> bool:
+        """Whether `nbytes` of another process's allocation are mapped at `mapped`, as far as the driver says."""
+        with self._context.current():
+            try:
+                base, size = self._driver.address_range(mapped, nbytes)
+            except DriverError:  # not every driver knows an allocation that is another's
+                return True
+        return mapped + nbytes <= base + size
+
+    def _check_own(self, device: int, base: int, allocation: int, end: int) -> int:
+        """The size of the allocation of this process that a handle names.
+
+        Raises:
+            ArgumentError: the handle is damaged, or the memory was freed.
+        """
+        if not 0 <= device < self._driver.device_count():
+            raise ArgumentError("handle", f"it names device {device}, which this process does not have")
+        with DeviceContext(self._driver, self._driver.context(device)).current():
+            try:
+                start, size = self._driver.address_range(base, end)
+                found = self._driver.allocation_id(base)
+            except DriverError:
+                raise ArgumentError("handle", "this process has freed the memory that it names") from None
+        if (start, found) != (base, allocation):
+            raise ArgumentError("handle", "this process has freed the memory that it names")
+        if end > size:
+            raise ArgumentError("handle", f"it names {end} bytes of an allocation of {size}")
+        return size
+
+    def allocations(self, ptr: int, nbytes: int) -> Allocations:
+        """The allocations that a range lies in, by the driver's numbers; none if the driver does not know one."""
+        found, at = [], ptr
+        with self._context.current():
+            try:
+                while at < ptr + nbytes:
+                    base, size = self._driver.address_range(at)
+                    found.append((at, self._driver.allocation_id(at)))
+                    at = base + size
+            except DriverError:
+                return ()
+        return tuple(found)
+
+    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """A descriptor of the pages that the memory lies in."""
+        offset = ptr % mmap.PAGESIZE
+        pages = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._context.current():
+            try:
+                return self._driver.dmabuf(ptr - offset, pages), offset
+            except (DriverError, RuntimeUnavailableError):
+                return None

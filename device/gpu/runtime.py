@@ -1,0 +1,418 @@
+"""The runtime of a GPU, over any vendor's `Driver`: memory, streams, kernels and the engine's calls.
+
+It knows no vendor: what differs between them is in cuda.py and hip.py. Every method may be called from any thread; it
+makes the device current for the call and puts back what was current before, as other libraries of the process do with
+theirs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from proxyccl.device import forks
+from proxyccl.device._native import ffi
+from proxyccl.device.base_runtime import (
+    AllocationCalls,
+    Allocations,
+    EngineFunctions,
+    Event,
+    LaunchDefaults,
+    LaunchTarget,
+    StreamLike,
+    StreamOperationCalls,
+)
+from proxyccl.device.build.compile_cache import (
+    INCLUDE_DIR,
+    compiled_image,
+    image_is_there,
+    shipped_options,
+    shipped_source,
+)
+from proxyccl.device.build.kernel_names import (
+    NO_KERNEL,
+    in_plain_text,
+    kernel_names,
+    kernels_of_image,
+    text_with_exports,
+)
+from proxyccl.device.driver import Driver
+from proxyccl.device.errors import ArgumentError, CompileError, DriverError, RuntimeUnavailableError
+from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.gpu.memory import GpuMemory, GpuMemoryManager, GpuPinnedMemory
+from proxyccl.device.gpu.streams import GpuEvent, GpuStream, stream_handle, synchronize
+from proxyccl.device.gpu.unused_memory import UnusedMemory
+from proxyccl.device.in_flight import InFlight
+from proxyccl.device.integers import find_integer
+from proxyccl.device.interrupts import wait_elsewhere
+from proxyccl.device.kernel import Kernel, Module
+from proxyccl.device.memory.shared_memory import SharedMemory
+from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
+from proxyccl.device.texts import require_text, require_texts
+
+
+class _LoadedModule:
+    """An image in a device's context, unloaded when neither its runtime nor a kernel of it is left.
+
+    As with memory, that waits for the device, and so until its runtime next does.
+    """
+
+    def __init__(self, context: DeviceContext, image: bytes, unused: UnusedMemory) -> None:
+        self.handle: int = context.call(context.driver.load_module, image)
+        release = functools.partial(context.call, context.driver.unload_module, self.handle)
+        self._finalizer = forks.finalizer(self, unused.append, release)
+
+
+class GpuRuntime:
+    """One GPU of this process. See `proxyccl.device.runtime.Runtime` for the methods.
+
+    Args:
+        driver: the vendor's.
+        device: number among the devices that this process may use.
+
+    Raises:
+        RuntimeUnavailableError: there is no device.
+        ArgumentError: there is no device of that number.
+    """
+
+    def __init__(self, driver: Driver, device: int = 0) -> None:
+        count = driver.device_count()
+        if count == 0:
+            raise RuntimeUnavailableError(f"{driver.runtime}: this process sees no device")
+        number = find_integer(device)
+        if number is None or not 0 <= number < count:
+            devices = f"{driver.runtime} devices, 0 to {count - 1}"
+            raise ArgumentError("device", f"{device!r} is none of the {count} {devices}")
+        self.driver = driver
+        self.name = driver.runtime
+        self.device = number
+        self.info = driver.device(number)
+        self.device_id = self.info.device_id
+        self.thread_stream = driver.thread_stream
+        self.legacy_stream = driver.legacy_stream
+        self.in_flight = InFlight(self)
+        processors = self.info.multiprocessors  # a block on each at the most: blocks wait for one another
+        self.launch_defaults = LaunchDefaults(
+            threads=512,
+            blocks=min(132, processors),
+            copy_blocks=min(32, processors),
+            bytes_per_block=16 * 1024,
+            exchange_bytes=8 * 1024 * 1024,
+            pipeline_bytes=8 * 1024 * 1024,
+            meeting_bytes=1024 * 1024,
+            proxied_kernel_bytes=0,
+            packet_threads=128,
+            packet_blocks=min(64, processors),
+            pinned_bytes=32 * 1024,
+        )
+        self.context = DeviceContext(driver, driver.context(device))
+        self._memory = GpuMemoryManager(self.context, device, self.info, self.in_flight)
+        self._lock = threading.Lock()
+        self._modules: dict[int, dict[str, _LoadedModule]] = {}  # by control block
+        self._kernels: dict[tuple[str, ...], Kernel] = {}
+        self._copies = GpuStream(self.context)
+        self._launch_target = LaunchTarget(driver.launch_address(), driver.current_address(), self.context.handle)
+
+    def __repr__(self) -> str:
+        return f"GpuRuntime({self.name}, device={self.device})"
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the device current within a block, which may make calls that a graph capture elsewhere forbids."""
+        return self.context.current()
+
+    def activate(self, *, for_proxy: bool = False) -> None:
+        """Makes the device current on the calling thread."""
+        self.driver.make_current(self.context.handle)
+        if for_proxy:
+            # The engine asks for events whenever it likes. A capture on another thread must not be broken by that.
+            self.driver.relax_capture()
+
+    @property
+    def device_name(self) -> str:
+        """The vendor's name for the device."""
+        return self.info.name
+
+    def describe(self) -> str:
+        """One line on the device and its driver."""
+        memory = self.info.memory_bytes / 2**30
+        return (
+            f"{self.info.name}, {self.info.architecture}, {self.info.multiprocessors} multiprocessors, "
+            f"{memory:.0f} GiB, {self.driver.versions()}"
+        )
+
+    # -- memory ---
+
+    def allocate(self, nbytes: int) -> GpuMemory:
+        """Zeroed device memory."""
+        memory = self._memory.allocate(nbytes)
+        self.fill(memory.ptr, 0, nbytes)
+        return memory
+
+    def expect_reuse(self, ptr: int, nbytes: int) -> None:
+        """Nothing to do: the driver has given device memory its pages."""
+
+    def allocate_pinned(self, nbytes: int) -> GpuPinnedMemory:
+        """Zeroed shared memory of the host, pinned."""
+        return self._memory.pin(SharedMemory.allocate(nbytes))
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle to device memory, whoever allocated it."""
+        return self._memory.export(ptr, nbytes)
+
+    def open(self, handle: bytes) -> GpuMemory:
+        """Maps what a process of this machine exported, or reaches what another thread of this one did."""
+        return self._memory.open(handle)
+
+    def open_pinned(self, handle: bytes) -> GpuPinnedMemory:
+        """Maps another process's pinned memory and pins it here."""
+        return self._memory.pin(SharedMemory.open(handle))
+
+    def adopt_pinned(self, descriptor: int, nbytes: int) -> GpuPinnedMemory:
+        """Maps and pins the memory of a file that another process handed over."""
+        return self._memory.pin(SharedMemory.adopt(descriptor, nbytes))
+
+    def numa_node(self) -> int | None:
+        """The NUMA node that sysfs names for the device; None if it names none."""
+        path = Path("/sys/bus/pci/devices") / self.info.pci_address / "numa_node"
+        number = int(path.read_text()) if path.exists() else -1
+        return number if number >= 0 else None
+
+    @property
+    def orders_rdma_writes(self) -> bool:
+        """What the driver says of the device."""
+        return self.info.orders_rdma_writes
+
+    def dmabuf(self, ptr: int, nbytes: int) -> tuple[int, int] | None:
+        """A descriptor of the pages that the memory lies in."""
+        return self._memory.dmabuf(ptr, nbytes)
+
+    def can_access_peer(self, device_id: str) -> bool:
+        """Whether kernels here can touch the other device's memory.
+
+        If this process does not see the device, the answer is yes: drivers map its memory all the same.
+        """
+        if not device_id.startswith(f"{self.name}:"):
+            return False
+        if device_id == self.device_id:
+            return True
+        for peer in range(self.driver.device_count()):
+            if self.driver.device(peer).device_id == device_id:
+                return self.driver.can_access_peer(self.device, peer)
+        return True
+
+    def allocations(self, ptr: int, nbytes: int) -> Allocations:
+        """The allocations that a range lies in, by the driver's numbers."""
+        return self._memory.allocations(ptr, nbytes)
+
+    def allocation_calls(self) -> AllocationCalls:
+        """The driver's calls, in this device's context."""
+        return dataclasses.replace(self.driver.allocation_calls(), context=self.context.handle)
+
+    def free_later(self, ptr: int) -> None:
+        """Frees memory when the device is waited for next."""
+        self._memory.unused.append_allocation(functools.partial(self.context.call, self.driver.free, ptr))
+
+    def copy(self, dst: int, src: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Copies between any two addresses; without a stream it returns when it is done, ordered behind nothing."""
+        with self.current():
+            if stream is not None:
+                self.driver.copy(dst, src, nbytes, self.stream_handle(stream))
+                return
+            self.driver.copy(dst, src, nbytes, self._copies.handle)
+            self.driver.stream_synchronize(self._copies.handle)
+
+    def fill(self, dst: int, value: int, nbytes: int, stream: StreamLike = None) -> None:
+        """Sets bytes; without a stream it returns when it is done, ordered behind nothing."""
+        with self.current():
+            if stream is not None:
+                self.driver.fill(dst, value, nbytes, self.stream_handle(stream))
+                return
+            self.driver.fill(dst, value, nbytes, self._copies.handle)
+            self.driver.stream_synchronize(self._copies.handle)
+
+    # -- streams ---
+
+    def create_stream(self, *, for_proxy: bool = False, in_caller: bool = False) -> GpuStream:
+        """A stream."""
+        return GpuStream(self.context)
+
+    def create_event(self) -> GpuEvent:
+        """An event."""
+        return GpuEvent(self.context)
+
+    def stream_handle(self, stream: StreamLike) -> int:
+        """The handle of a stream of any library, or the calling thread's default stream for None."""
+        return stream_handle(self.driver, stream)
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is queued on the stream goes into a graph."""
+        with self.current():
+            return self.driver.is_capturing(stream)
+
+    def order_streams(self, first: int, then: int) -> None:
+        """Makes later work of `then` wait for what is queued on `first`.
+
+        A stream that is being captured into a graph can't be ordered with one that is not; the graph's own launches
+        are the caller's to order.
+        """
+        with self.current():
+            capturing = self.driver.is_capturing(then)
+            if capturing != self.driver.is_capturing(first):
+                return
+            event = self.create_event()
+            self.driver.record_event(event.handle, first)
+            self.driver.stream_wait_event(then, event.handle)
+
+    def wait_event(self, stream: int, event: Event) -> None:
+        """Makes later work of the stream with this handle wait for what the event marked last."""
+        with self.current():
+            self.driver.stream_wait_event(stream, event.handle)
+
+    def write_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Queues the store of a value to a word."""
+        StreamOperations(self, [WriteValue(ptr, value)])(stream)
+
+    def wait_value(self, ptr: int, value: int, stream: StreamLike = None) -> None:
+        """Queues a wait until a word is at least `value`."""
+        StreamOperations(self, [WaitValue(ptr, value)])(stream)
+
+    def stream_operation_calls(self) -> StreamOperationCalls:
+        """The driver's calls, in this device's context."""
+        return dataclasses.replace(self.driver.stream_operation_calls(), context=self.context.handle)
+
+    def synchronize(self) -> None:
+        """Waits for all work of the device's context, other libraries' in this process included."""
+        with self.in_flight.ending():
+            wait_elsewhere(functools.partial(self.context.call, self.driver.synchronize))
+        self._memory.free_unused()
+
+    def synchronize_stream(self, stream: StreamLike) -> None:
+        """Waits for all work of a stream of any library."""
+        synchronize(self.context, self.stream_handle(stream))
+
+    # -- kernels ---
+
+    def compile(
+        self, source: str, *, options: tuple[str, ...] = (), include_dirs: tuple[str, ...] = (), control: int = 0
+    ) -> Module:
+        """Compiles kernels for this device's architecture."""
+        require_text(source, "source")
+        options, include_dirs = require_texts(options, "options"), require_texts(include_dirs, "include_dirs")
+        compiler, extra = self.driver.compiler, (*(f"-I{directory}" for directory in include_dirs), *options)
+        full = (*compiler.options(self.info.architecture), f"-I{INCLUDE_DIR}", *extra)
+
+        def image(text: str) -> bytes:
+            if extra:  # headers that are not ours may come in, and they may change: nothing tells which
+                return compiler.compile(text, full)
+            return compiled_image(compiler, text, full)
+
+        plain = in_plain_text(source, options)
+        names = kernel_names(source) if plain else kernels_of_image(image(text_with_exports(source, ())))
+        if not names:
+            raise ArgumentError("source", NO_KERNEL)
+        text = text_with_exports(source, names)
+        module = self._load(text, full, lambda: image(text), control)
+        return Module({name: self._kernel(module, name) for name in names})
+
+    def shipped(
+        self,
+        file: str,
+        kernel: str,
+        dtype: str | None = None,
+        op: str | None = None,
+        *,
+        compiled_only: bool = False,
+    ) -> Kernel:
+        """A shipped kernel, compiled for this device's architecture when first used on this machine, or before."""
+        name = "_".join(filter(None, (kernel, dtype, op)))
+        key = (file, name)
+        with self._lock:
+            known = self._kernels.get(key)
+        if known is not None:
+            return known
+        source, compiler = shipped_source(file, kernel, dtype, op), self.driver.compiler
+        options = shipped_options(compiler, self.info.architecture)
+        if compiled_only and not image_is_there(compiler, source, options):
+            raise CompileError(
+                f"kernel {name} was not compiled for {self.info.architecture} beforehand; run: proxyccl compile"
+            )
+        module = self._load(source, options, lambda: compiled_image(compiler, source, options))
+        made = self._kernel(module, name)
+        with self._lock:
+            return self._kernels.setdefault(key, made)
+
+    def load_kernel(self, image: bytes, name: str, parameters: Sequence[tuple[int, int]], shared: int) -> Kernel:
+        """A kernel of an image that another compiler made. Waits until nothing of this runtime runs.
+
+        Args:
+            image: for this device's architecture.
+            name: the kernel's.
+            parameters: size and kind of each (kernel.py).
+            shared: bytes of dynamic shared memory that it is launched with.
+        """
+        self.in_flight.wait()
+        module = _LoadedModule(self.context, image, self._memory.unused)
+        with self.current():
+            function = self.driver.module_function(module.handle, name)
+            self.driver.allow_shared_memory(function, shared)
+        return Kernel(self, name, ffi.cast("void *", function), parameters, module)
+
+    def release_control(self, control: int) -> None:
+        """Unloads the modules that were compiled for it, but for those with kernels that somebody still holds."""
+        with self._lock:
+            modules = self._modules.pop(control, {})
+        with contextlib.suppress(DriverError):  # a device that has failed runs no kernel any more
+            for module in modules.values():
+                self._set_control(module, 0)
+
+    def _load(
+        self, source: str, options: tuple[str, ...], image: Callable[[], bytes], control: int = 0
+    ) -> _LoadedModule:
+        key = "\0".join((source, *options))
+        with self._lock:
+            modules = self._modules.setdefault(control, {})
+            if key not in modules:
+                made = image()
+                self.in_flight.wait()
+                module = _LoadedModule(self.context, made, self._memory.unused)
+                if control:
+                    self._set_control(module, control)
+                modules[key] = module
+            return modules[key]
+
+    def _set_control(self, module: _LoadedModule, control: int) -> None:
+        with self.current():
+            address, nbytes = self.driver.module_global(module.handle, "proxyccl_default_control")
+        word = ffi.new("uint64_t *", control)
+        self.copy(address, int(ffi.cast("uintptr_t", word)), nbytes)
+
+    def _kernel(self, module: _LoadedModule, name: str) -> Kernel:
+        with self.current():
+            function = self.driver.module_function(module.handle, name)
+            address, nbytes = self.driver.module_global(module.handle, f"proxyccl_parameters_{name}")
+        table = ffi.new("uint32_t[]", nbytes // 4)
+        self.copy(int(ffi.cast("uintptr_t", table)), address, nbytes)
+        parameters = [(table[1 + i] >> 2, table[1 + i] & 3) for i in range(table[0])]
+        return Kernel(self, name, ffi.cast("void *", function), parameters, module)
+
+    def launch_target(self) -> LaunchTarget:
+        """The driver's launch call."""
+        return self._launch_target
+
+    def check(self, status: int, call: str) -> None:
+        """Raises DriverError unless status is 0."""
+        if status:
+            raise DriverError(call, status, self.driver.error_text(status))
+
+    def engine_functions(self) -> EngineFunctions:
+        """Addresses of the calls that the engine makes."""
+        return self.driver.engine_functions()
+
+    def pointer_device(self, ptr: int) -> int | None:
+        """The device whose memory an address lies in, or None."""
+        with self.current():
+            return self.driver.pointer_device(ptr)

@@ -1,0 +1,104 @@
+"""Streams and events of a GPU, over any vendor's `Driver`."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from proxyccl.device.base_runtime import StreamLike, foreign_stream_handle
+from proxyccl.device.driver import Driver
+from proxyccl.device.errors import KernelError
+from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.interrupts import await_driver
+from proxyccl.device.owned import Owned, OwnedStream
+
+
+class GpuStream(OwnedStream):
+    """A queue of device work, independent of the legacy default stream."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self._context, self._driver = context, context.driver
+        with context.current():
+            self.handle = self._driver.create_stream()
+        super().__init__(context.call, self._driver.destroy_stream, self.handle)
+
+    def close(self) -> None:
+        """Destroys the stream, which the driver does when its work has ended; `end` marks that."""
+        if not self.closed and self._process.is_here:
+            with contextlib.suppress(KernelError):  # the device's context is lost, and with it the work
+                end = GpuEvent(self._context)
+                end.record(self)
+                self.end = end
+        super().close()
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done."""
+        self._require_open()
+        synchronize(self._context, self.handle)
+
+    def query(self) -> bool:
+        """Whether all that was queued is done."""
+        self._require_open()
+        with self._context.current():
+            return self._driver.stream_query(self.handle)
+
+    def wait_event(self, event: GpuEvent) -> None:
+        """Later work on this stream runs after the event's last record."""
+        self._require_open()
+        with self._context.current():
+            self._driver.stream_wait_event(self.handle, event.handle)
+
+
+class GpuEvent(Owned):
+    """A point in a stream."""
+
+    def __init__(self, context: DeviceContext) -> None:
+        self._context, self._driver = context, context.driver
+        with context.current():
+            self.handle = self._driver.create_event()
+        super().__init__(context.call, self._driver.destroy_event, self.handle)
+
+    def record(self, stream: StreamLike = None) -> None:
+        """Marks the stream's current end."""
+        with self._context.current():
+            self._driver.record_event(self.handle, stream_handle(self._driver, stream))
+
+    def query(self) -> bool:
+        """Whether the marked point was reached."""
+        with self._context.current():
+            return self._driver.event_query(self.handle)
+
+    def synchronize(self) -> None:
+        """Waits for the marked point."""
+        with self._context.current():
+            await_driver(self._driver.engine_functions().event_query, self.handle)
+            self._driver.event_synchronize(self.handle)
+
+    def elapsed(self, start: Any) -> float:
+        """Milliseconds from `start` to this event; both were reached."""
+        with self._context.current():
+            return self._driver.event_elapsed(start.handle, self.handle)
+
+
+def synchronize(context: DeviceContext, stream: int) -> None:
+    """Waits until all that was queued on the stream with this handle is done."""
+    with context.current():
+        await_driver(context.driver.stream_query_address(), stream)
+        context.driver.stream_synchronize(stream)
+
+
+def stream_handle(driver: Driver, stream: StreamLike) -> int:
+    """The handle of a stream of any library, or the calling thread's default stream for None.
+
+    The thread's own default stream is ordered with the legacy default stream, where other libraries work unless told
+    otherwise, but not with other threads', so ranks that are threads don't wait for each other's kernels.
+
+    Raises:
+        ArgumentError: it is no stream, or a closed one.
+    """
+    if stream is None:
+        return driver.thread_stream
+    if isinstance(stream, GpuStream):
+        stream._require_open()
+        return stream.handle
+    return foreign_stream_handle(stream)

@@ -1,0 +1,135 @@
+// The ranks of one node send each other what few tokens chose as packets, which need no fence and no separate flag.
+// Every block reads all packets and counts for itself, so no rank waits for another's counts. What a choice is differs:
+// experts/announcement_ids.h, experts/announcement_masks.h.
+//
+// Packets of one parity, with the same layout on each rank: [ranks][1 + choice_packets] a head and choices,
+// [ranks][weight_packets] weights. Every announcement sends all of them, so announcement n + 2 overwrites announcement
+// n. No flag guards that. Rank x announces n + 2 after it has ended dispatch n + 1, for which it needed every rank y's
+// announcement n + 1, made after y had ended dispatch n.
+#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_H
+#define PROXYCCL_EXPERT_ANNOUNCEMENT_H
+
+#include "experts/choices.h"
+
+namespace proxyccl {
+
+class Announcement {
+ public:
+  // Announcements count from 1. A flag is the low 32 bits of the number. Fresh memory holds flag 0, so 1 << 31 stands
+  // for it, which no announcement near by has.
+  PROXYCCL_DEVICE Announcement(const ProxycclExperts& experts, uint64_t number)
+      : e_(experts),
+        flag_(static_cast<uint32_t>(number) != 0 ? static_cast<uint32_t>(number) : 1u << 31),
+        offset_(experts.announced +
+                number % 2 * experts.world_size * packetsOfRank() * static_cast<uint64_t>(sizeof(LL16Packet))) {}
+
+  PROXYCCL_DEVICE uint32_t tokens(uint32_t source) const { return heads()[source] & 0xffff; }
+  PROXYCCL_DEVICE uint32_t outputBuffer(uint32_t source) const { return heads()[source] >> 16 & 0xffff; }
+  PROXYCCL_DEVICE uint32_t wantedTokens(uint32_t source) const { return static_cast<uint32_t>(heads()[source] >> 32); }
+
+  // What travels with a slot. Waits until its packet has come.
+  PROXYCCL_DEVICE uint64_t carried(uint32_t source, uint32_t slot) const {
+    const uint32_t each = sizeof(LL16Packet::Payload) / e_.weight_bytes;
+    return awaitPacket(source, front() + slot / each) >> slot % each * 8 * e_.weight_bytes;
+  }
+
+ protected:
+  // Packets of one rank that come before its weights.
+  PROXYCCL_DEVICE uint32_t front() const { return 1 + e_.choice_packets; }
+  PROXYCCL_DEVICE uint32_t packetsOfRank() const { return front() + e_.weight_packets; }
+  // What the block keeps of all ranks' front packets: their heads, and behind them their choices.
+  static PROXYCCL_DEVICE uint64_t* heads() {
+    __shared__ uint64_t words[PROXYCCL_ANNOUNCED_PAYLOADS];
+    return words;
+  }
+  PROXYCCL_DEVICE uint64_t* behindHeads() const { return heads() + e_.world_size; }
+
+  static PROXYCCL_DEVICE uint64_t bitsOf(LL16Packet::Payload payload) {
+    return static_cast<uint64_t>(payload.y) << 32 | payload.x;
+  }
+  static PROXYCCL_DEVICE uint64_t headOf(const ProxycclDispatch& call) {
+    return bitsOf({call.tokens | call.output_buffer << 16, call.wanted_tokens});
+  }
+
+  // Sends a packet of this rank to every rank, itself included. `peers` are their workspaces.
+  PROXYCCL_DEVICE void sendPacket(char* const* peers, uint32_t packet, uint64_t bits) const {
+    const uint32_t place = placeOf(e_.rank, packet);
+#pragma unroll 1
+    for (uint32_t local = 0; local < e_.local_size; ++local)
+      packets(peers[local])[place].write({static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)}, flag_);
+  }
+  // Called by `threads` threads: sends packets [begin, end).
+  template <class BitsOf>
+  PROXYCCL_DEVICE void sendPackets(char* const* peers, uint32_t begin, uint32_t end, uint32_t thread, uint32_t threads,
+                                   BitsOf bitsOfPacket) const {
+#pragma unroll 1
+    for (uint32_t packet = begin + thread; packet < end; packet += threads)
+      sendPacket(peers, packet, bitsOfPacket(packet));
+  }
+  // What is in a packet of a rank. Waits until it has come.
+  PROXYCCL_DEVICE uint64_t awaitPacket(uint32_t source, uint32_t packet) const {
+    return bitsOf(readPacket(packets(e_.workspace) + placeOf(source, packet), flag_, e_.control, source));
+  }
+  // Called by `threads` threads: waits for the front packets of all ranks but one, and calls keep(source, packet,
+  // payload) for each. Returns false to a thread whose packets did not come.
+  template <class Keep>
+  PROXYCCL_DEVICE bool awaitAllBut(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
+    // A packet each takes less code, which a short kernel finds in no cache: 1 us of a dispatch of 128 tokens.
+    if (e_.world_size * front() <= threads) return awaitEach<1>(known, thread, threads, keep);
+    return awaitEach<4>(known, thread, threads, keep);
+  }
+
+  const ProxycclExperts& e_;
+  const uint32_t flag_;
+
+ private:
+  // The same with so many loads of one thread in flight.
+  template <uint32_t kAtOnce, class Keep>
+  PROXYCCL_DEVICE bool awaitEach(uint32_t known, uint32_t thread, uint32_t threads, Keep keep) const {
+    const uint32_t all = e_.world_size * front();
+    const LL16Packet* incoming = packets(e_.workspace);
+#pragma unroll 1
+    for (uint32_t first = thread; first < all; first += kAtOnce * threads) {
+      LL16Packet::Words words[kAtOnce];
+      WaitFor what = {PROXYCCL_WAIT_PACKET, PROXYCCL_NO_PEER, PROXYCCL_NO_CHANNEL, flag_};
+      auto isAwaited = [&](uint32_t packet) { return packet < all && packet / front() != known; };
+      const bool complete = waitUntil(e_.control, what, [&](uint64_t* seen) {
+        bool there = true;
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+          if (first + i * threads < all) words[i] = incoming[first + i * threads].load();
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i) {
+          const uint32_t packet = first + i * threads;
+          if (!isAwaited(packet) || words[i].carries(flag_)) continue;
+          there = false;
+          what.peer = packet / front();
+          *seen = words[i].low >> 32;
+        }
+        return there;
+      });
+      if (!complete) return false;
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        const uint32_t packet = first + i * threads;
+        if (isAwaited(packet)) keep(packet / front(), packet % front(), bitsOf(words[i].payload()));
+      }
+    }
+    return true;
+  }
+
+  PROXYCCL_DEVICE LL16Packet* packets(char* workspace) const {
+    return reinterpret_cast<LL16Packet*>(workspace + offset_);
+  }
+  // The index of a rank's packet among the packets of all ranks.
+  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank, uint32_t packet) const {
+    if (packet < front()) return rank * front() + packet;
+    return e_.world_size * front() + rank * e_.weight_packets + packet - front();
+  }
+
+  const uint64_t offset_;
+};
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,242 @@
+// Announcements with a row for each rank: for each rank a mask of the tokens that go there. Two words do what 256
+// packets of ids would do for 128 tokens, and positions are counted bits.
+//
+// A rank's choices are a packet for each block that announces, with the first slot of its share whose id is out of
+// range, or ~0; then for each rank a packet for every 64 tokens.
+#ifndef PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
+#define PROXYCCL_EXPERT_ANNOUNCEMENT_MASKS_H
+
+#include "experts/announcement.h"
+
+namespace proxyccl {
+
+// Of few tokens block 0 announces all, and every block finds its rank's masks by itself. Of many each block announces a
+// share, and takes its rank's masks as those of the others.
+template <bool kShared>
+class MaskAnnouncement : public Announcement {
+ public:
+  using Announcement::Announcement;
+
+  // Called by the block, before a barrier and then anything else.
+  PROXYCCL_DEVICE void clear() const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < countWords(); i += blockDim.x) counts()[i] = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < e_.world_size; i += blockDim.x) badSlots()[i] = ~0u;
+  }
+
+  // Called by the block: finds what this rank's tokens choose, or its share of them. It may be read after the next
+  // barrier.
+  PROXYCCL_DEVICE void collect(const ProxycclDispatch& call) const {
+    if (threadIdx.x == 0) heads()[e_.rank] = headOf(call);
+    const Choices choices(e_, call);
+    const Group group;
+    const Share share = this->share();
+#pragma unroll 1
+    for (uint32_t w = 2 * share.begin + group.number; w < 2 * share.end; w += Group::count()) {
+      uint32_t bad_slot = ~0u;
+#if PROXYCCL_ON_HOST
+      for (uint32_t rank = 0; rank < e_.world_size; ++rank) leaving(rank)[w] = 0;
+      for (uint32_t i = 0; i < 32; ++i) {
+        const uint64_t ranks = ranksOf(choices, call, 32 * w + i, &bad_slot);
+        for (uint32_t rank = 0; rank < e_.world_size; ++rank)
+          leaving(rank)[w] |= static_cast<uint32_t>(ranks >> rank & 1) << i;
+      }
+#else
+      static_assert(PROXYCCL_WARP_SIZE >= 32, "a warp finds a word");
+      const uint64_t ranks = group.lane < 32 ? ranksOf(choices, call, 32 * w + group.lane, &bad_slot) : 0;
+#pragma unroll 1
+      for (uint32_t rank = 0; rank < e_.world_size; ++rank) {
+        const uint64_t word = ballotWarp(ranks >> rank & 1);
+        if (group.lane == 0) leaving(rank)[w] = static_cast<uint32_t>(word);
+      }
+      group.sync();
+#endif
+#pragma unroll 1
+      for (uint32_t rank = group.lane; rank < e_.world_size && !kShared; rank += kGroupLanes)
+        keep(e_.rank, rank, w, leaving(rank)[w]);
+      if (bad_slot != ~0u) atomicMin(&badSlots()[e_.rank], bad_slot);
+    }
+  }
+
+  // Called by the block, a barrier behind collect() and ExpertTeam::loadLookup(): sends what it announces. The last
+  // group sends the masks, for which all wait, and the others the weights.
+  PROXYCCL_DEVICE void send(const Group& group, const ProxycclDispatch& call) const {
+    if (blockIdx.x >= announcers()) return;
+    const Share share = this->share();
+    char* const* peers = ExpertTeam::peers();
+    if (group.number == Group::count() - 1) {
+      const uint32_t pairs = share.end - share.begin;
+#pragma unroll 1
+      for (uint32_t i = group.lane; i < 2 + pairs * e_.world_size; i += kGroupLanes) {
+        uint32_t packet = 0;
+        uint64_t bits = headOf(call);
+        if (i == 1) {
+          packet = 1 + blockIdx.x;
+          bits = badSlots()[e_.rank];
+        } else if (i > 1) {
+          const uint32_t rank = (i - 2) / pairs, pair = share.begin + (i - 2) % pairs;
+          const uint32_t* words = leaving(rank) + 2 * pair;
+          packet = packetOf(rank, pair);
+          bits = words[0] | static_cast<uint64_t>(words[1]) << 32;
+        }
+        if (i > 0 || blockIdx.x == 0) sendPacket(peers, packet, bits);
+      }
+      return;
+    }
+    const Choices choices(e_, call);
+    const uint32_t others = blockDim.x - kGroupLanes, begin = share.begin * kTokensOfPair;
+    const uint32_t end = atMost(share.end * kTokensOfPair, e_.max_tokens), given = atMost(end, call.tokens);
+#pragma unroll 1
+    for (uint32_t token = begin + threadIdx.x; token < given; token += others)
+      choices.forEachSlot(token, [&](const Choices::Slot& slot) {
+        const int32_t first = slot.is_first ? PROXYCCL_FIRST_CHOICE : 0;
+        const ProxycclExpertChoice choice = {slot.rank < e_.world_size ? static_cast<int32_t>(slot.id) | first : -1,
+                                             slot.weight};
+        sendPacket(peers, front() + token * e_.topk + slot.k, __builtin_bit_cast(uint64_t, choice));
+      });
+    sendPackets(peers, front() + (given > begin ? given : begin) * e_.topk, front() + end * e_.topk, threadIdx.x,
+                others, [](uint32_t) { return 0; });
+  }
+
+  // Called by `threads` threads: waits for all ranks, but not for this one if the block has collected all of its masks.
+  // The block may ask what they chose after its next barrier; of many tokens, after sumUp() and another. Returns false
+  // to a thread whose packets did not come.
+  PROXYCCL_DEVICE bool await(bool has_collected, uint32_t thread, uint32_t threads) const {
+    const uint32_t known = has_collected && !kShared ? e_.rank : PROXYCCL_NO_PEER;
+    return awaitAllBut(known, thread, threads, [&](uint32_t source, uint32_t packet, uint64_t payload) {
+      if (packet == 0) {
+        heads()[source] = payload;
+      } else if (packet <= announcers()) {
+        atomicMin(&badSlots()[source], static_cast<uint32_t>(payload));
+      } else {
+        const uint32_t i = packet - 1 - announcers(), rank = i / pairs(), pair = i % pairs();
+        keep(source, rank, 2 * pair, static_cast<uint32_t>(payload));
+        keep(source, rank, 2 * pair + 1, static_cast<uint32_t>(payload >> 32));
+      }
+    });
+  }
+  // Called by `threads` threads when all masks are there: counts the bits before every few words of them.
+  PROXYCCL_DEVICE void sumUp(uint32_t thread, uint32_t threads) const {
+#pragma unroll 1
+    for (uint32_t i = thread; i < 2 * e_.world_size; i += threads) {
+      const uint32_t* mask = wordsOf(i);
+      uint32_t count = 0;
+#pragma unroll 1
+      for (uint32_t sum = 0; sum < sums(); ++sum) {
+        sumsOf(i)[sum] = count;
+#pragma unroll
+        for (uint32_t w = 0; w < PROXYCCL_SUMMED_WORDS; ++w)
+          if (sum * PROXYCCL_SUMMED_WORDS + w < words()) count += countBits(mask[sum * PROXYCCL_SUMMED_WORDS + w]);
+      }
+    }
+  }
+
+  struct Choice {
+    uint32_t expert;  // among those of all ranks, or PROXYCCL_NO_EXPERT
+    float weight;
+    bool is_first;  // of its token's slots for that rank
+  };
+  // Called by each of `threads` threads: calls body(source, slot, choice) for every slot of all sources for which
+  // wanted(source, slot). Waits until their packets have come.
+  template <class Wanted, class Body>
+  PROXYCCL_DEVICE void forEachChoice(uint32_t thread, uint32_t threads, Wanted wanted, Body body) const {
+    const uint32_t slots = e_.max_tokens * e_.topk, all = e_.world_size * slots;
+#pragma unroll 1
+    for (uint32_t n = thread; n < all; n += threads) {
+      const uint32_t source = n / slots, slot = n % slots;
+      if (slot < tokens(source) * e_.topk && wanted(source, slot))
+        body(source, slot, choiceOf(awaitPacket(source, front() + slot)));
+    }
+  }
+
+  // The tokens of this rank that go to a rank, and the tokens of a source that come here.
+  class Mask {
+   public:
+    PROXYCCL_DEVICE bool has(uint32_t token) const { return words_[token / 32] >> token % 32 & 1; }
+    // How many of the tokens before this one it has.
+    PROXYCCL_DEVICE uint32_t countBefore(uint32_t token) const {
+      const uint32_t word = token / 32, sum = kShared ? word / PROXYCCL_SUMMED_WORDS : 0;
+      uint32_t count = kShared ? sums_[sum] : 0;
+      if (token % 32 != 0) count += countBits(words_[word] & ((1u << token % 32) - 1));
+#pragma unroll 4
+      for (uint32_t w = sum * PROXYCCL_SUMMED_WORDS; w < word; ++w) count += countBits(words_[w]);
+      return count;
+    }
+
+   private:
+    friend class MaskAnnouncement;
+    PROXYCCL_DEVICE Mask(const uint32_t* words, const uint32_t* sums) : words_(words), sums_(sums) {}
+    const uint32_t *words_, *sums_;
+  };
+  PROXYCCL_DEVICE Mask to(uint32_t rank) const { return mask(rank); }
+  PROXYCCL_DEVICE Mask from(uint32_t source) const { return mask(e_.world_size + source); }
+  // How many tokens go from any rank to any other.
+  PROXYCCL_DEVICE uint32_t count(uint32_t source, uint32_t rank) const {
+    const uint32_t i = source * e_.world_size + rank;
+    return counts()[i / 2] >> i % 2 * 16 & 0xffff;
+  }
+  // The first slot of a source with an id that is out of range, or ~0.
+  PROXYCCL_DEVICE uint32_t badSlot(uint32_t source) const { return badSlots()[source]; }
+
+ private:
+  static constexpr uint32_t kTokensOfPair = 64;  // of words, which are a packet
+
+  static PROXYCCL_DEVICE uint32_t atMost(uint32_t n, uint32_t most) { return n < most ? n : most; }
+  static PROXYCCL_DEVICE Choice choiceOf(uint64_t bits) {
+    const auto given = __builtin_bit_cast(ProxycclExpertChoice, bits);
+    if (given.expert < 0) return {PROXYCCL_NO_EXPERT, given.weight, false};
+    const uint32_t expert = static_cast<uint32_t>(given.expert);
+    return {expert & ~PROXYCCL_FIRST_CHOICE, given.weight, (expert & PROXYCCL_FIRST_CHOICE) != 0};
+  }
+  // A bit for each rank that a token goes to; none if there is no such token. A slot of it with an id that is out of
+  // range goes to *bad_slot, if that is greater.
+  PROXYCCL_DEVICE uint64_t ranksOf(const Choices& choices, const ProxycclDispatch& call, uint32_t token,
+                                   uint32_t* bad_slot) const {
+    uint64_t ranks = 0;
+    if (token >= call.tokens) return ranks;
+    choices.forEachSlot(token, [&](const Choices::Slot& slot) {
+      if (slot.rank < e_.world_size) ranks |= 1ull << slot.rank;
+      const uint32_t number = token * e_.topk + slot.k;
+      if (choices.isBad(slot) && number < *bad_slot) *bad_slot = number;
+    });
+    return ranks;
+  }
+
+  PROXYCCL_DEVICE uint32_t announcers() const { return kShared ? e_.blocks : 1; }
+  struct Share {
+    uint32_t begin, end;  // pairs of words
+  };
+  PROXYCCL_DEVICE Share share() const {
+    if (!kShared) return {0, pairs()};
+    return {pairs() * blockIdx.x / announcers(), pairs() * (blockIdx.x + 1) / announcers()};
+  }
+  PROXYCCL_DEVICE uint32_t packetOf(uint32_t rank, uint32_t pair) const {
+    return 1 + announcers() + rank * pairs() + pair;
+  }
+  // A word of the tokens that go from a source to a rank, one of which may be this one.
+  PROXYCCL_DEVICE void keep(uint32_t source, uint32_t rank, uint32_t w, uint32_t word) const {
+    if (source == e_.rank) leaving(rank)[w] = word;
+    if (rank == e_.rank) arriving(source)[w] = word;
+    const uint32_t i = source * e_.world_size + rank;
+    if (word != 0) atomicAdd(&counts()[i / 2], countBits(word) << i % 2 * 16);
+  }
+
+  // -- what the block keeps behind the heads ---
+  PROXYCCL_DEVICE uint32_t pairs() const { return (e_.max_tokens + kTokensOfPair - 1) / kTokensOfPair; }
+  PROXYCCL_DEVICE uint32_t words() const { return 2 * pairs(); }
+  PROXYCCL_DEVICE uint32_t sums() const { return (words() + PROXYCCL_SUMMED_WORDS - 1) / PROXYCCL_SUMMED_WORDS; }
+  PROXYCCL_DEVICE uint32_t* badSlots() const { return reinterpret_cast<uint32_t*>(behindHeads()); }
+  PROXYCCL_DEVICE uint32_t* counts() const { return badSlots() + e_.world_size; }  // two in a word
+  PROXYCCL_DEVICE uint32_t countWords() const { return (e_.world_size * e_.world_size + 1) / 2; }
+  // Masks have numbers: first those of the tokens that leave for each rank, then those that come from each source.
+  PROXYCCL_DEVICE uint32_t* wordsOf(uint32_t mask) const { return counts() + countWords() + mask * words(); }
+  PROXYCCL_DEVICE uint32_t* sumsOf(uint32_t mask) const { return wordsOf(2 * e_.world_size) + mask * sums(); }
+  PROXYCCL_DEVICE Mask mask(uint32_t number) const { return {wordsOf(number), sumsOf(number)}; }
+  PROXYCCL_DEVICE uint32_t* leaving(uint32_t rank) const { return wordsOf(rank); }
+  PROXYCCL_DEVICE uint32_t* arriving(uint32_t source) const { return wordsOf(e_.world_size + source); }
+};
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,155 @@
+// What the caller's slots choose, as a dispatch counts them: experts, or the ranks of a token with a row for each.
+#ifndef PROXYCCL_EXPERT_CHOICES_H
+#define PROXYCCL_EXPERT_CHOICES_H
+
+#include "experts/expert_team.h"
+
+namespace proxyccl {
+
+// An element of 2, 4 or 8 bytes of any type.
+PROXYCCL_DEVICE uint64_t loadRaw(const char* from, uint32_t bytes) {
+  if (bytes == 4) return *reinterpret_cast<const uint32_t*>(from);
+  if (bytes == 8) return *reinterpret_cast<const uint64_t*>(from);
+  return *reinterpret_cast<const uint16_t*>(from);
+}
+PROXYCCL_DEVICE void storeRaw(char* to, uint64_t element, uint32_t bytes) {
+  if (bytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = static_cast<uint32_t>(element);
+  } else if (bytes == 8) {
+    *reinterpret_cast<uint64_t*>(to) = element;
+  } else {
+    *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(element);
+  }
+}
+
+// Whether an id that names none of so many experts drops its slot.
+PROXYCCL_DEVICE bool dropsSlot(uint32_t dropping_ids, int64_t id, int64_t experts) {
+  return (id == -1 && dropping_ids & PROXYCCL_MINUS_ONE_DROPS) ||
+         (id == experts && dropping_ids & PROXYCCL_NUMBER_DROPS);
+}
+
+class Choices {
+ public:
+  PROXYCCL_DEVICE Choices(const ProxycclExperts& experts, const ProxycclDispatch& call) : e_(experts), call_(call) {}
+
+  // Whether a token has a row for each rank. A repeated dispatch takes the ids that its dispatch counted.
+  PROXYCCL_DEVICE bool byRank() const { return e_.chosen_per_rank != 0 && call_.redispatch == 0; }
+
+  // Where a slot goes, of which later slots of a token with a row for each rank don't count: its expert, or the rank of
+  // that. What drops a slot is their number, and what is out of range -1.
+  PROXYCCL_DEVICE int32_t target(uint32_t slot) const {
+    const int64_t expert = given(slot);
+    if (call_.redispatch) return static_cast<int32_t>(expert);  // as a dispatch has stored it
+    const uint32_t of_rank = byRank() ? e_.chosen_per_rank : e_.experts_per_rank;
+    const int64_t experts = static_cast<int64_t>(e_.world_size) * of_rank;
+    const uint32_t none = byRank() ? e_.world_size : static_cast<uint32_t>(experts);
+    if (expert < 0 || expert >= experts)
+      return dropsSlot(e_.dropping_ids, expert, experts) ? static_cast<int32_t>(none) : -1;
+    return static_cast<int32_t>(byRank() ? static_cast<uint32_t>(expert) / of_rank : static_cast<uint32_t>(expert));
+  }
+
+  // The id under which a slot is counted: its target. With a row for each rank it is the rank at the first slot of a
+  // token that goes there, and the id that drops a slot at later ones.
+  PROXYCCL_DEVICE int32_t id(uint32_t slot) const {
+    const int32_t none = static_cast<int32_t>(e_.world_size), found = target(slot);
+    if (!byRank() || found < 0 || found == none) return found;
+    return isFirst(slot, static_cast<uint32_t>(found)) ? found : none;
+  }
+
+  // What travels with a slot: its weight, or with a row for each rank its ProxycclExpertChoice. It has weight_bytes.
+  PROXYCCL_DEVICE bool areCarried() const { return byRank() || call_.weights != nullptr; }
+  PROXYCCL_DEVICE uint64_t carried(uint32_t slot) const {
+    if (!byRank()) return loadRaw(call_.weights + static_cast<uint64_t>(slot) * e_.weight_bytes, e_.weight_bytes);
+    const int64_t expert = given(slot), experts = static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank;
+    const bool chosen = expert >= 0 && expert < experts;
+    return __builtin_bit_cast(uint64_t, ProxycclExpertChoice{chosen ? static_cast<int32_t>(expert) : -1, weight(slot)});
+  }
+
+  // A slot of a token with a row for each rank.
+  struct Slot {
+    uint32_t k;
+    int64_t id;
+    float weight;   // 0 if there are none
+    uint32_t rank;  // of its expert; world_size if the id names none
+    bool is_first;  // of the token's slots for that rank
+  };
+  // With a row for each rank, of at most PROXYCCL_MASKED_RANKS: calls body(slot) for each slot of a token.
+  template <class Body>
+  PROXYCCL_DEVICE void forEachSlot(uint32_t token, Body body) const {
+    const uint32_t experts = e_.world_size * e_.chosen_per_rank, first = token * e_.topk;
+    // Division by multiplication: exact, as experts * chosen_per_rank is less than 2^32.
+    const uint64_t reciprocal = 0xffffffffu / e_.chosen_per_rank + 1ull;
+    uint64_t seen = 0;  // a bit for each rank
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < e_.topk; begin += kAtOnce) {
+      int64_t ids[kAtOnce];
+      float weights[kAtOnce] = {};
+      loadIds(first, begin, ids);
+      if (call_.weights != nullptr)
+#pragma unroll
+        for (uint32_t i = 0; i < kAtOnce; ++i)
+          if (begin + i < e_.topk) weights[i] = weight(first + begin + i);
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) {
+        if (begin + i >= e_.topk) continue;
+        const bool exists = static_cast<uint64_t>(ids[i]) < experts;
+        const uint32_t rank =
+            exists ? static_cast<uint32_t>(static_cast<uint32_t>(ids[i]) * reciprocal >> 32) : e_.world_size;
+        const uint64_t bit = exists ? 1ull << rank : 0;
+        body(Slot{begin + i, ids[i], weights[i], rank, (bit & ~seen) != 0});
+        seen |= bit;
+      }
+    }
+  }
+  // Whether an id names no expert and drops no slot either.
+  PROXYCCL_DEVICE bool isBad(const Slot& slot) const {
+    return slot.rank == e_.world_size &&
+           !dropsSlot(e_.dropping_ids, slot.id, static_cast<int64_t>(e_.world_size) * e_.chosen_per_rank);
+  }
+
+ private:
+  static constexpr uint32_t kAtOnce = 8;  // loads of one thread in flight
+
+  // Loads the ids of the slots from k = begin on of the token whose slots begin at `first`.
+  PROXYCCL_DEVICE void loadIds(uint32_t first, uint32_t begin, int64_t* ids) const {
+    const int64_t* wide = reinterpret_cast<const int64_t*>(call_.expert_ids) + first + begin;
+    const int32_t* narrow = reinterpret_cast<const int32_t*>(call_.expert_ids) + first + begin;
+    // All of one width: a branch between two loads would let the second wait.
+    if (call_.id_bytes == 8) {
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? wide[i] : -1;
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i) ids[i] = begin + i < e_.topk ? narrow[i] : -1;
+    }
+  }
+  // Whether no earlier slot of the token goes to the rank of this one.
+  PROXYCCL_DEVICE bool isFirst(uint32_t slot, uint32_t rank) const {
+    const uint32_t own = slot % e_.topk;
+    const int64_t experts = static_cast<int64_t>(rank) * e_.chosen_per_rank;
+    bool first = true;
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < own; begin += kAtOnce) {
+      int64_t ids[kAtOnce];
+      loadIds(slot - own, begin, ids);
+#pragma unroll
+      for (uint32_t i = 0; i < kAtOnce; ++i)
+        first &= begin + i >= own || static_cast<uint64_t>(ids[i] - experts) >= e_.chosen_per_rank;
+    }
+    return first;
+  }
+  PROXYCCL_DEVICE int64_t given(uint32_t slot) const {
+    if (call_.id_bytes == 8) return reinterpret_cast<const int64_t*>(call_.expert_ids)[slot];
+    return reinterpret_cast<const int32_t*>(call_.expert_ids)[slot];
+  }
+  PROXYCCL_DEVICE float weight(uint32_t slot) const {
+    return call_.weights == nullptr ? 0 : reinterpret_cast<const float*>(call_.weights)[slot];
+  }
+
+  const ProxycclExperts& e_;
+  const ProxycclDispatch& call_;
+};
+
+}  // namespace proxyccl
+
+#endif

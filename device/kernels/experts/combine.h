@@ -1,0 +1,530 @@
+// MoE combine: the experts' rows go back to the ranks of their tokens, and each token's rows are summed.
+//
+// Within the token's node every slot's row goes to the token's rank. On another node it goes to the counterpart of the
+// token's rank: the rank with the same number within its node. The counterpart sums its node's rows of the token, and
+// only that sum crosses. With local_combine each rank sums its own rows of a token first. A sum is made in the order of
+// k, in the accumulator's type, and rounded once.
+//
+// With output buffers, rows that lie in one are not sent: the token's rank loads them there. Each rank says with a flag
+// where its rows are, and ends only when the others have loaded them.
+#ifndef PROXYCCL_EXPERT_COMBINE_H
+#define PROXYCCL_EXPERT_COMBINE_H
+
+#include "experts/expert_team.h"
+
+namespace proxyccl {
+
+#if !PROXYCCL_ON_HOST
+template <class T>
+struct Word {  // as wide as the widest access
+  static constexpr uint32_t kEach = 16 / sizeof(T);
+  T at[kEach];
+};
+template <class T, class A>
+PROXYCCL_DEVICE void addWord(A* sum, const Bytes16& held, A weight) {
+  const Word<T> word = __builtin_bit_cast(Word<T>, held);
+#pragma unroll
+  for (uint32_t i = 0; i < word.kEach; ++i) sum[i] += weight * Element<T>::widen(word.at[i]);
+}
+template <class T, class A>
+PROXYCCL_DEVICE Bytes16 narrowWord(const A* sum) {
+  if constexpr (sizeof(T) == 2) {  // packed in registers: compilers make long code of an array of eight elements
+    uint32_t pairs[4];
+#pragma unroll
+    for (uint32_t i = 0; i < 4; ++i)
+      pairs[i] = Element<T>::narrow(sum[2 * i]).bits | static_cast<uint32_t>(Element<T>::narrow(sum[2 * i + 1]).bits)
+                                                           << 16;
+    return {pairs[0] | static_cast<uint64_t>(pairs[1]) << 32, pairs[2] | static_cast<uint64_t>(pairs[3]) << 32};
+  } else {
+    Word<T> word;
+#pragma unroll
+    for (uint32_t i = 0; i < word.kEach; ++i) word.at[i] = Element<T>::narrow(sum[i]);
+    return __builtin_bit_cast(Bytes16, word);
+  }
+}
+
+// Called by a group: words [begin, end) of the sum of kCount rows, each times its weight. The compiler must know the
+// count: otherwise loads would stand behind branches and wait for one another.
+template <class T, uint32_t kCount>
+PROXYCCL_DEVICE void sumWords(char* out, char* const* rows, const float* weights, uint32_t begin, uint32_t end) {
+  using A = typename Element<T>::Accumulator;
+  constexpr uint32_t kWords = kCount == 1   ? 8
+                              : kCount == 2 ? 7
+                                            : 12 / kCount;  // with more loads in flight, registers run out
+  const Bytes16* from[kCount];
+  A weight[kCount];
+#pragma unroll
+  for (uint32_t k = 0; k < kCount; ++k) {
+    from[k] = inGlobal(reinterpret_cast<const Bytes16*>(rows[k]));
+    weight[k] = static_cast<A>(weights[k]);
+  }
+  Bytes16* to = inGlobal(reinterpret_cast<Bytes16*>(out));
+#pragma unroll 1
+  for (uint32_t word = begin + threadIdx.x % kGroupLanes; word < end; word += kWords * kGroupLanes) {
+    Bytes16 held[kWords][kCount];
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      const uint32_t next = word + w * kGroupLanes, at = next < end ? next : word;  // past the end, any word
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; ++k) held[w][k] = from[k][at];
+    }
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      A sum[Word<T>::kEach] = {};
+#pragma unroll
+      for (uint32_t k = 0; k < kCount; ++k) addWord<T>(sum, held[w][k], weight[k]);
+      if (word + w * kGroupLanes < end) to[word + w * kGroupLanes] = narrowWord<T>(sum);
+    }
+  }
+}
+template <class T>
+PROXYCCL_DEVICE void sumManyWords(char* out, char* const* rows, const float* weights, uint32_t count, uint32_t begin,
+                                  uint32_t end) {
+  using A = typename Element<T>::Accumulator;
+#pragma unroll 1
+  for (uint32_t word = begin + threadIdx.x % kGroupLanes; word < end; word += kGroupLanes) {
+    A sum[Word<T>::kEach] = {};
+#pragma unroll 4
+    for (uint32_t k = 0; k < count; ++k)
+      addWord<T>(sum, reinterpret_cast<const Bytes16*>(rows[k])[word], static_cast<A>(weights[k]));
+    reinterpret_cast<Bytes16*>(out)[word] = narrowWord<T>(sum);
+  }
+}
+#endif
+
+// Called by a group: one piece of the sum of `count` rows, each times its weight.
+template <class T>
+PROXYCCL_DEVICE void sumRows(char* out, char* const* rows, const float* weights, uint32_t count, const Piece& piece,
+                             uint32_t lane) {
+  using A = typename Element<T>::Accumulator;
+  auto scaled = [&](uint32_t k, T value) { return static_cast<A>(weights[k]) * Element<T>::widen(value); };
+  uint64_t begin = piece.begin / sizeof(T);
+  const uint64_t end = piece.end / sizeof(T);
+#if PROXYCCL_ON_HOST
+  constexpr uint32_t kTile = 64;  // long enough to be vectorised
+  for (; begin + kTile <= end; begin += kTile) {
+    A sum[kTile] = {};
+    for (uint32_t k = 0; k < count; ++k)
+      for (uint32_t i = 0; i < kTile; ++i) sum[i] += scaled(k, reinterpret_cast<const T*>(rows[k])[begin + i]);
+    for (uint32_t i = 0; i < kTile; ++i) reinterpret_cast<T*>(out)[begin + i] = Element<T>::narrow(sum[i]);
+  }
+#else
+  uint64_t misaligned = reinterpret_cast<uintptr_t>(out) | piece.begin;
+  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(rows[k]);
+  if (misaligned % 16 == 0) {
+    const uint32_t first = static_cast<uint32_t>(piece.begin / 16), words = static_cast<uint32_t>(piece.end / 16);
+    switch (count) {
+      case 1:
+        sumWords<T, 1>(out, rows, weights, first, words);
+        break;
+      case 2:
+        sumWords<T, 2>(out, rows, weights, first, words);
+        break;
+      case 3:
+        sumWords<T, 3>(out, rows, weights, first, words);
+        break;
+      case 4:
+        sumWords<T, 4>(out, rows, weights, first, words);
+        break;
+      case 5:
+        sumWords<T, 5>(out, rows, weights, first, words);
+        break;
+      case 6:
+        sumWords<T, 6>(out, rows, weights, first, words);
+        break;
+      case 7:
+        sumWords<T, 7>(out, rows, weights, first, words);
+        break;
+      case 8:
+        sumWords<T, 8>(out, rows, weights, first, words);
+        break;
+      default:
+        sumManyWords<T>(out, rows, weights, count, first, words);
+    }
+    begin = static_cast<uint64_t>(words) * Word<T>::kEach;
+  }
+#endif
+#pragma unroll 1
+  for (uint64_t i = begin + lane; i < end; i += kGroupLanes) {
+    A sum = 0;
+#pragma unroll 1
+    for (uint32_t k = 0; k < count; ++k) sum += scaled(k, reinterpret_cast<const T*>(rows[k])[i]);
+    reinterpret_cast<T*>(out)[i] = Element<T>::narrow(sum);
+  }
+}
+
+enum class CombineStage : uint32_t {
+  send,       // send each rank this rank's rows of its tokens, or their sums
+  sum_node,   // sum what this node's ranks sent: for this rank's tokens and its counterparts'
+  sum_nodes,  // sum the nodes' sums for this rank's tokens
+};
+constexpr uint32_t kCombineStages = 3;
+constexpr uint32_t kBufferBits = 16;  // of the flag `loadable`: an output buffer, below the number of the combine
+
+// One combine, as one block sees it.
+template <class T>
+class Combine {
+ public:
+  PROXYCCL_DEVICE Combine(const ProxycclExperts& experts, const ProxycclCombine& call)
+      : team_(experts),
+        call_(call),
+        number_(experts.counters->combines + 1),
+        block_(blockIdx.x),
+        topk_(experts.topk),
+        by_rank_(experts.chosen_per_rank != 0 && experts.local_size < experts.topk),
+        row_bytes_(call.hidden * sizeof(T)),
+        stride_(rowStride(row_bytes_) + kMaxPieces * sizeof(float)),
+        own_(Segment::of(call.tokens, blockIdx.x, experts.blocks)) {
+    for (uint32_t s = threadIdx.x; s < experts.world_size; s += blockDim.x)
+      team_.segmentOf(s) = Segment::of(static_cast<uint32_t>(call.layout.tokens[s]), block_, experts.blocks);
+    team_.loadLookup();
+  }
+
+  // Called by the block: waits until the node has summed what the previous combine sent.
+  PROXYCCL_DEVICE void awaitSummed() const {
+    if (threadIdx.x < team_->local_size)
+      team_.await(team_.summed(threadIdx.x, block_), number_ - 1, team_.nearRank(threadIdx.x));
+    __syncthreads();
+  }
+
+  // Called by every group: takes the next item of one stage until none is left. Each stage lists an item's rows in its
+  // own way. They are summed here, so that the long code is there once.
+  PROXYCCL_DEVICE void run(CombineStage stage, const Group& group, uint32_t* next_item) const {
+    const uint32_t ranks = team_->world_size, most = team_.mostItems();
+    const uint32_t sources = stage == CombineStage::send ? ranks : stage == CombineStage::sum_node ? team_->nodes : 1;
+    for (;;) {
+      const uint32_t next = group.next(next_item);
+      if (next >= most * sources) return;
+      // Ranks are sent to in turn. Tokens of other nodes come first, as their sums travel further.
+      uint32_t item = next % most, source = team_->rank;
+      if (stage == CombineStage::send) {
+        item = next / ranks;
+        source = (team_->rank + 1 + next) % ranks;
+      } else if (stage == CombineStage::sum_node) {
+        source = team_.member((team_->node + 1 + next / most) % team_->nodes, team_->local_rank);
+      }
+      const Segment& segment = team_.segmentOf(source);
+      if (item >= segment.items()) continue;
+      const GroupSpace& space = group.space();
+      // A row that is sent unsummed is a sum of one row: the same code copies it, with as many loads in flight.
+      const bool alone = stage == CombineStage::send && !team_->local_combine;
+      char* to = nullptr;
+      if (alone) {
+        listSlots(group, item, source);
+      } else if (stage == CombineStage::send) {
+        to = listOwnRows(group, item, source);
+      } else if (stage == CombineStage::sum_node) {
+        to = listNodeRows(group, item, source);
+      } else {
+        to = listNodeSums(group, item);
+      }
+      const Piece piece(row_bytes_, segment, item);
+      const uint32_t sums = alone ? space.count : to != nullptr;
+#pragma unroll 1
+      for (uint32_t n = 0; n < sums; ++n) {
+        if (alone) to = slotOf(source, segment.tokenOf(item), static_cast<uint32_t>(space.number[n]));
+        const uint32_t count = alone ? space.at[n] != nullptr : space.count;
+        sumRows<T>(to, space.at + n, space.weight + n, count, piece, group.lane);
+      }
+      group.sync();
+    }
+  }
+
+  // Called by the block when it has sent: raises its flag on every rank of the node. There is one release for all rows,
+  // as a release waits for all stores in flight.
+  PROXYCCL_DEVICE void raiseReturned() const {
+    syncThreadsSystem();
+    if (threadIdx.x < team_->local_size) team_.raise(threadIdx.x, team_.returned(team_->local_rank, block_), number_);
+  }
+  // Called by the block: waits until all ranks of the node have sent their rows, or said that they can be loaded.
+  PROXYCCL_DEVICE void awaitSenders() const {
+    if (threadIdx.x < team_->local_size) {
+      const uint32_t l = threadIdx.x, rank = team_.nearRank(l);
+      const bool loads = hasBuffers() && awaitLoadable(l);
+      if (!loads) team_.await(team_.returned(l, block_), number_, rank);
+    }
+    __syncthreads();
+  }
+
+  // -- rows in output buffers ---
+  PROXYCCL_DEVICE bool hasBuffers() const { return team_->output_buffers != 0 && !team_->local_combine; }
+  // Called by the block before it sends anything: tells the node's ranks in which buffer its rows lie, or that it sends
+  // them.
+  PROXYCCL_DEVICE void raiseLoadable() const {
+    if (hasBuffers() && threadIdx.x < team_->local_size)
+      team_.raiseBehindLoads(threadIdx.x, team_.loadable(number_, team_->local_rank, block_),
+                             number_ << kBufferBits | call_.rows_buffer);
+  }
+  // Called by the block before it waits: looks up the rows of its tokens, while the flags that it will wait for are on
+  // their way. They may be used behind the next barrier.
+  PROXYCCL_DEVICE void cacheRows() const {
+    if (!cachesRows()) return;
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x)
+      cachedRows()[s] = findSlotRow(team_->rank, own_.begin + s / topk_, s % topk_);
+  }
+  // Called by the block: waits until all have loaded the rows that they load from here.
+  PROXYCCL_DEVICE void awaitLoaded() const {
+    if (call_.rows_buffer != 0 && threadIdx.x < team_->local_size)
+      team_.await(team_.summed(threadIdx.x, block_), number_, team_.nearRank(threadIdx.x));
+  }
+
+  // Called by a group when no item is left. The last group acquires the sums of all others and posts them; the proxy
+  // reads them behind the release of that post.
+  PROXYCCL_DEVICE void post(const Group& group, uint32_t* finished) const {
+    if (team_->nodes == 1 || group.lane != 0) return;
+    if (fetchAddAcqRelDevice<uint32_t>(finished, 1) + 1 != Group::count()) return;
+    for (uint32_t node = 0; node < team_->nodes; ++node) {
+      if (node == team_->node) continue;
+      const uint64_t first = partialRow(0);
+      team_.post(team_->back_channels, node, partial(team_->partial_in, team_->node) + first,
+                 partial(team_->partial_out, node) + first, rowsFrom(node) * stride_);
+    }
+  }
+
+  // Called by the block when it has posted: waits for the other nodes' sums.
+  PROXYCCL_DEVICE void awaitNodes() const {
+    __syncthreads();
+    if (threadIdx.x < team_->nodes && threadIdx.x != team_->node) team_.awaitPost(team_->back_channels, threadIdx.x);
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE void acknowledge() const {
+    __syncthreads();
+    if (threadIdx.x < team_->local_size)
+      team_.raiseBehindLoads(threadIdx.x, team_.summed(team_->local_rank, block_), number_);
+  }
+
+ private:
+  // Called by one thread: waits until a rank of the node has said where its rows are, and keeps it for the block.
+  // Returns whether they can be loaded.
+  PROXYCCL_DEVICE bool awaitLoadable(uint32_t local) const {
+    const uint64_t flag = team_.loadable(number_, local, block_);
+    team_.await(flag, number_ << kBufferBits, team_.nearRank(local));
+    const uint64_t said = loadRelaxedSystem(reinterpret_cast<const uint64_t*>(team_->workspace + flag));
+    buffers()[local] = static_cast<uint32_t>(said & ((1u << kBufferBits) - 1));
+    return buffers()[local] != 0;
+  }
+  // By rank of the node: the buffer in which its rows lie, or 0.
+  static PROXYCCL_DEVICE uint32_t* buffers() {
+    __shared__ uint32_t buffers[PROXYCCL_MAX_EXPERT_RANKS];
+    return buffers;
+  }
+  // Where the row of a slot is: the number of its rank within this node, and the row there. The row is known only if
+  // the rank is this one, or if it can be loaded.
+  struct SlotRow {
+    uint32_t local;
+    int32_t row;
+  };
+  static constexpr uint32_t kNotHere = ~0u;  // instead of a rank: the slot has no row in this node
+  // Slot k of a token of a source, which is this rank or a counterpart.
+  PROXYCCL_DEVICE SlotRow findSlotRow(uint32_t source, uint64_t token, uint32_t k) const {
+    const uint64_t of_node = static_cast<uint64_t>(team_.nodeOf(source)) * team_->max_tokens + token;
+    const uint32_t rank = static_cast<uint32_t>(call_.layout.expert_ids[of_node * topk_ + k]) / team_->experts_per_rank;
+    if (rank >= team_->world_size || !team_.isNear(rank)) return {kNotHere, PROXYCCL_NO_ROW};
+    int32_t row = PROXYCCL_NO_ROW;
+    if (rank == team_->rank) {
+      row = rowsOfToken(source, token)[k];
+    } else if (hasBuffers()) {
+      row = call_.layout.sent_rows[token * topk_ + k];
+    }
+    return {team_.localOf(rank), row};
+  }
+  PROXYCCL_DEVICE bool cachesRows() const { return hasBuffers() && own_.tokens * topk_ <= PROXYCCL_CACHED_ROWS; }
+  static PROXYCCL_DEVICE SlotRow* cachedRows() {
+    __shared__ SlotRow rows[PROXYCCL_CACHED_ROWS];
+    return rows;
+  }
+  PROXYCCL_DEVICE const int32_t* rowsOfToken(uint32_t source, uint64_t token) const {
+    return call_.layout.rows + (static_cast<uint64_t>(source) * team_->max_tokens + token) * topk_;
+  }
+  PROXYCCL_DEVICE uint64_t partial(uint64_t area, uint32_t node) const {
+    return area + (number_ % 2 * team_->nodes + node) * team_->partial_bytes;
+  }
+  PROXYCCL_DEVICE uint64_t partialRow(uint32_t place) const {
+    return block_ * team_->return_segment_bytes + place * stride_;
+  }
+  // Offset of the row of slot k of token i of a source, which comes from a rank of the node, in the workspace of the
+  // rank that sums it. There is a place for each slot; or for each rank of the node, where a token has one row of each.
+  PROXYCCL_DEVICE uint64_t slotRow(uint32_t source, uint32_t i, uint32_t k, uint32_t from) const {
+    const uint32_t places = by_rank_ ? team_->local_size : topk_;
+    const uint64_t segment = places * team_->return_segment_bytes;
+    const uint64_t area =
+        team_.isNear(source) ? team_->returns : team_->return_rails + team_.nodeOf(source) * team_->blocks * segment;
+    return area + block_ * segment + (i * places + (by_rank_ ? from : k)) * stride_;
+  }
+  // A row's weight, stored behind the row once for each piece: different groups write the pieces.
+  PROXYCCL_DEVICE float& weightOf(char* row, uint32_t piece) const {
+    return reinterpret_cast<float*>(row + rowStride(row_bytes_))[piece];
+  }
+  // With local_combine: the offset of the sum from a rank of the node.
+  PROXYCCL_DEVICE uint64_t sumRow(uint32_t local, uint32_t i) const {
+    return team_->returns + (local * team_->blocks + block_) * team_->return_segment_bytes + i * stride_;
+  }
+  PROXYCCL_DEVICE uint64_t rowsFrom(uint32_t node) const {
+    const uint32_t source = team_.member(node, team_->local_rank);
+    const Segment& segment = team_.segmentOf(source);
+    return rowsPlaced(call_.layout.places + static_cast<uint64_t>(source) * team_->max_tokens + segment.begin,
+                      segment.tokens);
+  }
+
+  // Called by a group: lists this rank's rows for an item of a source. Returns where their sum goes; null if there is
+  // nothing to sum. listNodeRows() and listNodeSums() do the same for other rows.
+  PROXYCCL_DEVICE char* listOwnRows(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
+    const uint32_t i = segment.tokenOf(item);
+    const int32_t* rows = rowsOfToken(source, segment.begin + i);
+    // The receiver also waits if no row of the token fitted in the output: then the sum is zero.
+    if (!group.any(topk_, [&](uint32_t k) { return rows[k] != PROXYCCL_NO_ROW; })) return nullptr;
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) { return ownRow(rows[k], entry); });
+    return team_.peer(team_.localOf(source)) + sumRow(team_->local_rank, i);
+  }
+
+  // Called by a group: lists this rank's rows for an item of a source and sends their weights. A null row did not fit
+  // in the output and counts as zero.
+  PROXYCCL_DEVICE void listSlots(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
+    const uint32_t i = segment.tokenOf(item);
+    const int32_t* rows = rowsOfToken(source, segment.begin + i);
+    const bool own = team_.localOf(source) == team_->local_rank;  // the sum reads them in place
+    group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+      if (own || rows[k] == PROXYCCL_NO_ROW) return false;
+      ownRow(rows[k], entry);  // a row that did not fit stays null, with weight zero
+      if (call_.weights != nullptr) weightOf(slotOf(source, i, k), segment.pieceOf(item)) = entry->weight;
+      entry->number = static_cast<int32_t>(k);
+      entry->weight = 1;
+      return true;
+    });
+  }
+  PROXYCCL_DEVICE char* slotOf(uint32_t source, uint32_t i, uint32_t k) const {
+    return team_.peer(team_.localOf(source)) + slotRow(source, i, k, team_->local_rank);
+  }
+
+  PROXYCCL_DEVICE bool ownRow(int32_t row, RowEntry* entry) const {
+    if (row < 0) return false;
+    entry->weight = call_.weights != nullptr ? call_.weights[row] : 1;
+    entry->at = const_cast<char*>(call_.rows) + row * row_bytes_;
+    return true;
+  }
+
+  // Called by a group: lists the rows, or sums, of this rank's node for an item of a source, which is this rank or a
+  // counterpart.
+  PROXYCCL_DEVICE char* listNodeRows(const Group& group, uint32_t item, uint32_t source) const {
+    const Segment& segment = team_.segmentOf(source);
+    const uint32_t i = segment.tokenOf(item), node = team_.nodeOf(source);
+    const uint64_t token = segment.begin + i;
+    char* target = call_.output + token * row_bytes_;
+    if (team_->nodes > 1) {
+      const int32_t place = node == team_->node
+                                ? static_cast<int32_t>(i)
+                                : call_.layout.places[static_cast<uint64_t>(source) * team_->max_tokens + token];
+      if (place == PROXYCCL_NO_ROW) return nullptr;
+      target = team_->workspace + partial(node == team_->node ? team_->partial_in : team_->partial_out, node) +
+               partialRow(static_cast<uint32_t>(place));
+    }
+    if (team_->local_combine) {
+      const int32_t* ids = call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+      group.list(team_->local_size, [&](uint32_t l, RowEntry* entry) { return findSum(ids, i, l, entry); });
+    } else {
+      group.list(topk_, [&](uint32_t k, RowEntry* entry) {
+        const SlotRow slot = cachesRows() ? cachedRows()[i * topk_ + k] : findSlotRow(source, token, k);
+        if (slot.local == kNotHere) return false;
+        if (slot.local == team_->local_rank) {
+          if (!ownRow(slot.row, entry)) return false;
+        } else if (hasBuffers() && buffers()[slot.local] != 0) {
+          if (slot.row < 0) return false;
+          entry->at = team_.outputOf(slot.local, buffers()[slot.local]) + slot.row * row_bytes_;
+          entry->weight = 1;
+        } else {
+          entry->at = team_->workspace + slotRow(source, i, k, slot.local);
+          entry->weight = call_.weights != nullptr ? weightOf(entry->at, segment.pieceOf(item)) : 1;
+        }
+        if (call_.slot_weights != nullptr) entry->weight *= call_.slot_weights[token * topk_ + k];
+        return true;
+      });
+    }
+    return target;
+  }
+
+  // Called by a group: lists the nodes' sums for an item of this rank.
+  PROXYCCL_DEVICE char* listNodeSums(const Group& group, uint32_t item) const {
+    const uint32_t i = own_.tokenOf(item);
+    const uint64_t token = own_.begin + i;
+    group.list(team_->nodes, [&](uint32_t node, RowEntry* entry) {
+      const int32_t place = call_.layout.sent_places[static_cast<uint64_t>(node) * team_->max_tokens + token];
+      entry->at = team_->workspace + partial(team_->partial_in, node) +
+                  partialRow(node == team_->node ? i : static_cast<uint32_t>(place));
+      entry->weight = 1;
+      return place != PROXYCCL_NO_ROW;
+    });
+    return call_.output + token * row_bytes_;
+  }
+
+  // Called by one thread: finds the sum of a token's rows on a rank of the node. Returns false if it has none.
+  PROXYCCL_DEVICE bool findSum(const int32_t* ids, uint32_t i, uint32_t local, RowEntry* entry) const {
+    const uint32_t rank = team_.nearRank(local);
+    bool chosen = false;
+    const uint32_t first = rank * team_->experts_per_rank;
+#pragma unroll 8
+    for (uint32_t k = 0; k < topk_; ++k) chosen |= static_cast<uint32_t>(ids[k]) - first < team_->experts_per_rank;
+    if (!chosen) return false;
+    entry->at = team_->workspace + sumRow(local, i);
+    entry->weight = 1;
+    return true;
+  }
+
+  const ExpertTeam team_;
+  const ProxycclCombine& call_;
+  const uint64_t number_;
+  const uint32_t block_, topk_;
+  const bool by_rank_;                 // whether `returns` has a place for each rank
+  const uint64_t row_bytes_, stride_;  // the stride has room for the pieces' weights
+  const Segment own_;
+};
+
+template <class T>
+PROXYCCL_DEVICE void expert_combine(const ProxycclExperts& experts, const ProxycclCombine& call) {
+  __shared__ uint32_t finished, has_failed, next_item[kCombineStages];
+  const Combine<T> combine(experts, call);
+  const Group group;
+  const bool sends = call.phases & PROXYCCL_EXPERT_SEND, receives = call.phases & PROXYCCL_EXPERT_RECEIVE;
+  if (threadIdx.x < kCombineStages) next_item[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    finished = 0;
+    has_failed = loadRelaxedDevice<uint32_t>(&experts.counters->has_failed);
+  }
+  if (sends) combine.raiseLoadable();
+  if (sends && call.rows_buffer == 0) combine.awaitSummed();
+  if (receives) combine.cacheRows();
+  __syncthreads();
+  if (has_failed) return;  // the layout is not that of a dispatch: its numbers would lead anywhere
+#pragma unroll 1
+  for (uint32_t number = 0; number < kCombineStages; ++number) {
+    const CombineStage stage = static_cast<CombineStage>(number);
+    if (stage == CombineStage::send ? !sends || call.rows_buffer != 0 : !receives) continue;
+    if (stage == CombineStage::sum_nodes && experts.nodes == 1) continue;
+    if (stage == CombineStage::sum_node) combine.awaitSenders();
+    if (stage == CombineStage::sum_nodes) combine.awaitNodes();
+    combine.run(stage, group, &next_item[number]);
+    if (stage == CombineStage::send) combine.raiseReturned();
+    if (stage == CombineStage::sum_node) combine.post(group, &finished);
+  }
+  if (receives) combine.acknowledge();
+  combine.awaitLoaded();
+  finishExperts(experts, &experts.counters->combines, receives);
+}
+
+// output[tokens][hidden] = each row times its weight. `rows` and `output` may be the same array.
+template <class T>
+PROXYCCL_DEVICE void expert_scale(const ProxycclExperts&, const ProxycclCombine& call) {
+  using A = typename Element<T>::Accumulator;
+  const T* rows = reinterpret_cast<const T*>(call.rows);
+  forEach(call.tokens * call.hidden, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, [&](size_t i) {
+    const A weight = static_cast<A>(call.weights[i / call.hidden]);
+    reinterpret_cast<T*>(call.output)[i] = Element<T>::narrow(weight * Element<T>::widen(rows[i]));
+  });
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,599 @@
+// MoE dispatch as one block sees it: its data, where the data lies, and when it may be written.
+//
+// What the block does is in the other files, in the order of a row's way: experts/dispatch_counts.h,
+// experts/dispatch_ids.h or experts/dispatch_masks.h, then experts/dispatch_send.h and experts/dispatch_receive.h, or
+// experts/dispatch_store.h if there are output buffers. experts/dispatch.h calls them in order.
+#ifndef PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+#define PROXYCCL_EXPERT_DISPATCH_BLOCK_H
+
+#include "experts/announcement_ids.h"
+#include "experts/announcement_masks.h"
+
+namespace proxyccl {
+
+template <class T, class U>
+constexpr bool kIsSame = false;
+template <class T>
+constexpr bool kIsSame<T, T> = true;
+
+// What a kernel for dispatches does: what is announced, which needs one node, or with void nothing; and of which
+// elements it makes float8 rows where it stores them in output buffers. With void it stores rows as they are.
+template <class A, class T = void>
+struct DispatchMode {
+  using Announces = A;
+  using Quantized = T;
+};
+
+template <class A>
+struct AnnouncementIf {
+  using Type = A;
+};
+template <>
+struct AnnouncementIf<void> {
+  using Type = Announcement;  // which says nothing
+};
+
+// One dispatch, as one block sees it.
+template <class Mode>
+class Dispatch {
+ public:
+  static constexpr bool kIds = kIsSame<typename Mode::Announces, IdAnnouncement>;
+  static constexpr bool kFewMasks = kIsSame<typename Mode::Announces, MaskAnnouncement<false>>;
+  static constexpr bool kSharedMasks = kIsSame<typename Mode::Announces, MaskAnnouncement<true>>;
+  static constexpr bool kMasks = kFewMasks || kSharedMasks;
+  static constexpr bool kAnnounced = kIds || kMasks;
+  static constexpr bool kQuantizes = !kIsSame<typename Mode::Quantized, void>;
+
+  // The totals of all ranks' counts.
+  struct Gathered {
+    uint32_t rows;                // of this rank
+    uint32_t bad_rank, bad_slot;  // the first slot with a bad expert id, or ~0
+    uint32_t wanted_tokens;       // the most of any rank
+  };
+
+  PROXYCCL_DEVICE Dispatch(const ProxycclExperts& experts, const ProxycclDispatch& call)
+      : team_(experts),
+        call_(call),
+        number_(experts.counters->dispatches + 1),
+        choices_(experts, call),
+        announced_(experts, experts.counters->routings + 1),
+        inbox_(kSharedMasks ? 0 : (experts.counters->routings + (call.redispatch ? 0 : 1)) % 2),
+        segment_(blockIdx.x % experts.segments),
+        topk_(experts.topk),
+        own_(Segment::of(call.tokens, segment_, experts.segments)) {}
+
+  // Called by the block, before anything else. What other ranks wait for is sent first. Different threads do each part.
+  PROXYCCL_DEVICE void begin() const;
+
+  // Called by the block: waits for what all ranks choose. Then it knows where the rows of its slots begin. Returns
+  // false to all threads if something did not come.
+  PROXYCCL_DEVICE bool gather(const Group& group, Gathered* gathered) const {
+    if constexpr (kMasks) {
+      return awaitMasks(gathered);
+    } else if constexpr (kIds) {
+      return awaitIds(gathered);
+    } else {
+      return gatherCounts(group, gathered);
+    }
+  }
+
+  // -- counts (experts/dispatch_counts.h) ---
+  // Called by the block: counts its slots by expert, and sends counts, slots and weights to all ranks.
+  PROXYCCL_DEVICE void route() const;
+  // Called by one thread per node: waits for the routing from this rank's counterpart on that node, and raises its
+  // flags on this rank's node.
+  PROXYCCL_DEVICE void forwardRouting() const;
+  // Does what gather() does with counts. bases()[expert * ranks + source] is the first row of this block's slots of a
+  // source for an expert of this rank.
+  PROXYCCL_DEVICE bool gatherCounts(const Group& group, Gathered* gathered) const;
+  // Called by the block: sets the segments of all sources and this rank's range of rows. `rows` is from gatherCounts().
+  PROXYCCL_DEVICE void prepareReceive(uint32_t rows) const;
+  // Called by one thread: tells the CPU how many rows come.
+  PROXYCCL_DEVICE void publishReceivedRows(const Gathered& gathered) const;
+  // Called by the block, with how many rows each of this rank's experts gets from each source, and how many of them
+  // come before this block's: makes the first the rows of this block's slots. Returns the number of rows.
+  PROXYCCL_DEVICE uint32_t placeRows(uint32_t* first, const uint32_t* before) const;
+  // Called by the block, with how many rows each of this rank's experts gets from each source: counts what is missing
+  // to a multiple of the alignment as rows of the last source. Block 0 tells the CPU how many rows each expert has.
+  PROXYCCL_DEVICE void alignExperts(uint32_t* rows) const;
+  // Called by one block: writes the counts of all ranks to the descriptor, and stores the most rows of any rank, or
+  // padded of any expert.
+  PROXYCCL_DEVICE void writeCounts(uint32_t rows) const;
+
+  // -- rows (experts/dispatch_send.h, experts/dispatch_receive.h) ---
+  // Called by block `block` of the `blocks` that send: sends its share of all rows, from each segment in turn, in the
+  // order in which the receivers take them. If every block sends and has a segment, its segment is its share.
+  PROXYCCL_DEVICE void send(const Group& group, uint32_t block, uint32_t blocks, uint32_t* finished) const;
+  // Called by a group, after a barrier of the block that follows its rows: raises one flag for all of them on every
+  // rank of the node. One release takes less time than one for each group, and few rows arrive so close together that
+  // no receiver would have started earlier.
+  PROXYCCL_DEVICE void publishSent(const Group& group) const;
+  // Called by every group when it has nothing else to do: receives the next item that no group has received, until none
+  // is left.
+  PROXYCCL_DEVICE void receive(const Group& group, uint32_t* next_item, const Gathered& gathered) const;
+
+  // Called by every block: writes the descriptor's entries of all tokens, with a row for each rank on one node. A token
+  // has one row here at most, so each slot is the work of one thread.
+  PROXYCCL_DEVICE void describeSlots() const {
+    if constexpr (kMasks) {
+      describeMasked(blockIdx.x * blockDim.x + threadIdx.x, team_->blocks * blockDim.x);
+    } else {
+      describeCounted();
+    }
+  }
+
+  // Called by each of `threads` threads of the grid, with a row for each rank: says of the rows past the last that they
+  // chose nothing.
+  PROXYCCL_DEVICE void clearPastEnd(uint32_t rows, uint32_t thread, uint32_t threads) const;
+
+  // -- rows in output buffers (experts/dispatch_store.h) ---
+  // Whether rows go to output buffers.
+  PROXYCCL_DEVICE bool storesRows() const { return call_.output_buffer != 0; }
+  PROXYCCL_DEVICE bool storesMasked() const {
+    constexpr uint32_t kBoth = PROXYCCL_EXPERT_SEND | PROXYCCL_EXPERT_RECEIVE;
+    return kMasks && storesRows() && (call_.phases & kBoth) == kBoth;
+  }
+  // Called by the block when it has announced masks, or sent its counts: does all that remains.
+  PROXYCCL_DEVICE void storeMaskedRows(const Group& group, uint32_t* next_item) const {
+    if constexpr (kSharedMasks) {
+      storeManyRows(group);
+    } else {
+      storeFewRows(group, next_item);
+    }
+  }
+  PROXYCCL_DEVICE void storeCountedRows(const Group& group) const;
+  // Called by a group: waits until the blocks with this number have stored their rows on all ranks.
+  PROXYCCL_DEVICE void awaitStored(const Group& group) const;
+
+  // Whether a call says at its end that it has read its slabs. Otherwise the next one says so.
+  static PROXYCCL_DEVICE constexpr bool acknowledges() { return !kAnnounced || kSharedMasks; }
+  // Called by the block when it has received: lets the node's ranks write their slabs again.
+  PROXYCCL_DEVICE void acknowledge() const;
+  // Called by the block where something did not come: what this call would have written to its layout is not there.
+  PROXYCCL_DEVICE void giveUp() const {
+    if (threadIdx.x == 0) storeRelaxedDevice<uint32_t>(&team_->counters->has_failed, 1);
+  }
+  // Called by one thread of each block of a call's last kernel, after all its threads have read the counters.
+  PROXYCCL_DEVICE void countCall() const {
+    if (advance(*team_, &team_->counters->dispatches) && !call_.redispatch)
+      storeRelaxedDevice<uint64_t>(&team_->counters->routings, team_->counters->routings + 1);
+  }
+
+  // Whether the block has no segment of its own.
+  PROXYCCL_DEVICE bool onlySends() const { return blockIdx.x >= team_->segments; }
+  PROXYCCL_DEVICE bool movesRows() const { return call_.phases & PROXYCCL_EXPERT_RECEIVE; }
+  // Whether describeSlots() writes the descriptor's entries, and not receive().
+  PROXYCCL_DEVICE bool describesSlots() const {
+    return team_->chosen_per_rank != 0 && team_->nodes == 1 && !call_.redispatch;
+  }
+
+ private:
+  // Numbers the slots of each expert in order, stores them, and counts them. In a tile of slots each expert has one bit
+  // per slot; a slot's number is how many of its expert's bits are set before its own.
+  PROXYCCL_DEVICE void countSlots(uint32_t n, uint32_t* counts, uint32_t experts) const;
+  // Called by the block, with a row for each rank: of the kept targets of each token only the first of each stays.
+  PROXYCCL_DEVICE void dropLaterTargets() const;
+  // The id under which slot s of this block's tokens counts; the number of experts, or more, if it does not.
+  PROXYCCL_DEVICE uint32_t countedId(uint32_t s) const;
+  // Calls body(routing) with the routing of this block's segment on each rank of the node.
+  template <class Body>
+  PROXYCCL_DEVICE void toNode(Body body) const;
+  PROXYCCL_DEVICE void storeSlot(uint32_t s, const ProxycclExpertSlot& slot) const {
+    toNode([&](char* routing) { slotsOf(routing)[s] = slot; });
+  }
+  // Where the slots of this block's tokens go, kept while they are counted.
+  PROXYCCL_DEVICE bool keepsTargets() const {
+    return own_.tokens * topk_ <= PROXYCCL_KEPT_TARGETS && team_.experts() < 0xffff;
+  }
+  static PROXYCCL_DEVICE uint16_t* keptTargets() {
+    __shared__ uint16_t targets[PROXYCCL_KEPT_TARGETS];
+    return targets;
+  }
+  // For each node, numbers the segment's tokens that go there: their rows lie one behind the other.
+  PROXYCCL_DEVICE void placeTokens() const;
+  // Called by the block, before counts are added to what it clears.
+  PROXYCCL_DEVICE void clearOutgoing() const;
+  // Called by the block: waits for the counts of all ranks. Returns false to all threads if they did not come.
+  PROXYCCL_DEVICE bool awaitRouting() const;
+  // Called by the block behind it: for each rank and segment of this rank's tokens, the first row there.
+  PROXYCCL_DEVICE void placeOutgoing() const;
+  // The same for each source and its segments: the first row here. Returns the number of this rank's rows.
+  PROXYCCL_DEVICE uint32_t placeIncoming() const;
+  // What placeOutgoing() has found, and placeIncoming(): [world_size][segments].
+  PROXYCCL_DEVICE uint32_t* firstRowsThere() const {
+    const uint32_t n = 2 * team_->world_size * team_->segments;
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(blockIdx.x) * n;
+  }
+  PROXYCCL_DEVICE uint32_t* firstRowsHere() const { return firstRowsThere() + team_->world_size * team_->segments; }
+  enum class Stored { own, of_peers, all };  // rows that stay here, or go to peers
+  // Called by each group of the blocks that store such rows. find(item, i, &rank, &row) says for i < n where an item, a
+  // piece of a row, goes.
+  template <class Find>
+  PROXYCCL_DEVICE void storeItems(const Group& group, Stored stored, uint32_t n, Find find) const;
+  // Called by the block when it knows where the rows of many tokens go: stores them and writes the descriptor's
+  // entries. Some blocks store at peers; of each, some groups first call describe(thread, threads), while the link is
+  // busy with the others' rows. The other blocks store the rows that stay here, as a multiprocessor's stores to its own
+  // memory would wait behind those that a link holds up. Where rows are made in float8, that takes longer than storing
+  // them: all blocks do all. Groups take the next item from a counter, as not all multiprocessors store equally fast.
+  template <class Describe, class Find>
+  PROXYCCL_DEVICE void storeInTurns(const Group& group, uint32_t rows, uint32_t n, Describe describe, Find find) const;
+  // Whether a block stores rows that stay and rows of peers.
+  PROXYCCL_DEVICE bool storesAll() const { return team_->blocks == 1 || kQuantizes; }
+  // How many blocks store at peers: the first.
+  PROXYCCL_DEVICE uint32_t storingBlocks() const { return storesAll() ? team_->blocks : team_->senders; }
+  static PROXYCCL_DEVICE uint32_t describingGroups() { return Group::count() < 4 ? Group::count() : 4; }
+  // With counts, called by `threads` threads: writes the descriptor's entries.
+  PROXYCCL_DEVICE void describeAll(uint32_t thread, uint32_t threads) const;
+  // With masks, of few tokens: block 0 writes the descriptor's entries, and if there are others, they store the rows,
+  // as loads wait behind stores that a link holds up. And of many.
+  PROXYCCL_DEVICE void storeFewRows(const Group& group, uint32_t* next_item) const;
+  PROXYCCL_DEVICE void storeManyRows(const Group& group) const;
+  // What describeSlots() does; with masks for the slots of all blocks, by `threads` threads.
+  PROXYCCL_DEVICE void describeCounted() const;
+  PROXYCCL_DEVICE void describeMasked(uint32_t thread, uint32_t threads) const;
+  // With masks, called by `threads` threads: writes what the descriptor has of this rank's own slots.
+  PROXYCCL_DEVICE void describeSent(uint32_t thread, uint32_t threads) const;
+  // A token's row on this rank, whether slot k is the first that brings it here, and what the slot chose.
+  struct OwnChoice {
+    int32_t row;
+    bool is_first;
+    uint32_t expert;  // among those of all ranks
+    float weight;
+  };
+  // Called by one thread, with a row for each rank: writes the descriptor's entries of slot k of a source's token.
+  PROXYCCL_DEVICE void describeSlot(uint32_t source, uint64_t token, uint32_t k, const OwnChoice& own) const;
+  // With counts, what that takes. The segment's rows begin at `first`.
+  template <class SlotOf>
+  PROXYCCL_DEVICE OwnChoice findOwnChoice(uint32_t k, uint32_t first, uint64_t carried, SlotOf slotOf) const;
+  // Called by a group: stores an item of a segment, which is a piece of a token's row and its scales, wherever
+  // find(i, &rank, &row) says for i < n.
+  template <class Find>
+  PROXYCCL_DEVICE void storeRow(const Group& group, uint64_t token, const Segment& segment, uint32_t item, uint32_t n,
+                                Find find) const;
+  template <class Find>
+  PROXYCCL_DEVICE void storeQuantized(const Group& group, uint64_t token, const Segment& segment, uint32_t item,
+                                      uint32_t n, Find find) const;
+  // Finds where candidate i < world_size for a row of a token of this rank is: another rank's first, this rank's last.
+  PROXYCCL_DEVICE bool findMasked(uint32_t token, uint32_t i, uint32_t* rank, int32_t* row) const;
+  // What a thread holds of the block's rows before it knows where they go: loads take about as long as announcements.
+  static constexpr uint32_t kHeldWords = PROXYCCL_ON_HOST ? 64 : 10;
+  PROXYCCL_DEVICE bool holdsRows() const {
+    const uint64_t misaligned = reinterpret_cast<uintptr_t>(call_.input) | call_.row_bytes;
+    return !kQuantizes && call_.scale_bytes == 0 && misaligned % 16 == 0;
+  }
+  PROXYCCL_DEVICE uint32_t piecesOfRow() const {
+    constexpr uint32_t kHeldBytes = kHeldWords * kGroupLanes * sizeof(Bytes16);
+    return static_cast<uint32_t>((call_.row_bytes + kHeldBytes - 1) / kHeldBytes);
+  }
+  template <class Body>
+  PROXYCCL_DEVICE void forEachWord(const Group& group, uint32_t piece, Body body) const;
+  // Called by a group for a piece of a segment's rows: loads it; lists where it goes, which needs this rank's masks
+  // alone; stores it.
+  PROXYCCL_DEVICE void loadPiece(const Group& group, const Segment& segment, uint32_t piece, Bytes16* words) const;
+  PROXYCCL_DEVICE void listPiece(const Group& group, const Segment& segment, uint32_t piece) const;
+  PROXYCCL_DEVICE void storePiece(const Group& group, uint32_t piece, const Bytes16* words) const;
+  // The row of a slot of this rank's tokens on its rank, where the rows of the slot's segment begin at `first`.
+  PROXYCCL_DEVICE int32_t rowAtRank(const ProxycclExpertSlot& slot, uint32_t first) const {
+    return slot.expert == PROXYCCL_NO_EXPERT ? static_cast<int32_t>(PROXYCCL_NO_ROW) : inBuffer(first + slot.position);
+  }
+  PROXYCCL_DEVICE int32_t inBuffer(uint32_t row) const {
+    return row < team_->output_rows ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
+  }
+  PROXYCCL_DEVICE char* bufferOn(uint32_t rank) const {
+    return team_.outputOf(team_.localOf(rank), outgoing()[rank].buffer);
+  }
+
+  // Called by one thread: writes the number of this rank's rows, and the most rows of any rank.
+  PROXYCCL_DEVICE void writeRowTotals(uint32_t rows, uint32_t most) const;
+  // Called by a group: the same, where rowsOf(rank), called once for each rank, says how many rows that rank gets, or
+  // padded its fullest expert.
+  template <class RowsOf>
+  PROXYCCL_DEVICE void writeTotals(const Group& group, uint32_t rows, RowsOf rowsOf) const;
+
+  // What gather() does with announcements. Then prepareReceive() has nothing left to do.
+  PROXYCCL_DEVICE bool awaitIds(Gathered* gathered) const;
+  PROXYCCL_DEVICE bool awaitMasks(Gathered* gathered) const;
+  // A slot's position is how many slots before it in its segment have the same expert.
+  PROXYCCL_DEVICE void numberOwnSlots() const;
+  // Called by block 0, with a row for each rank: adds up the choices of each of this rank's experts.
+  PROXYCCL_DEVICE void countChosen() const;
+  // With masks, when they have come: finds where this rank's rows begin on each rank, and rows of each source here;
+  // and, behind a barrier of the block, what comes.
+  PROXYCCL_DEVICE void placeLeaving(const Group& group) const;
+  PROXYCCL_DEVICE void placeArriving(uint32_t thread, uint32_t threads) const;
+  PROXYCCL_DEVICE Gathered arriving() const;
+  // With masks: this rank's row of a source's token.
+  PROXYCCL_DEVICE int32_t maskedRow(uint32_t source, uint32_t token) const {
+    const auto mask = announced_.from(source);
+    return mask.has(token) ? within(bases()[source] + mask.countBefore(token)) : static_cast<int32_t>(PROXYCCL_NO_ROW);
+  }
+  PROXYCCL_DEVICE int32_t within(uint64_t row) const {
+    return row < call_.capacity ? static_cast<int32_t>(row) : static_cast<int32_t>(PROXYCCL_PAST_END);
+  }
+  // Whether the CPU asks for them: only if it also waits for the number of rows, and calls another kernel for these.
+  PROXYCCL_DEVICE bool tellsChosen() const { return team_->chosen_per_rank != 0 && !movesRows(); }
+  // Called by a group of each block: does what writeCounts() does, from the announcements.
+  PROXYCCL_DEVICE void writeAnnouncedCounts(const Group& group, uint32_t rows) const {
+    awaitPreviousReaders(group);
+    if constexpr (kMasks) {
+      if (blockIdx.x == 0) writeMaskCounts(group, rows);
+    } else {
+      writeIdCounts(group, rows);
+    }
+  }
+  // Block b counts for the sources b, b + segments, …; the last block also adds up all sources.
+  PROXYCCL_DEVICE void writeIdCounts(const Group& group, uint32_t rows) const;
+  // Called by one group.
+  PROXYCCL_DEVICE void writeMaskCounts(const Group& group, uint32_t rows) const;
+
+  // Called by a group: writes an item of a part, if there is one, to every rank that needs it, and raises its flag
+  // there.
+  PROXYCCL_DEVICE void sendItem(const Group& group, uint32_t part, uint32_t round) const;
+
+  // Called by a group: waits for the rows from this rank's counterparts on other nodes, and raises their flags on this
+  // rank's node.
+  PROXYCCL_DEVICE void forwardRows(const Group& group) const;
+  // Called by a group: waits until an item of a source has arrived. `arrived` has a bit for each source whose items are
+  // all known to have arrived, so that a group waits for them once.
+  PROXYCCL_DEVICE void awaitItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
+  // Called by a group: copies an item of a source to its rows on this rank, if there are any.
+  PROXYCCL_DEVICE void receiveItem(const Group& group, uint32_t item, uint32_t source, uint64_t* arrived) const;
+  // Called by a group: stores in space.row this rank's row of each slot of token i of a source's segment. Also writes
+  // the rows to the descriptor if `describe`.
+  PROXYCCL_DEVICE void findTokenRows(const Group& group, uint32_t source, uint32_t i, bool describe) const;
+  // This rank's row of a token's slot.
+  PROXYCCL_DEVICE int32_t rowOf(const ProxycclExpertSlot& slot, uint32_t source, uint64_t token, uint32_t k) const;
+  // Called by a group: copies bytes [begin, end) of a row, which are scales, to the scales of each row that the group
+  // has listed.
+  PROXYCCL_DEVICE void copyScales(const Group& group, const char* from, uint64_t begin, uint64_t end) const;
+  // Called by a group: writes the descriptor's entries of token i of a source's segment, if there is one.
+  PROXYCCL_DEVICE void describeToken(const Group& group, uint32_t source, uint32_t i) const;
+  // Called by a group: writes the descriptor's entries of a token's rows.
+  PROXYCCL_DEVICE void describeRows(const Group& group, uint32_t source, uint32_t i) const;
+  // Called by a group, with a row for each rank: writes what the token chose on this rank.
+  PROXYCCL_DEVICE void describeChoices(const Group& group, uint32_t source, uint32_t i, int32_t row) const;
+
+  // Called by a group: acquires that all ranks have read what the block sent in the previous dispatch.
+  PROXYCCL_DEVICE void awaitPreviousReaders(const Group& group) const {
+#pragma unroll 1
+    for (uint32_t l = group.lane; l < team_->local_size; l += kGroupLanes)
+      team_.await(team_.read(l, segment_), number_ - 1, team_.nearRank(l));
+  }
+  // Raises this block's flag on every rank of the node: it has read all data up to call `number`.
+  PROXYCCL_DEVICE void raiseRead(uint32_t thread, uint64_t number) const;
+  // Waits until the node has read the previous dispatch, so that its slabs can be written again. Every block reads all
+  // routing, but only the rows of its own segment. A block that only sends writes to all segments.
+  PROXYCCL_DEVICE void awaitReaders() const;
+  // Called by `threads` threads of the block: sets how many tokens each source has, and this block's segment of them.
+  PROXYCCL_DEVICE void setSegments(uint32_t thread, uint32_t threads) const;
+
+  // Whether each expert has room for so many rows. Then the fullest expert counts, and not the rows of a rank.
+  PROXYCCL_DEVICE bool isPadded() const { return team_->padded_rows != 0; }
+  // The rows that an expert's rows take, with the gap behind them.
+  PROXYCCL_DEVICE uint32_t alignedRows(uint32_t rows) const {
+    const uint32_t alignment = team_->expert_alignment;
+    return alignment > 1 ? (rows + alignment - 1) / alignment * alignment : rows;
+  }
+  PROXYCCL_DEVICE bool crossesNodes() const { return !kAnnounced && team_->nodes > 1; }
+  PROXYCCL_DEVICE bool isNear(uint32_t source) const { return kAnnounced || team_.isNear(source); }
+  // Whether receive() writes the descriptor's entries apart from copying rows.
+  PROXYCCL_DEVICE bool describesApart() const { return !call_.redispatch && (kAnnounced || describesSlots()); }
+
+  // The ids under which the slots of this block's tokens count, from token i of its segment on.
+  PROXYCCL_DEVICE const int32_t* ownIds(uint32_t i) const {
+    return (cachesIds() ? cachedIds() : idsOf(team_->node, own_.begin)) + i * topk_;
+  }
+  PROXYCCL_DEVICE bool cachesIds() const { return own_.tokens * topk_ <= PROXYCCL_ANNOUNCED_SEGMENT_SLOTS; }
+  static PROXYCCL_DEVICE int32_t* cachedIds() {
+    __shared__ int32_t ids[PROXYCCL_ANNOUNCED_SEGMENT_SLOTS];
+    return ids;
+  }
+
+  // What the block's threads find in the announcements.
+  struct AnnouncedState {
+    uint32_t
+        bad_slot;  // the first with a bad expert id, with its rank in the upper 16 bits, or ~0; with masks the rank
+    uint32_t wanted_tokens;
+    bool incomplete;  // a packet did not come
+  };
+  static PROXYCCL_DEVICE AnnouncedState& announcedState() {
+    __shared__ AnnouncedState state;
+    return state;
+  }
+
+  PROXYCCL_DEVICE uint32_t segmentSlots() const { return team_->segment_tokens * topk_; }
+  // The positions of the slots in this block's segments, [ranks][segmentSlots()], if ids are announced.
+  static PROXYCCL_DEVICE uint16_t* positions() {
+    __shared__ uint16_t positions[PROXYCCL_ANNOUNCED_OWN_SLOTS];
+    return positions;
+  }
+  // Slot k of token i of a source's segment.
+  PROXYCCL_DEVICE ProxycclExpertSlot slotOf(uint32_t source, uint32_t i, uint32_t k) const {
+    const uint32_t slot = i * topk_ + k;
+    if constexpr (kIds) {
+      const uint32_t expert = announced_.expert(source, team_.segmentOf(source).begin * topk_ + slot);
+      if (expert >= team_.experts()) return {PROXYCCL_NO_EXPERT, 0};
+      return {expert, positions()[source * segmentSlots() + slot]};
+    }
+    return slotsOf(routingOf(source))[slot];
+  }
+  PROXYCCL_DEVICE uint64_t weightOf(uint32_t source, uint32_t i, uint32_t k) const {
+    const uint32_t slot = i * topk_ + k;
+    if constexpr (kAnnounced) return announced_.carried(source, team_.segmentOf(source).begin * topk_ + slot);
+    return weightIn(routingOf(source), slot);
+  }
+  PROXYCCL_DEVICE uint64_t weightIn(const char* routing, uint32_t slot) const {
+    const uint32_t bytes = team_->weight_bytes;
+    return loadRaw(routing + team_->weights_offset + static_cast<uint64_t>(slot) * bytes, bytes);
+  }
+
+  // -- a slab's routing ---
+  PROXYCCL_DEVICE uint32_t* countsOf(const char* routing) const {
+    return reinterpret_cast<uint32_t*>(const_cast<char*>(routing) + team_->counts_offset);
+  }
+  PROXYCCL_DEVICE ProxycclExpertSlot* slotsOf(const char* routing) const {
+    return reinterpret_cast<ProxycclExpertSlot*>(const_cast<char*>(routing) + team_->slots_offset);
+  }
+  PROXYCCL_DEVICE int32_t* placesOf(const char* routing) const {
+    return reinterpret_cast<int32_t*>(const_cast<char*>(routing) + team_->places_offset);
+  }
+  // Of this block's segment of a source.
+  PROXYCCL_DEVICE const char* routingOf(uint32_t source) const {
+    return team_.slabOf(number_, source) + team_.routingAt(segment_);
+  }
+  PROXYCCL_DEVICE const ProxycclExpertSegment& segmentOf(uint32_t source, uint32_t block) const {
+    return *reinterpret_cast<const ProxycclExpertSegment*>(team_.slabOf(number_, source) + team_.routingAt(block));
+  }
+
+  // -- the descriptor ---
+  // Writes the id of a slot of this block's tokens; one that is out of range drops its slot.
+  PROXYCCL_DEVICE void writeId(uint32_t slot, int32_t id) const {
+    const uint32_t experts = team_.experts();
+    idsOf(team_->node, own_.begin)[slot] = static_cast<uint32_t>(id) < experts ? id : static_cast<int32_t>(experts);
+  }
+  PROXYCCL_DEVICE int32_t* idsOf(uint32_t node, uint32_t token) const {
+    return call_.layout.expert_ids + (static_cast<uint64_t>(node) * team_->max_tokens + token) * topk_;
+  }
+  PROXYCCL_DEVICE int32_t* sentPlaces(uint32_t node) const {
+    return call_.layout.sent_places + static_cast<uint64_t>(node) * team_->max_tokens + own_.begin;
+  }
+
+  // -- what the block shares ---
+  static PROXYCCL_DEVICE uint32_t* tokensOf() {
+    __shared__ uint32_t tokens[PROXYCCL_MAX_EXPERT_RANKS];
+    return tokens;
+  }
+  // For each rank, the first row there of this rank's tokens, or of this block's; and the output buffer that it named.
+  struct Outgoing {
+    uint32_t row, buffer;
+  };
+  static PROXYCCL_DEVICE Outgoing* outgoing() {
+    __shared__ Outgoing outgoing[PROXYCCL_MAX_EXPERT_RANKS];
+    return outgoing;
+  }
+  // This rank's rows among those of all ranks.
+  struct Range {
+    uint32_t first, count;
+  };
+  static PROXYCCL_DEVICE Range& ownRows() {
+    __shared__ Range range;
+    return range;
+  }
+  PROXYCCL_DEVICE uint32_t* bases() const {
+    const uint32_t n = 2 * team_.experts();
+    return n <= kScratch ? scratch() : team_->bases + static_cast<uint64_t>(segment_) * n;
+  }
+  // With a row for each rank: in block 0, choices of each of this rank's experts. Bases are few then.
+  PROXYCCL_DEVICE uint32_t* chosen() const { return bases() + 2 * team_.experts(); }
+  PROXYCCL_DEVICE uint32_t countersUsed() const { return 2 * team_.experts() + team_->chosen_per_rank; }
+  static constexpr uint32_t kStoredPiecesLog2 = 1, kStoredPieces = 1u << kStoredPiecesLog2;  // of a row, in turns
+  static constexpr uint32_t kScratch = PROXYCCL_EXPERT_COUNTERS;
+  static PROXYCCL_DEVICE uint32_t* scratch() {
+    __shared__ uint32_t words[kScratch];
+    return words;
+  }
+
+  // -- rows on their way ---
+  // The inbox of rank `local` of the node for rows from rank `source_local`. If ids are announced there are two, by the
+  // parity of the announcement. A rank writes rows n + 2 after it has received announcement n + 1 of every rank, which
+  // each makes after it has read rows n; awaitPreviousReaders() acquires the flag that says so. A repeated dispatch
+  // uses the inbox of the last announcement, and waits until all ranks have read it.
+  PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
+    return team_.inbox(local, source_local) + (kAnnounced && inbox_ != 0 ? team_->local_size * team_->slab_bytes : 0);
+  }
+  // The offset in a slab of a row of this block's segment.
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t place) const {
+    return team_.rowAt(segment_, place, rowStride(call_.row_bytes));
+  }
+
+  const ExpertTeam team_;
+  const ProxycclDispatch& call_;
+  const uint64_t number_;
+  const Choices choices_;
+  const typename AnnouncementIf<typename Mode::Announces>::Type announced_;
+  const uint32_t inbox_;  // which of the two, where ids are announced
+  const uint32_t segment_, topk_;
+  const Segment own_;
+};
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::begin() const {
+  const bool routes = call_.phases & PROXYCCL_EXPERT_ROUTE, sends = call_.phases & PROXYCCL_EXPERT_SEND;
+  if (blockIdx.x == 0 && threadIdx.x < 2) team_->counters->next_item[(number_ + 1) % 2][threadIdx.x] = 0;
+  if constexpr (kIds)
+    if (routes) announced_.send(call_);
+  if constexpr (kMasks) {
+    announced_.clear();
+    __syncthreads();
+    if (routes || (storesMasked() && !kSharedMasks)) announced_.collect(call_);
+  }
+  if (acknowledges() && (routes || sends) && !storesMasked()) awaitReaders();
+  const bool writes = kAnnounced && routes && !onlySends();
+  if ((writes || cachesIds()) && !storesMasked())
+#pragma unroll 1
+    for (uint32_t s = threadIdx.x; s < own_.tokens * topk_; s += blockDim.x) {
+      const int32_t id = choices_.id(own_.begin * topk_ + s);
+      if (cachesIds()) cachedIds()[s] = id;
+      if (writes) writeId(s, id);
+    }
+  if (kAnnounced) {  // gather() starts from these values, without a barrier
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < countersUsed(); i += blockDim.x) bases()[i] = 0;
+    if (threadIdx.x == 0) {
+      announcedState() = {~0u, 0, false};
+      ownRows() = {0, 0};
+    }
+  }
+  team_.loadLookup();
+  if constexpr (kMasks)
+    if (routes) announced_.send(Group(), call_);
+  if (kSharedMasks && routes) __syncthreads();  // what comes is kept where the block's own was read
+  if (!acknowledges() && (routes || call_.redispatch))
+    raiseRead((threadIdx.x + blockDim.x / 2) % blockDim.x, number_ - 1);
+  if (!acknowledges() && call_.redispatch) {
+    awaitReaders();
+    __syncthreads();
+  }
+  if (!kAnnounced && routes && !onlySends()) route();
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::acknowledge() const {
+  __syncthreads();
+  raiseRead(threadIdx.x, number_);
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::raiseRead(uint32_t thread, uint64_t number) const {
+#pragma unroll 1
+  for (uint32_t l = thread; l < team_->local_size; l += blockDim.x)
+    team_.raiseBehindLoads(l, team_.read(team_->local_rank, segment_), number);
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::awaitReaders() const {
+  const bool rows_alone = kAnnounced || (call_.redispatch && team_->segments == team_->blocks);
+  const uint32_t first = rows_alone ? segment_ : 0, count = rows_alone ? 1 : team_->segments;
+#pragma unroll 1
+  for (uint32_t i = (threadIdx.x + blockDim.x / 2) % blockDim.x; i < team_->local_size * count; i += blockDim.x)
+    team_.await(team_.read(i / count, first + i % count), number_ - 1, team_.member(team_->node, i / count));
+}
+
+template <class Mode>
+PROXYCCL_DEVICE void Dispatch<Mode>::setSegments(uint32_t thread, uint32_t threads) const {
+#pragma unroll 1
+  for (uint32_t s = thread; s < team_->world_size; s += threads) {
+    uint32_t tokens = 0;
+    if (call_.redispatch) {
+      tokens = static_cast<uint32_t>(call_.layout.tokens[s]);
+    } else {
+      tokens = kAnnounced ? announced_.tokens(s) : segmentOf(s, 0).tokens;
+    }
+    tokensOf()[s] = tokens;
+    team_.segmentOf(s) = Segment::of(tokens, segment_, team_->segments);
+  }
+}
+
+}  // namespace proxyccl
+
+#endif

@@ -1,0 +1,14 @@
+// The kernel of dispatches that send counts. A file of its own, as are those of the others: a layer needs one of them,
+// and each takes long to compile.
+#ifndef PROXYCCL_EXPERT_DISPATCH_KERNEL_H
+#define PROXYCCL_EXPERT_DISPATCH_KERNEL_H
+
+#include "experts/dispatch.h"
+
+extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    expert_dispatch(const ProxycclExperts experts, const ProxycclDispatch call) {
+  ::proxyccl::dispatchExperts<::proxyccl::DispatchMode<void>>(experts, call);
+}
+PROXYCCL_EXPORT_KERNEL(expert_dispatch)
+
+#endif

@@ -1,0 +1,389 @@
+// Geometry of the expert-parallel kernels (experts/experts.h): segments, groups of threads, items of work, flags.
+//
+// A group is the threads that move one piece of a row together: a warp, or one fiber on a CPU, where one copies faster
+// than many. Block b handles segment b of every source, on every rank alike, so flags are per block. What a dispatch
+// sends is cut into parts, one for each sending group if some blocks only send. Each part has a flag that says how many
+// of its items have arrived.
+#ifndef PROXYCCL_EXPERT_TEAM_H
+#define PROXYCCL_EXPERT_TEAM_H
+
+#include "experts/experts.h"
+#include "proxyccl/copy.h"
+#include "proxyccl/kernel.h"
+#include "proxyccl/proxyccl.h"
+
+namespace proxyccl {
+
+constexpr uint32_t kGroupLanes = PROXYCCL_ON_HOST ? 1 : PROXYCCL_WARP_SIZE;
+constexpr uint32_t kMaxGroups = PROXYCCL_EXPERT_THREADS / kGroupLanes;
+constexpr uint32_t kMaxPieces = 4;  // of a row
+// A flag's value is the number of the call, and in the lower bits how many items have arrived: at most kMaxPieces for
+// each of 2^24 tokens. The call's number has the other 37 bits.
+constexpr uint32_t kItemBits = 27;
+constexpr uint64_t kAllItems = (1ull << kItemBits) - 1;
+static_assert(kMaxPieces << 24 <= kAllItems, "an item's number fits in a flag");
+
+PROXYCCL_DEVICE uint64_t flagValue(uint64_t call, uint64_t items) { return call << kItemBits | items; }
+
+// Whether a flag has reached a value. Both wrap, so their difference counts. `ahead` is more than a flag can be past a
+// value that is still awaited; every other difference is that of a flag that has not reached it.
+constexpr uint64_t kHalfOfAll = 1ull << 63;  // for flags that every call raises
+// For flags that say how many items have arrived, which not every call raises. Calls wait for each other, so no flag is
+// more than one call ahead; one that was not raised for a long time is taken for an old one until its number comes
+// round.
+constexpr uint64_t kTwoCalls = 2ull << kItemBits;
+PROXYCCL_DEVICE bool hasReached(uint64_t seen, uint64_t value, uint64_t ahead) { return seen - value < ahead; }
+
+// Where a token's row goes to or comes from.
+struct RowEntry {
+  char* at;
+  int32_t number;
+  float weight;
+};
+
+// A group's shared memory.
+struct GroupSpace {
+  char* at[PROXYCCL_MAX_TOPK];
+  int32_t number[PROXYCCL_MAX_TOPK];
+  float weight[PROXYCCL_MAX_TOPK];
+  int32_t row[PROXYCCL_MAX_TOPK];
+  uint32_t count;
+};
+PROXYCCL_DEVICE GroupSpace* groupSpaces() {
+  __shared__ GroupSpace spaces[kMaxGroups];
+  return spaces;
+}
+
+// One thread of a group.
+struct Group {
+  uint32_t number, lane;
+  PROXYCCL_DEVICE Group() : number(threadIdx.x / kGroupLanes), lane(threadIdx.x % kGroupLanes) {}
+  static PROXYCCL_DEVICE uint32_t count() { return PROXYCCL_ON_HOST ? blockDim.x : kMaxGroups; }
+  PROXYCCL_DEVICE GroupSpace& space() const { return groupSpaces()[number]; }
+  // Whether test(i) is true for any i < n. Each i is tested by one thread.
+  template <class Test>
+  PROXYCCL_DEVICE bool any(uint32_t n, Test test) const {
+    bool found = false;
+    for (uint32_t i = lane; i < n; i += kGroupLanes) found |= test(i);
+#if PROXYCCL_ON_HOST
+    return found;
+#else
+    return ballotWarp(found) != 0;
+#endif
+  }
+
+  // After it every thread of the group sees what the others wrote before it.
+  PROXYCCL_DEVICE void sync() const {
+#if !PROXYCCL_ON_HOST
+    syncWarp();
+#endif
+  }
+
+  // The first thread's value.
+  PROXYCCL_DEVICE uint32_t ofFirst(uint32_t value) const {
+#if PROXYCCL_ON_HOST
+    return value;
+#else
+    return shuffle(value, 0);
+#endif
+  }
+
+  // Takes the next number from a counter of the block.
+  PROXYCCL_DEVICE uint32_t next(uint32_t* counter) const {
+    GroupSpace& space = this->space();
+    if (lane == 0) space.count = atomicAdd(counter, 1u);
+    sync();
+    const uint32_t number = space.count;
+    sync();
+    return number;
+  }
+
+  // Lists in space(), in order of i < n, the entries for which find(i, &entry) is true. One thread calls it for each i.
+  // There may be at most PROXYCCL_MAX_TOPK entries.
+  template <class Find>
+  PROXYCCL_DEVICE void list(uint32_t n, Find find) const {
+    GroupSpace& space = this->space();
+    uint32_t count = 0;
+    for (uint32_t first = 0; first < n; first += kGroupLanes) {
+      RowEntry entry = {};
+      const bool found = first + lane < n && find(first + lane, &entry);
+#if PROXYCCL_ON_HOST
+      const uint64_t all = found;
+#else
+      const uint64_t all = ballotWarp(found);
+#endif
+      if (found) {
+        const uint32_t slot = count + countBits(all & ((1ull << lane) - 1));
+        space.at[slot] = entry.at;
+        space.number[slot] = entry.number;
+        space.weight[slot] = entry.weight;
+      }
+      count += countBits(all);
+    }
+    if (lane == 0) space.count = count;
+    sync();
+  }
+};
+
+// A segment of a source's tokens, cut into items: pieces of rows, so that few tokens keep all groups busy.
+struct Segment {
+  uint32_t begin, tokens, pieces_log2;
+  // The most tokens of any of `segments` segments.
+  static PROXYCCL_DEVICE uint32_t longest(uint32_t source_tokens, uint32_t segments) {
+    return (source_tokens + segments - 1) / segments;
+  }
+  // Segment `number` of `segments`.
+  static PROXYCCL_DEVICE Segment of(uint32_t source_tokens, uint32_t number, uint32_t segments) {
+    const uint32_t begin = source_tokens * number / segments;
+    Segment segment = {begin, source_tokens * (number + 1) / segments - begin, 0};
+#if !PROXYCCL_ON_HOST
+    // Derived from the source's number of tokens alone: all ranks know that, and all must agree.
+    const uint32_t most = longest(source_tokens, segments);
+    while (segment.pieces() < kMaxPieces && most * segment.pieces() < 2 * Group::count()) ++segment.pieces_log2;
+#endif
+    return segment;
+  }
+  // The number of the segment that a token is in.
+  static PROXYCCL_DEVICE uint32_t numberOf(uint32_t source_tokens, uint32_t token, uint32_t segments) {
+    return ((token + 1) * segments - 1) / source_tokens;
+  }
+  PROXYCCL_DEVICE uint32_t pieces() const { return 1u << pieces_log2; }
+  PROXYCCL_DEVICE uint32_t items() const { return tokens << pieces_log2; }
+  PROXYCCL_DEVICE uint32_t tokenOf(uint32_t item) const { return item >> pieces_log2; }  // within the segment
+  PROXYCCL_DEVICE uint32_t pieceOf(uint32_t item) const { return item & (pieces() - 1); }
+};
+
+// Bytes from one row to the next in a slab, so that wide accesses are aligned. Slabs have room for the layer's longest
+// rows.
+PROXYCCL_DEVICE uint64_t rowStride(uint64_t row_bytes) { return (row_bytes + 15) / 16 * 16; }
+
+// The bytes [begin, end) of a row that an item moves: a whole number of 16-byte words but for the last piece.
+struct Piece {
+  uint64_t begin, end;
+  PROXYCCL_DEVICE Piece(uint64_t row_bytes, const Segment& segment, uint32_t item) {
+    const uint64_t words = (row_bytes + 15) / 16;
+    const uint32_t piece = segment.pieceOf(item);
+    begin = (words * piece >> segment.pieces_log2) * 16;
+    end = piece + 1 == segment.pieces() ? row_bytes : (words * (piece + 1) >> segment.pieces_log2) * 16;
+    if (begin > end) begin = end;
+  }
+};
+
+// Out of line: many places wait, and a short call takes as long as loading its code.
+PROXYCCL_OUT_OF_LINE void awaitWord(ProxycclControl* control, const uint64_t* word, uint64_t value, uint32_t peer,
+                                    uint64_t ahead) {
+  waitUntil(control, {PROXYCCL_WAIT_SM_SIGNAL, peer, PROXYCCL_NO_CHANNEL, value},
+            [&](uint64_t* seen) { return hasReached(*seen = loadAcquireSystem(word), value, ahead); });
+}
+
+class ExpertTeam {
+ public:
+  PROXYCCL_DEVICE explicit ExpertTeam(const ProxycclExperts& experts) : e_(experts) {}
+  PROXYCCL_DEVICE const ProxycclExperts* operator->() const { return &e_; }
+  PROXYCCL_DEVICE const ProxycclExperts& operator*() const { return e_; }
+
+  PROXYCCL_DEVICE uint32_t experts() const { return e_.world_size * e_.experts_per_rank; }
+  // Called by the block, before anything else: copies to shared memory what is looked up for every row, as an acquire
+  // empties a GPU's cache of device memory.
+  PROXYCCL_DEVICE void loadLookup() const {
+    Lookup& lookup = ExpertTeam::lookup();
+    // The last threads do it, as the first ones usually have something else to load, and wait for that.
+    const uint32_t first = blockDim.x - 1 - threadIdx.x;
+    for (uint32_t i = first; i < e_.world_size; i += blockDim.x) lookup.places[i] = e_.places[i];
+    for (uint32_t i = first; i < e_.local_size; i += blockDim.x) {
+      lookup.peers[i] = e_.peers[i];
+      lookup.ranks[i] = member(e_.node, i);
+    }
+    __syncthreads();
+  }
+
+  PROXYCCL_DEVICE uint32_t placeOf(uint32_t rank) const { return lookup().places[rank]; }
+  PROXYCCL_DEVICE uint32_t nodeOf(uint32_t rank) const { return placeOf(rank) >> 16; }
+  PROXYCCL_DEVICE uint32_t localOf(uint32_t rank) const { return placeOf(rank) & 0xffff; }
+  PROXYCCL_DEVICE uint32_t nearRank(uint32_t local) const { return lookup().ranks[local]; }
+  PROXYCCL_DEVICE char* peer(uint32_t local) const { return lookup().peers[local]; }
+  static PROXYCCL_DEVICE char* const* peers() { return lookup().peers; }
+  // This block's segment of each source's tokens. The caller fills it in.
+  static PROXYCCL_DEVICE Segment& segmentOf(uint32_t source) { return lookup().segments[source]; }
+  // The most items that any source has for this block.
+  PROXYCCL_DEVICE uint32_t mostItems() const {
+    uint32_t most = 0;
+    for (uint32_t s = 0; s < e_.world_size; ++s) {
+      const uint32_t items = segmentOf(s).items();
+      most = items > most ? items : most;
+    }
+    return most;
+  }
+  PROXYCCL_DEVICE bool isNear(uint32_t rank) const { return nodeOf(rank) == e_.node; }
+  PROXYCCL_DEVICE uint32_t member(uint32_t node, uint32_t local) const {
+    return e_.members[node * e_.local_size + local];
+  }
+
+  // -- slabs ---
+  PROXYCCL_DEVICE char* inbox(uint32_t local, uint32_t source_local) const {
+    return peer(local) + e_.inbox + source_local * e_.slab_bytes;
+  }
+  // Offsets in a workspace.
+  PROXYCCL_DEVICE uint64_t rail(uint64_t call, uint32_t node) const {
+    return e_.rail + (call % 2 * e_.nodes + node) * e_.slab_bytes;
+  }
+  PROXYCCL_DEVICE uint64_t outbox(uint64_t call, uint32_t node) const {
+    return e_.outbox + (call % 2 * e_.nodes + node) * e_.slab_bytes;
+  }
+  // Where to read what `source` sent to this rank or its node.
+  PROXYCCL_DEVICE char* slabOf(uint64_t call, uint32_t source) const {
+    const uint32_t local = localOf(source), node = nodeOf(source);
+    return node == e_.node ? e_.workspace + e_.inbox + local * e_.slab_bytes : peer(local) + rail(call, node);
+  }
+  PROXYCCL_DEVICE uint64_t routingAt(uint32_t segment) const { return segment * e_.routing_bytes; }
+  PROXYCCL_DEVICE uint64_t rowAt(uint32_t segment, uint32_t place, uint64_t stride) const {
+    return e_.segments * e_.routing_bytes + segment * e_.segment_bytes + place * stride;
+  }
+
+  // Item i of segment s is number i * segments + s of a dispatch, and item number / parts() of part number % parts().
+  PROXYCCL_DEVICE uint32_t parts() const {
+    return (e_.segments < e_.blocks ? e_.blocks - e_.segments : e_.blocks) * Group::count();
+  }
+
+  // The first row of a rank's output buffer. Buffers count from 1 here; 0 stands for none.
+  PROXYCCL_DEVICE char* outputOf(uint32_t local, uint32_t buffer) const {
+    return peer(local) + e_.outputs + (buffer - 1) * e_.output_bytes;
+  }
+
+  // -- flags, as offsets in a workspace ---
+  // Raised when block `block` of `source` has sent its counts.
+  PROXYCCL_DEVICE uint64_t routed(uint32_t source, uint32_t block) const {
+    return e_.routed + 8ull * (source * e_.segments + block);
+  }
+  // Says how many items of a part of a source's dispatch have arrived.
+  PROXYCCL_DEVICE uint64_t sent(uint32_t source, uint32_t part) const {
+    return e_.sent + 8ull * (static_cast<uint64_t>(source) * parts() + part);
+  }
+  // Raised when the block of a rank of the node has read what a dispatch brought.
+  PROXYCCL_DEVICE uint64_t read(uint32_t local, uint32_t block) const {
+    return e_.read + 8ull * (local * e_.segments + block);
+  }
+  // Raised when the block of a rank of the node has returned its rows of a combine.
+  PROXYCCL_DEVICE uint64_t returned(uint32_t local, uint32_t block) const {
+    return e_.returned + 8ull * (local * e_.blocks + block);
+  }
+  // Raised when the block of a rank of the node has summed what a combine brought it.
+  PROXYCCL_DEVICE uint64_t summed(uint32_t local, uint32_t block) const {
+    return e_.summed + 8ull * (local * e_.blocks + block);
+  }
+  // Says that the rows of a rank of the node for a combine are there, and in which of its output buffers. By the parity
+  // of the combine: a rank raises that of combine n + 2 after it has ended n + 1, for which it needed every rank's flag
+  // n + 1, raised after that had ended combine n.
+  PROXYCCL_DEVICE uint64_t loadable(uint64_t call, uint32_t local, uint32_t block) const {
+    return e_.loadable + 8ull * ((call % 2 * e_.local_size + local) * e_.blocks + block);
+  }
+  PROXYCCL_DEVICE void raise(uint32_t local, uint64_t flag, uint64_t value) const {
+    storeReleaseSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
+  }
+  // The same, if what it tells is that the block has loaded something, or what kernels before this one stored.
+  PROXYCCL_DEVICE void raiseBehindLoads(uint32_t local, uint64_t flag, uint64_t value) const {
+    storeReleaseLoadsSystem(reinterpret_cast<uint64_t*>(peer(local) + flag), value);
+  }
+  // Waits until a flag in this rank's workspace has reached `value`.
+  PROXYCCL_DEVICE void await(uint64_t flag, uint64_t value, uint32_t peer, uint64_t ahead = kHalfOfAll) const {
+    awaitWord(e_.control, reinterpret_cast<const uint64_t*>(e_.workspace + flag), value, peer, ahead);
+  }
+  // Waits until so many items of a part of a source's dispatch have arrived.
+  PROXYCCL_DEVICE void awaitSent(uint32_t source, uint32_t part, uint64_t call, uint64_t items) const {
+    await(sent(source, part), flagValue(call, items), source, kTwoCalls);
+  }
+
+  // -- transfers to other nodes ---
+  PROXYCCL_DEVICE void post(const ProxycclProxyChannel* channels, uint32_t node, uint64_t dst, uint64_t src,
+                            uint64_t bytes) const {
+    const ProxyChannelDeviceHandle channel{channels[node * e_.blocks + blockIdx.x]};
+    if (bytes == 0) return channel.signal();
+    channel.putWithSignal(dst, src, bytes);
+  }
+  PROXYCCL_DEVICE void awaitPost(const ProxycclProxyChannel* channels, uint32_t node) const {
+    ProxyChannelDeviceHandle{channels[node * e_.blocks + blockIdx.x]}.wait();
+  }
+
+ private:
+  struct Lookup {
+    Segment segments[PROXYCCL_MAX_EXPERT_RANKS];
+    char* peers[PROXYCCL_MAX_EXPERT_RANKS];
+    uint32_t ranks[PROXYCCL_MAX_EXPERT_RANKS], places[PROXYCCL_MAX_EXPERT_RANKS];
+  };
+  static PROXYCCL_DEVICE Lookup& lookup() {
+    __shared__ Lookup lookup;
+    return lookup;
+  }
+
+  const ProxycclExperts& e_;
+};
+
+// The number of rows of the tokens with these places; a token may have none.
+PROXYCCL_DEVICE uint64_t rowsPlaced(const int32_t* places, uint32_t tokens) {
+  for (uint32_t i = tokens; i > 0; --i)
+    if (places[i - 1] != PROXYCCL_NO_ROW) return places[i - 1] + 1;
+  return 0;
+}
+
+// Called by one thread of each block, after all its threads have read the counters: the last block to call it advances
+// `calls`. Returns whether this block was the last.
+PROXYCCL_DEVICE bool advance(const ProxycclExperts& e, uint64_t* calls) {
+  if (fetchAddAcqRelDevice<uint32_t>(&e.counters->blocks_done, 1) != gridDim.x - 1) return false;
+  storeRelaxedDevice<uint32_t>(&e.counters->blocks_done, 0);
+  storeRelaxedDevice<uint64_t>(calls, *calls + 1);
+  return true;
+}
+// Ends a kernel; `last` says whether it is its call's last one.
+PROXYCCL_DEVICE void finishExperts(const ProxycclExperts& e, uint64_t* calls, bool last) {
+  __syncthreads();
+  if (threadIdx.x == 0 && last) advance(e, calls);
+}
+
+// What a kernel takes besides ProxycclExperts.
+template <class Kernel>
+struct CallOf;
+template <class Call>
+struct CallOf<void (*)(const ProxycclExperts&, const Call&)> {
+  using Type = Call;
+};
+
+// Called by a group: copies `bytes` bytes from `src` to each of `count` targets. They are read once, kInFlight words of
+// 16 bytes of each thread at a time.
+template <uint32_t kInFlight = 4>
+PROXYCCL_DEVICE void copyToEach(char* const* targets, uint32_t count, uint64_t offset, const char* src, uint64_t bytes,
+                                uint32_t lane) {
+#if !PROXYCCL_ON_HOST
+  uint64_t misaligned = reinterpret_cast<uintptr_t>(src) | bytes | offset;
+  for (uint32_t k = 0; k < count; ++k) misaligned |= reinterpret_cast<uintptr_t>(targets[k]);
+  if (misaligned % 16 == 0) {
+    const Bytes16* from = inGlobal(reinterpret_cast<const Bytes16*>(src));
+    const uint32_t words = bytes / 16;
+    for (uint32_t first = lane; first < words; first += kInFlight * kGroupLanes) {
+      Bytes16 held[kInFlight];
+#pragma unroll
+      for (uint32_t i = 0; i < kInFlight; ++i)
+        if (first + i * kGroupLanes < words) held[i] = from[first + i * kGroupLanes];
+      for (uint32_t k = 0; k < count; ++k) {
+        Bytes16* to = inGlobal(reinterpret_cast<Bytes16*>(targets[k] + offset));
+#pragma unroll
+        for (uint32_t i = 0; i < kInFlight; ++i)
+          if (first + i * kGroupLanes < words) to[first + i * kGroupLanes] = held[i];
+      }
+    }
+    return;
+  }
+#endif
+  for (uint32_t k = 0; k < count; ++k) copyBytes(targets[k] + offset, src, bytes, lane, kGroupLanes);
+}
+
+}  // namespace proxyccl
+
+// A kernel `name` from the template `kernel` for one element type.
+#define PROXYCCL_TYPED_KERNEL(kernel, name, T)                                                                     \
+  extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)                                         \
+      name(const ProxycclExperts experts, const ::proxyccl::CallOf<decltype(&::proxyccl::kernel<T>)>::Type call) { \
+    ::proxyccl::kernel<T>(experts, call);                                                                          \
+  }                                                                                                                \
+  PROXYCCL_EXPORT_KERNEL(name)
+
+#endif

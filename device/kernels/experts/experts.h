@@ -1,0 +1,208 @@
+/* What expert parallelism's kernels share with the host: the layer's geometry and memory, and one call's arguments.
+ *
+ * Plain C. A slot is one expert choice of one token. Each rank's tokens are cut into segments of consecutive tokens;
+ * block b of every rank handles segment b of every source, so blocks wait for others only to get the counts. A large
+ * dispatch has fewer segments than blocks; the other blocks only send. A small one sends no counts: it announces its
+ * choices to all ranks (experts/announcement.h), and every block counts for itself.
+ *
+ * Every rank has a workspace, with the same layout on all, and the ranks of its node map it. It holds flags (8-byte
+ * words that peers store and this rank polls) and slabs. A slab is what one source sends to one rank or node: for each
+ * segment its routing, then for each segment its tokens' rows.
+ *
+ * With a row for each rank, what these kernels call an expert is a rank, and experts_per_rank is 1. A dispatch counts
+ * the ranks that a token goes to, each once (experts/choices.h). What the token chose there, a ProxycclExpertChoice,
+ * takes the place of a slot's weight, so every rank that gets the token's routing has all its choices.
+ *
+ * With a row for each rank on one node, a rank can also have output buffers in its workspace
+ * (experts/dispatch_store.h): senders store rows right there once they know all counts, and combine loads rows from
+ * there.
+ *
+ * - announced [2][…]: packets: the choices and weights of every rank
+ * - inbox [local_size], where choices are announced [2][local_size]: what the ranks of the node send here
+ * - rail [2][nodes]: what this rank's counterparts on other nodes send to this node; all its ranks read it here
+ * - outbox [2][nodes]: what this rank sends to its counterparts; the proxy reads it
+ * - returns: experts' rows on their way back to the tokens' ranks; return_rails: the same to rails
+ * - partial_in, partial_out [2][nodes]: sums of a node on their way back to the tokens' ranks
+ * - outputs [output_buffers]: rows [output_rows], and their scales
+ *
+ * Data between nodes is double-buffered by the parity of the call. No flag guards it: a rank sends call n + 1 after its
+ * node has read call n, and starts call n + 2 after it has received call n + 1 from every node. Within a node readers
+ * raise a flag when they have read.
+ */
+#ifndef PROXYCCL_EXPERTS_H
+#define PROXYCCL_EXPERTS_H
+
+#include "proxyccl/handles.h"
+
+enum {
+  PROXYCCL_MAX_TOPK = 16,
+  PROXYCCL_EXPERT_THREADS = 512, /* threads of a block on a GPU; at most as many elsewhere */
+  PROXYCCL_MAX_EXPERT_RANKS = 256,
+  PROXYCCL_SCALED_ELEMENTS = 128, /* elements that share a scale, if rows are sent in float8 */
+  /* What a block can keep of announcements: slots of all ranks, slots of its own segments, slots of one segment, and
+   * experts. */
+  PROXYCCL_ANNOUNCED_SLOTS = 8192,
+  PROXYCCL_ANNOUNCED_OWN_SLOTS = 2048,
+  PROXYCCL_ANNOUNCED_SEGMENT_SLOTS = 256,
+  PROXYCCL_ANNOUNCED_EXPERTS = 1024,
+  PROXYCCL_IDS_PER_PACKET = 4,
+  PROXYCCL_MASKED_RANKS = 64,         /* with a row for each rank: a token's ranks are bits of a word */
+  PROXYCCL_ANNOUNCED_PAYLOADS = 2304, /* of 8 bytes: what a block keeps of all ranks' heads and choices */
+  PROXYCCL_SUMMED_WORDS = 16,         /* of a mask of tokens, whose bits are counted together */
+  PROXYCCL_KEPT_TARGETS = 4096,       /* slots of a segment that a block keeps while it counts them */
+  PROXYCCL_CACHED_ROWS = 2048,        /* slots of a block whose rows a combine looks up before it waits */
+  PROXYCCL_EXPERT_COUNTERS = 2048,    /* that a block keeps in shared memory; with more, bases lie in device memory */
+  /* Phases of a dispatch, in any split over kernels that keeps their order. */
+  PROXYCCL_EXPERT_ROUTE = 1,   /* count this rank's slots by expert, and send the counts to all ranks */
+  PROXYCCL_EXPERT_GATHER = 2,  /* gather everyone's counts, and tell the CPU how many rows come */
+  PROXYCCL_EXPERT_SEND = 4,    /* of a dispatch or a combine: send rows */
+  PROXYCCL_EXPERT_RECEIVE = 8, /* of a dispatch or a combine: receive rows */
+  PROXYCCL_EXPERT_LAYOUT = 16, /* instead of SEND and RECEIVE: only find out where the rows of a dispatch would go */
+  PROXYCCL_FIRST_CHOICE = 1 << 30, /* in an announced ProxycclExpertChoice.expert: of its token's slots for that rank it
+                                      is the first */
+  /* Which ids drop a slot, in ProxycclExperts: */
+  PROXYCCL_NUMBER_DROPS = 1,    /* the number of the experts that tokens choose from */
+  PROXYCCL_MINUS_ONE_DROPS = 2, /* -1 */
+  /* Instead of a row: */
+  PROXYCCL_NO_ROW = -1,   /* the slot is dropped, or its expert is elsewhere */
+  PROXYCCL_PAST_END = -2, /* its row is on this rank, but does not fit in the output */
+};
+#define PROXYCCL_NO_EXPERT 0xffffffffu
+
+/* At the head of a segment's routing; behind it, at the offsets of ProxycclExperts:
+ *   uint32 counts[experts]            slots of the segment for each expert
+ *   uint32 chosen[ranks * chosen_per_rank]  with a row for each rank: choices of the segment, for each expert
+ *   ProxycclExpertSlot slots[segment_tokens * topk]
+ *   int32 places[segment_tokens]      across nodes: where in the segment's rows each token lies, or PROXYCCL_NO_ROW
+ *   weights[segment_tokens * topk] */
+typedef struct ProxycclExpertSegment {
+  uint32_t tokens;        /* of the whole source */
+  uint32_t bad_slot;      /* the first slot with a bad expert id, or 0xffffffff */
+  uint32_t wanted_tokens; /* see ProxycclDispatch */
+  uint32_t output_buffer; /* of the source, see ProxycclDispatch */
+} ProxycclExpertSegment;
+
+typedef struct ProxycclExpertSlot {
+  uint32_t expert;   /* or PROXYCCL_NO_EXPERT */
+  uint32_t position; /* among the segment's slots for this expert */
+} ProxycclExpertSlot;
+
+typedef struct ProxycclExpertChoice {
+  int32_t expert; /* among those of all ranks; -1 if the slot is dropped */
+  float weight;
+} ProxycclExpertChoice;
+
+/* Pinned: how many rows a dispatch brings, which the CPU reads without waiting for the stream. */
+typedef struct ProxycclReceivedRows {
+  uint64_t ticket;        /* of the dispatch that rows, bad_rank and bad_slot belong to; stored after them */
+  uint32_t rows;          /* rows that this rank receives */
+  uint32_t bad_rank;      /* the first rank with a bad expert id, or PROXYCCL_NO_PEER */
+  uint32_t bad_slot;      /* the first such slot of that rank */
+  uint32_t bad_index;     /* 1 if full_scatter_indices were no permutation of this rank's rows, or too few */
+  uint32_t most_rows;     /* of any rank, or padded of any expert, in any dispatch, since the CPU last set it to 0 */
+  uint32_t wanted_tokens; /* the most of any rank; see ProxycclDispatch */
+} ProxycclReceivedRows;
+
+/* In device memory. The last block of a kernel advances them, never the host, so a captured graph can replay. */
+typedef struct ProxycclExpertCounters {
+  uint64_t dispatches, combines; /* calls whose last kernel every block has begun */
+  uint64_t routings;             /* dispatches that were no redispatch */
+  uint32_t next_item[2][2];      /* by the parity of the dispatch: of the rows that go to peers, and that stay here */
+  uint32_t blocks_done;
+  uint32_t has_failed; /* a dispatch gave up before it wrote its layout, and calls that read layouts must do nothing */
+} ProxycclExpertCounters;
+
+/* What every kernel of a layer takes, by value. */
+typedef struct ProxycclExperts {
+  uint32_t rank, world_size;
+  uint32_t local_rank, local_size, node, nodes;
+  const uint32_t* places;  /* [world_size]: node << 16 | number within the node */
+  const uint32_t* members; /* [nodes][local_size]: ranks */
+  uint32_t experts_per_rank, topk, max_tokens;
+  uint32_t blocks;                   /* of a kernel, and as many segments of a combine */
+  uint32_t segments, segment_tokens; /* segments of a dispatch, the most tokens of one; blocks without one only send */
+  uint32_t local_combine, weight_bytes;
+  uint32_t chosen_per_rank;                /* with a row for each rank: experts of each rank; else 0 */
+  uint32_t padded_rows;                    /* with padded rows: how many each expert has room for; else 0 */
+  uint32_t expert_alignment;               /* each expert's rows begin at a multiple of it, if not 0 */
+  uint32_t choice_packets, weight_packets; /* packets of an announcement; 0: counts are sent instead */
+  uint32_t output_buffers, output_rows;    /* how many, the last for a combine's rows; rows that each has room for */
+  uint32_t senders; /* with output buffers: blocks that store rows of a large dispatch at peers; 0 if there is one */
+  uint32_t dropping_ids;         /* PROXYCCL_NUMBER_DROPS, PROXYCCL_MINUS_ONE_DROPS, or both */
+  uint64_t segment_bytes;        /* of the rows of a segment, at most */
+  uint64_t return_segment_bytes; /* the same for a combine, with one row per token */
+  uint64_t counts_offset, slots_offset, places_offset, weights_offset; /* in a segment's routing */
+  uint64_t routing_bytes, slab_bytes;                                  /* of a segment; of a slab */
+  /* In a workspace. */
+  uint64_t announced, inbox, rail, outbox, returns, return_rails, partial_in, partial_out, partial_bytes;
+  uint64_t outputs, output_bytes, output_scales;           /* the last two: of a buffer, in a buffer */
+  uint64_t routed, sent, read, returned, summed, loadable; /* flags; see experts/expert_team.h */
+  ProxycclControl* control;
+  char* workspace;
+  char* const* peers;                        /* [local_size]: the workspaces of the node */
+  const ProxycclProxyChannel* out_channels;  /* [nodes][blocks], for dispatch: across nodes segments == blocks */
+  const ProxycclProxyChannel* back_channels; /* [nodes][blocks], for combine */
+  uint32_t* bases; /* [segments][2][experts]; with output buffers at least [blocks][2][world_size][segments] */
+  ProxycclReceivedRows* received_rows;
+  /* Pinned: choices of each of this rank's experts, stored before the ticket. With a row for each rank
+   * [chosen_per_rank], with expert_alignment [experts_per_rank]. */
+  uint32_t* chosen_rows;
+  ProxycclExpertCounters* counters;
+} ProxycclExperts;
+
+/* Where one dispatch put its rows, in device memory. Combine reads it, and later dispatches by the same routing. */
+typedef struct ProxycclExpertLayout {
+  int32_t* tokens;      /* [world_size]: of each rank */
+  int32_t* counts;      /* [world_size][experts] */
+  int32_t* rows;        /* [world_size][max_tokens][topk]: this rank's row of each slot */
+  int32_t* places;      /* [world_size][max_tokens]: across nodes, where the token lies in its segment's rows */
+  int32_t* sent_places; /* [nodes][max_tokens]: the same of this rank's tokens, for each node */
+  int32_t* expert_ids;  /* [nodes][max_tokens][topk]: of this rank's tokens and its counterparts' */
+  int32_t* first_rows;  /* [rows]: the first row of the same token on this rank */
+  int32_t* token_rows;  /* [rows][topk]: if this is its token's first row, the row of each slot of the token */
+  int32_t* row_slots;   /* [rows]: which of its token's slots a row is for */
+  int32_t* row_tokens;  /* [rows]: the token's number on its rank; or null */
+  int32_t* row_experts; /* with a row for each rank, [rows][topk]: this rank's experts that the token chose, by their
+                           number here; -1 for others */
+  int32_t* expert_rows; /* with padded rows, [experts_per_rank]: rows of each expert, at most padded_rows */
+  int32_t* sent_rows;   /* with output buffers, [max_tokens][topk]: the row of each slot of this rank's tokens, on the
+                           slot's rank */
+} ProxycclExpertLayout;
+
+typedef struct ProxycclDispatch {
+  uint32_t phases;
+  uint32_t tokens;        /* of this rank */
+  uint32_t capacity;      /* rows of the output */
+  uint32_t redispatch;    /* 1: use an existing layout and count nothing */
+  uint64_t ticket;        /* see ProxycclReceivedRows */
+  uint32_t wanted_tokens; /* tokens for which this rank would have needed a larger layer, or 0; all ranks learn it */
+  uint32_t scale_bytes;   /* scales at the end of each row, which go to output_scales */
+  uint32_t id_bytes;      /* 4 or 8 */
+  uint32_t output_buffer; /* if senders store rows in output buffers: 1 + the number of this rank's; else 0 */
+  uint64_t row_bytes;
+  const char* input;       /* [tokens][row_bytes] */
+  const char* expert_ids;  /* [tokens][topk] of id_bytes each; of a repeated dispatch those of the layout */
+  const char* weights;     /* [tokens][topk], or null; float32 with a row for each rank */
+  const int32_t* scatter;  /* [scatter_tokens][topk], or null */
+  uint64_t scatter_tokens; /* of all ranks, as the caller has them: what a stopped rank has sent may say more */
+  char* output;            /* [capacity][row_bytes - scale_bytes] */
+  char* output_scales;     /* [capacity][scale_bytes] */
+  char* output_weights;    /* [capacity], or null; with a row for each rank [capacity][topk] */
+  int32_t* received;       /* how many rows there are, or null */
+  ProxycclExpertLayout layout;
+} ProxycclDispatch;
+
+typedef struct ProxycclCombine {
+  uint32_t phases;
+  uint32_t tokens;
+  uint64_t hidden;
+  uint32_t rows_buffer; /* 1 + the number of the output buffer in which `rows` lies; 0 if peers can't load them */
+  const char* rows;     /* [R][hidden] */
+  const float* weights; /* [R], or null */
+  /* [tokens][topk], or null: factors of the slots' rows, beside `weights`. On one node, without local_combine. */
+  const float* slot_weights;
+  char* output; /* [tokens][hidden] */
+  ProxycclExpertLayout layout;
+} ProxycclCombine;
+
+#endif

@@ -1,0 +1,22 @@
+// Values of rows as a matrix, for a combine that brings each back to its slot.
+#ifndef PROXYCCL_EXPERT_SPREAD_H
+#define PROXYCCL_EXPERT_SPREAD_H
+
+#include "experts/choices.h"
+
+// matrix[rows][topk] = each row's value in the column of the row's slot, zero elsewhere. A combine of the matrix brings
+// each value back to its slot.
+extern "C" __global__ void __launch_bounds__(PROXYCCL_EXPERT_THREADS, 1)
+    expert_spread(const char* values, const int32_t* row_slots, char* matrix, uint32_t rows, uint32_t topk,
+                  uint32_t bytes) {
+  using namespace proxyccl;
+  forEach(static_cast<uint64_t>(rows) * topk, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x,
+          [&](size_t i) {
+            const size_t row = i / topk;
+            const bool own = row_slots[row] == static_cast<int32_t>(i % topk);
+            storeRaw(matrix + i * bytes, own ? loadRaw(values + row * bytes, bytes) : 0, bytes);
+          });
+}
+PROXYCCL_EXPORT_KERNEL(expert_spread)
+
+#endif

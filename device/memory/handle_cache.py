@@ -1,0 +1,105 @@
+"""Mappings of memory that other processes exported, kept for a while when nobody uses them."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import ClassVar
+
+from proxyccl.device import forks
+from proxyccl.device.base_runtime import Memory
+from proxyccl.device.errors import AlreadyMappedError, ArgumentError
+from proxyccl.device.memory.lease_cache import LeaseCache
+
+_POLL_SECONDS = 0.001
+
+
+class HandleCache:
+    """Mappings of memory that others exported, by handle. The most recently used stay mapped when nobody uses them.
+
+    A handle names the memory itself and not its address, so a cached mapping is never a stale one. But a driver may
+    refuse to map what took the place of memory that its owner has freed, as long as that is mapped: then all idle
+    mappings of this process go. In a daemon the old memory may still be another client's, who has yet to close it: that
+    is waited for, at most PATIENCE seconds.
+    """
+
+    PATIENCE: ClassVar[float] = 5.0
+
+    _caches: ClassVar[weakref.WeakSet[HandleCache]] = weakref.WeakSet()  # those of ranks that are threads among them
+    _caches_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, open_handle: Callable[[bytes], Memory], keep: int = 64) -> None:
+        self._open = open_handle
+        self._holders = 1
+        self._mappings: LeaseCache[bytes, Memory] = LeaseCache(lambda memory: memory.close(), keep=keep)
+        with self._caches_lock:
+            self._caches.add(self)
+
+    def acquire(self, handle: bytes) -> Memory:
+        """Maps the memory, or finds it mapped. Each call is paired with a `release`."""
+        return self._mappings.acquire(handle, lambda: self._map(handle))
+
+    def _map(self, handle: bytes) -> Memory:
+        deadline = time.monotonic() + self.PATIENCE
+        while True:
+            try:
+                return self._open(handle)
+            except AlreadyMappedError:
+                if not self._unmap_idle() and time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
+            except ArgumentError:
+                if not self._unmap_idle():
+                    raise
+
+    def _unmap_idle(self) -> bool:
+        """Unmaps what nobody uses, in all caches of this process. Returns whether there was any."""
+        with self._caches_lock:
+            caches = list(self._caches)
+        unmapped = False
+        for cache in caches:
+            unmapped |= cache._mappings.discard_idle()
+        return unmapped
+
+    def lease(self, handle: bytes) -> Memory:
+        """What `acquire` gives, as memory that is released when it is closed: for a cache on top of this one."""
+        return _Leased(self, handle)
+
+    def release(self, handle: bytes) -> None:
+        """Ends one use."""
+        self._mappings.release(handle)
+
+    def hold(self) -> HandleCache:
+        """The cache itself, for one more holder, which calls `close` too."""
+        with self._caches_lock:
+            self._holders += 1
+        return self
+
+    def close(self) -> None:
+        """Unmaps everything, with the last holder."""
+        with self._caches_lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        self._mappings.close()
+
+
+class _Leased:
+    """A mapping of a `HandleCache`, in use until it is closed."""
+
+    def __init__(self, cache: HandleCache, handle: bytes) -> None:
+        memory = cache.acquire(handle)
+        self.ptr, self.nbytes = memory.ptr, memory.nbytes
+        self._cache, self._handle = cache, handle
+        self.closed = False
+
+    def close(self) -> None:
+        """Ends the use."""
+        if not self.closed:
+            self.closed = True
+            self._cache.release(self._handle)
+
+
+forks.hold_while_forking(HandleCache._caches_lock)

@@ -1,0 +1,238 @@
+"""Shared memory without a name, as the host runtime's device memory and as every runtime's pinned memory.
+
+It is a memfd. Another process of the same user opens it as /proc/<pid>/fd/<fd>, so nothing is left behind by a process
+that is killed, and the size limit of /dev/shm does not apply.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+import weakref
+from typing import ClassVar
+
+from proxyccl.device import forks
+from proxyccl.device._native import ffi, lib
+from proxyccl.device.errors import ArgumentError, ClosedError, ResourceError
+from proxyccl.device.memory.descriptors import EXHAUSTED, out_of_descriptors
+
+_Origin = tuple[int, int]
+"""The process that offers a file, and its descriptor there."""
+
+
+def _page_round(nbytes: int) -> int:
+    page = os.sysconf("SC_PAGESIZE")
+    return max(page, (nbytes + page - 1) // page * page)
+
+
+class _Mapping:
+    """A file mapped into this process, unmapped with the last `SharedMemory` that uses it.
+
+    A file is mapped once in a process, so ranks that are threads see one address. A second mapping would be the same
+    memory unknown to a race detector, which knows memory by its address.
+    """
+
+    _lock = threading.Lock()
+    _by_file: ClassVar[weakref.WeakValueDictionary[tuple[int, int], _Mapping]] = weakref.WeakValueDictionary()
+
+    def __init__(self, descriptor: int, info: os.stat_result, origin: _Origin | None) -> None:
+        nbytes = info.st_size
+        address = ffi.new("void **")
+        status = lib.proxyccl_host_memory_map(address, descriptor, nbytes)
+        if status:
+            os.close(descriptor)
+            raise ResourceError(f"can't map {nbytes} bytes of shared memory: {os.strerror(status)}")
+        self.identity = info.st_dev, info.st_ino
+        self.origin = origin
+        if origin is not None:
+            os.close(descriptor)
+            descriptor = -1
+        self.descriptor = descriptor
+        self.address = int(ffi.cast("uintptr_t", address[0]))
+        self.nbytes = nbytes
+        # Not at exit: the communicators are closed later than that, and their proxies still use it.
+        weakref.finalize(self, _Mapping._release, self.address, nbytes, descriptor).atexit = False
+
+    @classmethod
+    def of(cls, descriptor: int, origin: _Origin | None = None) -> _Mapping:
+        """The mapping of the file behind a descriptor, whose owner it becomes.
+
+        A file that another process offers keeps no descriptor open here: where it was opened is enough to name it.
+        """
+        info = os.fstat(descriptor)
+        with cls._lock:
+            mapping = cls._by_file.get((info.st_dev, info.st_ino))
+            if mapping is not None:
+                os.close(descriptor)
+            else:
+                mapping = cls._by_file[info.st_dev, info.st_ino] = cls(descriptor, info, origin)
+            return mapping
+
+    @staticmethod
+    def _release(address: int, nbytes: int, descriptor: int) -> None:
+        lib.proxyccl_host_memory_unmap(ffi.cast("void *", address), nbytes)
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+forks.hold_while_forking(_Mapping._lock)
+
+
+class SharedMemory:
+    """Shared memory, or a range of it, mapped here."""
+
+    def __init__(self, mapping: _Mapping, offset: int, nbytes: int) -> None:
+        self._mapping: _Mapping | None = mapping
+        self.descriptor = mapping.descriptor
+        self.ptr = mapping.address + offset
+        self.nbytes = nbytes
+
+    @property
+    def host_ptr(self) -> int:
+        """Address for the CPU."""
+        return self.ptr
+
+    @property
+    def handle(self) -> bytes:
+        """The bytes with which other processes open it."""
+        return self.export(self.ptr, self.nbytes)
+
+    @property
+    def mapped_range(self) -> tuple[int, int]:
+        """Address and size of the whole mapping that it lies in."""
+        if self._mapping is None:
+            raise ClosedError("the memory is closed")
+        return self._mapping.address, self._mapping.nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._mapping is None
+
+    @classmethod
+    def allocate(cls, nbytes: int) -> SharedMemory:
+        """Zeroed memory. Raises ArgumentError unless the size is positive, ResourceError if there is no room."""
+        if nbytes <= 0:
+            raise ArgumentError("nbytes", f"must be positive, not {nbytes}")
+        if nbytes >= 1 << 63:
+            raise ResourceError(f"can't allocate {nbytes} bytes: no address space is that large")
+        descriptor = ffi.new("int *")
+        status = lib.proxyccl_host_memory_create(descriptor, _page_round(nbytes))
+        if status in EXHAUSTED:
+            raise out_of_descriptors(f"{nbytes} bytes of shared memory", status)
+        if status:
+            raise ResourceError(f"can't allocate {nbytes} bytes of shared memory: {os.strerror(status)}")
+        return cls(_Mapping.of(descriptor[0]), 0, nbytes)
+
+    @classmethod
+    def open(cls, handle: bytes) -> SharedMemory:
+        """Maps what a process of this machine and user exported. Raises ArgumentError if the handle is invalid."""
+        descriptor, offset, nbytes = open_descriptor(handle)
+        return cls(_Mapping.of(descriptor, _Handle.origin(handle)), offset, nbytes)
+
+    @classmethod
+    def adopt(cls, descriptor: int, nbytes: int) -> SharedMemory:
+        """Maps a file that another process handed over. The memory owns the descriptor, which is closed on failure too.
+
+        Raises:
+            ArgumentError: the file is no shared memory of at least `nbytes`.
+        """
+        try:
+            _require_memory(descriptor, nbytes)
+        except ArgumentError:
+            os.close(descriptor)
+            raise
+        return cls(_Mapping.of(descriptor), 0, nbytes)
+
+    def export(self, ptr: int, nbytes: int) -> bytes:
+        """A handle of a range of this memory."""
+        if self._mapping is None:
+            raise ClosedError("the memory is closed")
+        mapping = self._mapping
+        origin = mapping.origin or (os.getpid(), mapping.descriptor)
+        return _Handle.pack(origin, mapping.identity, ptr - mapping.address, nbytes)
+
+    def contains(self, ptr: int, nbytes: int) -> bool:
+        """Whether a range lies in this memory."""
+        return self.ptr <= ptr and ptr + nbytes <= self.ptr + self.nbytes
+
+    def close(self) -> None:
+        """Lets go of the mapping. The memory is freed when no process maps it any more."""
+        self._mapping = None
+
+
+def open_descriptor(handle: bytes) -> tuple[int, int, int]:
+    """A descriptor of the file that a handle names, for the caller to close; and the range's offset and size in it.
+
+    Raises ArgumentError as `SharedMemory.open`.
+    """
+    return _Handle.open(handle)
+
+
+def export_descriptor(descriptor: int, offset: int, nbytes: int) -> bytes:
+    """A handle of a range of the file behind a descriptor of this process, good while the descriptor is open."""
+    info = os.fstat(descriptor)
+    return _Handle.pack((os.getpid(), descriptor), (info.st_dev, info.st_ino), offset, nbytes)
+
+
+class _Handle:
+    """What another process needs to open a `SharedMemory`: /proc/<pid>/fd/<fd>, and enough to see that it is still the
+    same.
+    """
+
+    _LAYOUT = struct.Struct("<8sqqQQQQ")
+    _MAGIC = b"PXCCLhst"
+    SIZE = _LAYOUT.size
+
+    @classmethod
+    def pack(cls, origin: _Origin, identity: tuple[int, int], offset: int, nbytes: int) -> bytes:
+        return cls._LAYOUT.pack(cls._MAGIC, *origin, *identity, offset, nbytes)
+
+    @classmethod
+    def origin(cls, handle: bytes) -> _Origin:
+        """The process and the descriptor that a handle names."""
+        _, pid, descriptor, *_ = cls._LAYOUT.unpack(handle)
+        return pid, descriptor
+
+    @classmethod
+    def open(cls, handle: bytes) -> tuple[int, int, int]:
+        """(own descriptor, offset, nbytes)."""
+        if len(handle) != cls.SIZE:
+            raise ArgumentError(
+                "handle", f"expected a handle of shared memory, {cls.SIZE} bytes, not {len(handle)} bytes"
+            )
+        magic, pid, descriptor, device, inode, offset, nbytes = cls._LAYOUT.unpack(handle)
+        if magic != cls._MAGIC:
+            raise ArgumentError("handle", "expected a handle of shared memory: these bytes begin otherwise")
+        try:
+            own = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise out_of_descriptors(f"the memory of process {pid}", error.errno) from None
+            raise ArgumentError("handle", f"the memory of process {pid} can't be opened: {error.strerror}") from None
+        try:
+            _require_memory(own, offset + nbytes, (device, inode))
+        except ArgumentError:
+            os.close(own)
+            raise
+        return own, offset, nbytes
+
+
+def _require_memory(descriptor: int, nbytes: int, identity: tuple[int, int] | None = None) -> None:
+    """Raises ArgumentError unless a file is the one with this device and inode, large enough, and sealed.
+
+    If another process could cut an unsealed file short, reading what was cut off would end this process.
+    """
+    info = os.fstat(descriptor)
+    if identity is not None and (info.st_dev, info.st_ino) != identity:
+        raise ArgumentError("handle", "its process has closed the memory that it names, or is in another PID namespace")
+    try:
+        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ArgumentError("handle", "it names a file that is no shared memory of ProxyCCL")
+    if info.st_size < nbytes:
+        raise ArgumentError("handle", f"it names {nbytes} bytes of a memory of {info.st_size}")

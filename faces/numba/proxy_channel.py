@@ -1,0 +1,131 @@
+"""ProxyChannels in Numba: the functions of proxy_channel.h, which the linker inlines into a kernel.
+
+Nothing of their protocol is written once more: NVRTC compiles the header to LTO-IR, for the device that a kernel is
+linked for. A channel is the address of its device handle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from proxyccl.channels.handles import ChannelSet
+from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.device.build.compile_cache import compiled_image, shipped_options
+from proxyccl.device.errors import ArgumentError, RuntimeUnavailableError
+from proxyccl.numba import numpy_functions
+
+try:
+    import numba_cuda  # noqa: F401  (numba has a module `cuda` without it too, an older one)
+
+    from numba import cuda
+except ImportError as error:
+    raise RuntimeUnavailableError(
+        f"numba: its Python packages are missing ({error}); install them with: pip install 'proxyccl[numba]'"
+    ) from None
+
+numpy_functions.load()
+
+# Numba's convention: a result goes where the first parameter points, and 0 is returned, as no exception is raised.
+_SOURCE = r"""
+#include "proxyccl/proxyccl.h"
+using namespace proxyccl;
+using Channel = const ProxyChannelDeviceHandle*;
+extern "C" {
+__device__ int proxyccl_put(void*, Channel channel, uint64_t dst_offset, uint64_t src_offset, uint64_t size) {
+  channel->put(dst_offset, src_offset, size);
+  return 0;
+}
+__device__ int proxyccl_signal(void*, Channel channel) {
+  channel->signal();
+  return 0;
+}
+__device__ int proxyccl_put_with_signal(void*, Channel channel, uint64_t dst_offset, uint64_t src_offset,
+                                        uint64_t size) {
+  channel->putWithSignal(dst_offset, src_offset, size);
+  return 0;
+}
+__device__ int proxyccl_put_with_signal_and_flush(bool* done, Channel channel, uint64_t dst_offset,
+                                                  uint64_t src_offset, uint64_t size) {
+  *done = channel->putWithSignalAndFlush(dst_offset, src_offset, size);
+  return 0;
+}
+__device__ int proxyccl_flush(bool* done, Channel channel) {
+  *done = channel->flush();
+  return 0;
+}
+__device__ int proxyccl_wait(bool* came, Channel channel) {
+  *came = channel->wait();
+  return 0;
+}
+__device__ int proxyccl_poll(bool* came, Channel channel) {
+  *came = channel->poll();
+  return 0;
+}
+__device__ int proxyccl_ended(bool* ended, Channel channel) {
+  *ended = aborted(channel->control);
+  return 0;
+}
+__device__ int proxyccl_channel(Channel* one, Channel channels, int64_t i) {
+  *one = channels + i;
+  return 0;
+}
+}
+"""
+
+
+def device_functions(architecture: str) -> bytes:
+    """The functions as LTO-IR for a device such as "sm_90". It needs no device.
+
+    Raises:
+        RuntimeUnavailableError: cuda-bindings or NVRTC is not installed.
+        CompileError: NVRTC knows no such device.
+    """
+    from proxyccl.device.gpu.cuda_compiler import CudaLinkCompiler
+
+    compiler = CudaLinkCompiler()
+    return compiled_image(compiler, _SOURCE, shipped_options(compiler, architecture))
+
+
+class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
+    """What Numba links into a kernel, for the device that is current then."""
+
+    def __init__(self) -> None:
+        super().__init__(None, name="proxyccl.ltoir")
+
+    @property
+    def data(self) -> bytes:
+        """As `device_functions`."""
+        major, minor = cuda.get_current_device().compute_capability[:2]
+        return device_functions(f"sm_{major}{minor}")
+
+
+_LINKED = _DeviceFunctions()
+
+
+def _declare(name: str, result: str, *parameters: str) -> Any:
+    return cuda.declare_device(f"proxyccl_{name}", f"{result}(uint64, {', '.join(parameters)})", link=_LINKED)
+
+
+_RANGE = ("uint64", "uint64", "uint64")  # destination offset, source offset, size, in bytes
+
+put = _declare("put", "none", *_RANGE)
+signal = _declare("signal", "none")
+put_with_signal = _declare("put_with_signal", "none", *_RANGE)
+put_with_signal_and_flush = _declare("put_with_signal_and_flush", "boolean", *_RANGE)
+flush = _declare("flush", "boolean")
+wait = _declare("wait", "boolean")
+poll = _declare("poll", "boolean")
+ended = _declare("ended", "boolean")
+channel = _declare("channel", "uint64", "int64")
+
+
+def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
+    """A channel, or a set of them, as a kernel's argument. It must stay alive while kernels use it.
+
+    Raises:
+        ArgumentError: it is none whose device handle lies in device memory.
+    """
+    kind = channels.kind if isinstance(channels, ChannelSet) else type(channels)
+    if kind is not ProxyChannel or not channels.device_pointer:
+        raise ArgumentError("channels", f"expected a ProxyChannel or a set of them, not {channels!r}")
+    return channels.device_pointer

@@ -1,0 +1,282 @@
+"""The communicators of a process group, made when they are first used."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from proxyccl.channels.communicator import Communicator
+from proxyccl.device.errors import AbortedError, ClosedError, CommunicatorError, PeerLostError
+from proxyccl.torch.device_runtimes import DeviceRuntimes, runtime_name
+from proxyccl.torch.store_bootstrap import StoreBootstrap
+from proxyccl.torch.to_self import ToSelf
+
+_LINGER_SECONDS = 2.0
+"""At the process's end: for the last kernels of peers, which store to this rank's memory."""
+_Key = tuple[str, int | None, int | None]
+
+
+class _Making:
+    """An attempt to make a communicator.
+
+    Attributes:
+        lock: held by the thread that makes it, and waited for by those that need it too.
+        error: that ended the attempt.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.error: BaseException | None = None
+
+
+class Endpoints:
+    """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
+
+    A single send or recv involves two ranks alone, so it can't use what all ranks must make together. It also runs
+    beside other calls, so what it needs is made with its communicator. Making one waits for the peer: where a program
+    must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
+
+    A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
+    for two ranks that of their group.
+
+    Args:
+        store: where the ranks meet.
+        rank, world_size: this rank's number in the process group, and how many there are.
+        timeout: bound of every wait, in seconds.
+        whole: those of the default group; None for that itself.
+        members: the ranks' numbers there.
+        runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        whole: Endpoints | None = None,
+        members: Sequence[int] = (),
+        runtimes: DeviceRuntimes | None = None,
+    ) -> None:
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._timeout = timeout
+        self._whole, self._members = whole, list(members)
+        if runtimes is None:
+            runtimes = DeviceRuntimes() if whole is None else whole._runtimes
+        self._runtimes: DeviceRuntimes = runtimes
+        self._lock = threading.Lock()
+        self._making: dict[_Key, _Making] = {}
+        self._made: dict[_Key, Communicator] = {}
+        self._closed = self._aborted = False
+        self._to_self = ToSelf(rank, self._require_open)
+
+    def of_all(self, device: torch.device) -> Communicator:
+        """The communicator of all ranks for a device. All ranks call this together."""
+        made = self._made.get((device.type, device.index, None))
+        return made if made is not None else self._make(device, None)
+
+    def with_peer(self, device: torch.device, peer: int) -> tuple[Communicator, int]:
+        """The communicator with a peer for a device, and the peer's number in it. Both call this."""
+        made = self._made.get((device.type, device.index, peer))
+        comm = made if made is not None else self._make(device, peer)
+        return comm, int(self._rank < peer)
+
+    def has_met(self, device: torch.device, peer: int) -> bool:
+        """Whether the communicator with a peer exists, so that `with_peer` does not wait for the peer."""
+        return (device.type, device.index, peer) in self._made
+
+    def send_to_self(self, tensor: torch.Tensor) -> None:
+        """Sends a tensor to this rank's next `recv_from_self` on the device; see `ToSelf.send`."""
+        self._to_self.send(tensor, self._timeout)
+
+    def recv_from_self(self, tensor: torch.Tensor) -> None:
+        """Receives this rank's next `send_to_self` on the device; see `ToSelf.recv`."""
+        self._to_self.recv(tensor, self._timeout)
+
+    @contextmanager
+    def transferring(self, peer: int) -> Iterator[None]:
+        """Around calls on the communicator with a peer: says in errors which ranks its numbers 0 and 1 are."""
+        try:
+            yield
+        except CommunicatorError as error:
+            named = self._with_ranks(error, peer)
+            if named is error:
+                raise
+            raise named from error
+
+    def _naming(self, peer: int | None) -> AbstractContextManager[None]:
+        return nullcontext() if peer is None else self.transferring(peer)
+
+    def _with_ranks(self, error: CommunicatorError, peer: int) -> CommunicatorError:
+        pair = sorted((self._rank, peer))
+        if pair == [0, 1]:
+            return error
+        named = copy.copy(error)
+        named.args = (f"between ranks {pair[0]} and {pair[1]}, which are 0 and 1 here: {error}",)
+        named.rank, named.peer = (None if number is None else pair[number] for number in (error.rank, error.peer))
+        return named
+
+    def check(self) -> None:
+        """Raises what has ended a communicator, if one has failed."""
+        with self._lock:
+            made = list(self._made.items())
+        for (_, _, peer), comm in made:
+            if peer is None:
+                comm.check()
+            else:
+                with self.transferring(peer):
+                    comm.check()
+
+    @contextmanager
+    def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
+        """Bounds a call's waits by other seconds than the group's; None for those.
+
+        Args:
+            device: of the communicator; its calls on the CPU come one after the other.
+            peer: with whom; None for all ranks.
+            seconds: the bound.
+        """
+        if seconds is None:
+            yield
+            return
+        comm = self._made.get((device.type, device.index, peer)) or self._make(device, peer, seconds)
+        comm.timeout = seconds
+        try:
+            yield
+        finally:
+            comm.timeout = self._timeout
+
+    def _make(self, device: torch.device, peer: int | None, seconds: float | None = None) -> Communicator:
+        key = (device.type, device.index, peer)
+        with self._lock:
+            making = self._making.setdefault(key, _Making())
+        with making.lock:
+            self._require_open()
+            if making.error is not None:
+                raise making.error
+            if key not in self._made:
+                try:
+                    comm = self._connect(device, peer, seconds or self._timeout)
+                except BaseException as error:
+                    making.error = error  # for those who wait here meanwhile; a later call tries again
+                    with self._lock:
+                        del self._making[key]
+                    raise
+                with self._lock:
+                    self._made[key] = comm
+                    closed = self._closed
+                if closed:
+                    comm.close(wait=False)
+            return self._made[key]
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the process group was shut down")
+        if self._aborted:
+            raise AbortedError("the process group was aborted")
+
+    def _connect(self, device: torch.device, peer: int | None, seconds: float) -> Communicator:
+        runtime = runtime_name(device)
+        whole: Endpoints | None
+        if peer is None:
+            name, rank, world_size = runtime, self._rank, self._world_size
+            whole, members = self._whole, self._members
+        else:
+            low, high = sorted((self._rank, peer))
+            name, rank, world_size = f"{runtime}-{low}-{high}", int(self._rank > peer), 2
+            whole, members = self, [low, high]
+        bootstrap = StoreBootstrap(dist.PrefixStore(f"proxyccl-{name}", self._store), rank, world_size)
+        splittable = None if whole is None else whole.made_of_all(device)
+        with self._naming(peer):
+            splits = whole is not None and all(self._answers(bootstrap, seconds, answer=splittable is not None))
+        if splits:
+            assert splittable is not None
+            comm = splittable.split(members, timeout=seconds)  # its errors name the whole's ranks
+        else:
+            with self._naming(peer):
+                own = self._runtimes.of(device)
+                comm = Communicator(bootstrap, own, timeout=seconds, linger=_LINGER_SECONDS)
+        if peer is not None:
+            with self.transferring(peer):
+                comm.prepare_transfers()
+                # A driver may wait for running kernels where it makes something. So no kernel of the pair's transfers
+                # runs, which would wait for the other's, before both ranks have made all.
+                comm.all_gather_bytes(b"", "first transfer of two ranks")
+        comm.timeout = self._timeout
+        return comm
+
+    def _answers(self, bootstrap: StoreBootstrap, seconds: float, *, answer: bool) -> list[bool]:
+        """Every rank's answer."""
+        everyone = bootstrap.all_gather(b"1" if answer else b"", seconds, self._require_open)
+        return [bool(theirs) for theirs in everyone]
+
+    def made_of_all(self, device: torch.device) -> Communicator | None:
+        """The communicator of all ranks for a device, if it was made and goes on."""
+        made = self._made.get((device.type, device.index, None))
+        return None if made is None or not made.group.failure.usable else made
+
+    def part(self, store: Any, ranks: Sequence[int], timeout: float) -> Endpoints:
+        """The endpoints of some ranks of the group, this one among them.
+
+        They are split from the default group's, which lives as long as any other.
+        """
+        whole = self if self._whole is None else self._whole
+        members = [self._members[rank] for rank in ranks] if self._members else list(ranks)
+        return Endpoints(store, list(ranks).index(self._rank), len(ranks), timeout, whole, members)
+
+    def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
+        """The endpoints of the ranks that are not excluded, which call this together. Arguments as for the constructor.
+
+        Raises as `Communicator.shrink`, and PeerLostError if a rank was lost that is not excluded.
+        """
+        members = [rank for rank in range(self._world_size) if rank not in excluded]
+        shrunk = Endpoints(store, members.index(self._rank), len(members), timeout, runtimes=self._runtimes)
+        with self._lock:
+            made = {key: comm for key, comm in self._made.items() if key[2] is None}
+        for key, comm in made.items():
+            shrunk._made[key] = left = comm.shrink(exclude=excluded, timeout=timeout)
+            lost = sorted({*members} - {*left.members})
+            if lost:
+                shrunk.close()
+                raise PeerLostError(
+                    f"shrink: ranks {lost} were lost too; expected ranks_to_exclude to name them",
+                    rank=self._rank,
+                    peer=lost[0],
+                    operation="shrink",
+                )
+        return shrunk
+
+    @property
+    def made(self) -> list[Communicator]:
+        """The communicators that exist."""
+        with self._lock:
+            return list(self._made.values())
+
+    @property
+    def failed(self) -> Communicator | None:
+        """A communicator that a failure has ended; None if none has."""
+        return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Changes the bound of every wait from now on."""
+        self._timeout = seconds
+        for comm in self.made:
+            comm.timeout = seconds
+
+    def abort(self, reason: str) -> None:
+        """Ends the communicators on all ranks, and what waits here for a peer to make one. Waits for nobody."""
+        self._aborted = True
+        for comm in self.made:
+            comm.abort(reason)
+
+    def close(self) -> None:
+        """Ends them. Waits for this rank's own work, but for no other rank."""
+        with self._lock:
+            self._closed = True
+        for comm in self.made:
+            comm.close(wait=False)

@@ -1,0 +1,40 @@
+"""Streams that a process group has to itself.
+
+torch hands out 32 streams for a device, round and round. Two transfers on one stream wait for each other, and with them
+ranks that called them in another order.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+from proxyccl.device import open_driver
+from proxyccl.device.gpu.context import DeviceContext
+from proxyccl.device.gpu.streams import GpuStream
+from proxyccl.torch.device_runtimes import runtime_name
+
+_lock = threading.Lock()
+_made: list[GpuStream] = []
+"""They are never destroyed: torch looks at the streams of a tensor when it reuses the tensor's memory."""
+_idle: dict[torch.device, list[Any]] = {}
+
+
+def take(device: torch.device) -> Any:
+    """A stream of a GPU, as torch's, that nobody else uses until `give_back`."""
+    with _lock:
+        idle = _idle.get(device)
+        if idle:
+            return idle.pop()
+    driver = open_driver(runtime_name(device))
+    stream = GpuStream(DeviceContext(driver, driver.context(device.index)))
+    with _lock:
+        _made.append(stream)
+    return torch.cuda.ExternalStream(stream.handle, device)
+
+
+def give_back(device: torch.device, stream: Any) -> None:
+    """Lets another group have a stream, whose work comes after what it holds."""
+    with _lock:
+        _idle.setdefault(device, []).append(stream)

@@ -1,0 +1,821 @@
+"""The process group: what torch.distributed calls, on tensors of CPUs and GPUs.
+
+It checks arguments and decides where a call runs. Synchronous calls run on the current stream, or in the caller's
+thread; asynchronous ones on a stream of the group that waits for the current one, or in a thread of the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from proxyccl.device import forks
+from proxyccl.device.errors import CommunicatorError
+from proxyccl.torch import own_streams, pools
+from proxyccl.torch import tensor_collectives as on_tensors
+from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch.errors import torch_errors
+from proxyccl.torch.executor import Executor
+from proxyccl.torch.monitored_barrier import monitored_barrier
+from proxyccl.torch.tensors import in_memory
+from proxyccl.torch.under_way import UnderWay
+from proxyccl.torch.unwaited import Unwaited
+from proxyccl.torch.watchdog import watch
+from proxyccl.torch.whole_group import WholeGroup
+from proxyccl.torch.work import DeviceWork, HostWork, JointWork
+
+Tensors = Sequence[torch.Tensor]
+NAME = "proxyccl"
+
+IS_BACKEND = hasattr(torch._C._distributed_c10d.Backend, "split")
+"""Whether Python can be a backend of torch's process group (torch 2.15), or only a whole process group."""
+_TorchBase: Any = torch._C._distributed_c10d.Backend if IS_BACKEND else dist.ProcessGroup
+_bases: tuple[Any, ...] = (_TorchBase,) if IS_BACKEND else (WholeGroup, _TorchBase)
+_logger = logging.getLogger("proxyccl.torch")
+_NO_TIME = timedelta(0)
+_CPU = torch.device("cpu")
+_Flow = tuple[int, bool]
+"""A peer, and whether this rank sends to it."""
+
+
+class _Coalescing(threading.local):
+    """The Work that a thread collects; None while it collects none."""
+
+    works: list[DeviceWork | HostWork] | None = None
+
+
+_alive: set[ProcessGroupProxyCCL] = set()
+"""The groups that were not shut down. torch keeps their C++ part alone, which without Python's does nothing."""
+
+
+class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend on torch
+    """The ranks of a torch.distributed group, by ProxyCCL. torch makes it: `init_process_group`, `new_group`.
+
+    Sends and receives between two ranks meet in order; their tags are not looked at.
+
+    Args:
+        store: where the ranks meet.
+        rank: this rank's number in the group.
+        size: number of ranks.
+        timeout: bound of every wait.
+        whole: a group that these ranks are some of; None for none.
+        members: the ranks' numbers there.
+        endpoints: of these ranks, if they have some.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        whole: ProcessGroupProxyCCL | None = None,
+        members: Sequence[int] = (),
+        endpoints: Endpoints | None = None,
+    ) -> None:
+        super().__init__(rank, size)
+        # torchrun may keep the store when it restarts a job, with all that the lost ranks have left in it.
+        store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        self._store, self._rank, self._size, self._timeout = store, rank, size, timeout
+        seconds = timeout.total_seconds()
+        if endpoints is None:
+            endpoints = (
+                Endpoints(store, rank, size, seconds)
+                if whole is None
+                else whole._endpoints.part(store, members, seconds)
+            )
+        self._endpoints: Endpoints = endpoints
+        self._process = forks.here()
+        self._executors: dict[tuple[torch.device, _Flow | None], Executor] = {}
+        self._streams: dict[tuple[torch.device, _Flow | None], Any] = {}
+        self._lock = threading.Lock()
+        self._sequence = 0
+        self._barriers = itertools.count()
+        self._splits = itertools.count()
+        self._coalescing = _Coalescing()
+        self._group_name = self._group_desc = ""
+        self._unwaited = Unwaited()
+        self._under_way = UnderWay(lambda: self._endpoints.failed is None)
+        _alive.add(self)
+        watch(self)
+
+    # -- what torch asks of every group ---
+
+    def getBackendName(self) -> str:  # noqa: N802  torch's names, here and below
+        """The backend's name."""
+        return NAME
+
+    name = _get_backend_name = getBackendName
+
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        return self._rank
+
+    getRank = rank  # noqa: N815
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._size
+
+    getSize = size  # noqa: N815
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The communicators of the group."""
+        return self._endpoints
+
+    @property
+    def options(self) -> Any:
+        """torch's options of a backend: its name and time-out."""
+        return torch._C._distributed_c10d.Backend.Options(NAME, timeout=self._timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Changes the bound of every wait from now on."""
+        self._timeout = timeout
+        self._endpoints.set_timeout(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to agree on: every rank counts its calls from 0."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    @property
+    def supports_splitting(self) -> bool:
+        """Whether torch may call `split`."""
+        return True
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """Whether torch may collect calls between `start_coalescing` and `end_coalescing`."""
+        return True
+
+    def split(self, store: Any, ranks: Sequence[int], opts: Any) -> ProcessGroupProxyCCL | None:
+        """A group of some of this group's ranks, in their order; None on the others. All ranks call this together.
+
+        Args:
+            store: where the ranks of this group meet.
+            ranks: numbers in this group.
+            opts: options; their time-out counts.
+        """
+        number = next(self._splits)
+        if self._rank not in ranks:
+            return None
+        name = f"split-{number}-{'-'.join(map(str, ranks))}"
+        timeout = getattr(opts, "_timeout", None) or self._timeout
+        members = list(ranks)
+        own = members.index(self._rank)
+        of_part = dist.PrefixStore(name, store)
+        part = ProcessGroupProxyCCL(of_part, own, len(members), timeout, whole=self, members=members)
+        part._group_name = getattr(opts, "group_name", "") or name
+        return part
+
+    @property
+    def supports_shrinking(self) -> bool:
+        """Whether torch may call `shrink`: it then makes a process group of its own around a backend."""
+        return IS_BACKEND
+
+    def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
+        """A group of the ranks that are not excluded, in their order. They alone call this, together.
+
+        Args:
+            ranks_to_exclude: numbers in this group: all that are lost, and others.
+            shrink_flags: torch's SHRINK_ABORT to end calls that are under way, on all ranks; 0 to wait for them.
+            opts_override: options; their time-out counts.
+        """
+        global _default  # noqa: PLW0603  torch has one default group
+        if shrink_flags:
+            self.abort()
+        timeout = getattr(opts_override, "_timeout", None) or self._timeout
+        excluded = sorted(ranks_to_exclude)
+        store = dist.PrefixStore(f"shrunk-without-{'-'.join(map(str, excluded))}", self._store)
+        with torch_errors():
+            endpoints = self._endpoints.shrink(store, excluded, timeout.total_seconds())
+        number = self._rank - sum(rank < self._rank for rank in excluded)
+        shrunk = ProcessGroupProxyCCL(store, number, self._size - len(excluded), timeout, endpoints=endpoints)
+        if _default is not None and _default() is self:
+            _default = weakref.ref(shrunk)
+        return shrunk
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` gives registered memory: on GPUs, once the group's communicator is there."""
+        return pools.allocates(self._endpoints, _with_index(device))
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A tensor of `size` elements, uninitialised, in memory that counts as registered."""
+        with torch_errors():
+            return pools.allocate(self._endpoints, size, dtype, _with_index(device))
+
+    @property
+    def mem_allocator(self) -> Any:
+        """The allocator for a `torch.cuda.MemPool` whose memory `register_mem_pool` registers."""
+        return pools.pool_allocator()
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        """Has the memory of pools of `mem_allocator` on the current device count as registered, now and later."""
+        with torch_errors():
+            pools.use_pool(self._endpoints, torch.device("cuda", torch.cuda.current_device()))
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """Nothing to do: memory is deregistered when the pool frees it."""
+
+    def eager_connect_single_device(self, device: torch.device | None) -> None:
+        """Makes the communicator of a device now. All ranks call this together."""
+        if device is not None:
+            self._endpoints.of_all(_with_index(device))
+
+    def abort(self) -> None:
+        """Ends the group on all ranks. Waits for nobody."""
+        self._endpoints.abort("torch aborted the process group")
+
+    def shutdown(self) -> None:
+        """Ends the group on this rank, behind its own work. Waits for no other rank."""
+        with self._lock:
+            executors = list(self._executors.values())
+        for executor in executors:
+            executor.end()
+        self._endpoints.close()
+        while self._streams:
+            (device, _), stream = self._streams.popitem()
+            own_streams.give_back(device, stream)
+        _alive.discard(self)
+
+    # -- where a call runs ---
+
+    def _issue(
+        self,
+        name: str,
+        tensors: Tensors,
+        function: Callable[[], None],
+        *,
+        device: torch.device,
+        opts: Any = None,
+        blocks: bool = False,
+        flow: _Flow | None = None,
+    ) -> Any:
+        """Runs a call, or queues it. Returns its Work.
+
+        Args:
+            name: for messages.
+            tensors: what it uses, with what it writes first.
+            function: the call, on the stream that is then current.
+            device: of the tensors.
+            opts: torch's options, which say whether the program goes on meanwhile.
+            blocks: whether the end of a device's call is waited for on the CPU.
+            flow: of a single transfer the peer and whether it is a send: it runs beside other calls.
+        """
+        with torch_errors():
+            self._process.require("the process group")
+        self._sequence += 1
+        waits = opts is not None and not getattr(opts, "asyncOp", True)
+        if device.type == "cpu":
+            work = self._issue_on_cpu(name, tensors, function, flow, _seconds_of(opts), waits=waits)
+        elif flow is not None:
+            work = self._issue_transfer(name, tensors, function, device, flow)
+        else:
+            work = self._issue_on_device(name, tensors, function, device, waits=waits, blocks=blocks)
+        if self._coalescing.works is not None:
+            self._coalescing.works.append(work)
+        elif not waits and not IS_BACKEND:
+            self._unwaited.add(work)
+        return work
+
+    def _issue_on_device(
+        self,
+        name: str,
+        tensors: Tensors,
+        function: Callable[[], None],
+        device: torch.device,
+        *,
+        waits: bool,
+        blocks: bool,
+    ) -> DeviceWork:
+        stream = None if waits else self._stream_of(device, None)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(device))
+        with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
+            function()
+        # A graph's memory is its own, a captured call is not under way, and asking for an event's state ends a capture.
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if stream is not None and not is_captured:
+            for tensor in tensors:
+                tensor.record_stream(stream)
+        work = DeviceWork(tensors, device, stream, self._check, blocks=blocks)
+        work.issued()
+        if not is_captured:
+            self._under_way.add(None, self._sequence, name, None if work.event is None else work.event.query)
+        return work
+
+    def _issue_transfer(
+        self, name: str, tensors: Tensors, function: Callable[[], None], device: torch.device, flow: _Flow
+    ) -> DeviceWork:
+        """Queues a transfer on the flow's stream: at once if the ranks have met, else by the flow's thread.
+
+        The thread waits for the peer, which the program must not: the peer may wait for another rank's transfer first.
+        What the transfer follows on the program's stream is fixed here.
+        """
+        stream, ready = self._stream_of(device, flow), torch.cuda.current_stream(device).record_event()
+        work = DeviceWork(tensors, device, stream, self._check, source=_source_of(flow))
+        executor, has_met = self._executor(device, flow), self._endpoints.has_met(device, flow[0])
+        number, is_captured = self._sequence, torch.cuda.is_current_stream_capturing()
+        if not is_captured:
+            self._under_way.add((device, flow), number, name, work.has_passed)
+        elif not has_met:
+            expected = "a transfer with that rank before, which makes what transfers need"
+            if flow[0] == self._rank:
+                expected = "a copy, as this is that rank itself"
+            raise RuntimeError(f"{name}: a graph is being captured; expected {expected}")
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    stream.wait_event(ready)
+                    function()
+                    if not is_captured:
+                        for tensor in tensors:
+                            tensor.record_stream(stream)
+            except BaseException as error:  # it is raised where the work is waited for
+                failure = error
+                if not is_captured and not isinstance(error, CommunicatorError):
+                    self._under_way.end((device, flow), number)
+                self._log_failed_meeting(name, number, device, flow[0], error)
+            work.issued(failure)
+
+        if has_met and executor.run_here(run, after_others=is_captured):
+            work.raise_failure()
+        else:
+            executor.submit(run)
+        return work
+
+    def _issue_on_cpu(
+        self,
+        name: str,
+        tensors: Tensors,
+        function: Callable[[], None],
+        flow: _Flow | None,
+        seconds: float | None,
+        *,
+        waits: bool,
+    ) -> HostWork:
+        work = HostWork(tensors, _source_of(flow))
+        number = self._sequence
+        self._under_way.add(flow, number, name, None)
+        peer = None if flow is None else flow[0]
+
+        def run() -> None:
+            failure: BaseException | None = None
+            try:
+                with torch.no_grad(), self._endpoints.bounded(_CPU, peer, seconds):
+                    function()
+            except BaseException as error:  # it is raised where the work is waited for
+                failure = error
+            if not isinstance(failure, CommunicatorError):
+                self._under_way.end(flow, number)
+            elif peer is not None:
+                self._log_failed_meeting(name, number, _CPU, peer, failure)
+            work.finish(failure)
+
+        executor = self._executor(_CPU, flow)
+        if not (waits and executor.run_here(run)):
+            executor.submit(run)
+        if waits:
+            work.wait()
+        return work
+
+    def _log_failed_meeting(
+        self, name: str, number: int, device: torch.device, peer: int, error: BaseException
+    ) -> None:
+        """Logs why two ranks have no communicator, which the watchdog can't see, for programs that wait elsewhere."""
+        if isinstance(error, CommunicatorError) and not self._endpoints.has_met(device, peer):
+            _logger.error("%s, call %d of rank %d: %s", name, number, self._rank, error)
+
+    def oldest_call(self) -> str:
+        """The oldest call that is not known to have ended, in words."""
+        oldest = self._under_way.oldest()
+        return (
+            f"no call of rank {self._rank}" if oldest is None else f"{oldest[1]}, call {oldest[0]} of rank {self._rank}"
+        )
+
+    def _executor(self, device: torch.device, flow: _Flow | None) -> Executor:
+        with self._lock:
+            if (device, flow) not in self._executors:
+                name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
+                # A thread begins on device 0, and would open that where it goes back to it.
+                begin = functools.partial(torch.cuda.set_device, device) if device.type != "cpu" else _nothing
+                self._executors[device, flow] = Executor(name, begin)
+            return self._executors[device, flow]
+
+    def _stream_of(self, device: torch.device, flow: _Flow | None) -> Any:
+        with self._lock:
+            if (device, flow) not in self._streams:
+                self._streams[device, flow] = own_streams.take(device)
+            return self._streams[device, flow]
+
+    def _check(self) -> None:
+        self._endpoints.check()
+
+    # -- collectives: torch's two spellings are aliases ---
+
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        """Reduces a tensor over all ranks, in place."""
+        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        op = _op_of(opts)
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "all_reduce",
+            tensors,
+            lambda: on_tensors.all_reduce(self._endpoints.of_all(device), tensor, op),
+            device=device,
+            opts=opts,
+        )
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Any:
+        """Reduces several tensors over all ranks, in place."""
+        op = _op_of(opts)
+        tensors = in_memory(tensors)
+        device = tensors[0].device
+        return self._issue(
+            "all_reduce of several tensors",
+            tensors,
+            lambda: on_tensors.all_reduce_coalesced(self._endpoints.of_all(device), tensors, op),
+            device=device,
+            opts=opts,
+        )
+
+    def broadcast(self, tensors: Tensors | torch.Tensor, opts: Any = None, *_: Any) -> Any:
+        """Copies a rank's tensor to all ranks."""
+        tensors = in_memory([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        root = opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+        self._require_rank(root, "root")
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "broadcast",
+            tensors,
+            lambda: on_tensors.broadcast(self._endpoints.of_all(device), tensor, root),
+            device=device,
+            opts=opts,
+        )
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Any:
+        """Reduces a tensor over all ranks, in place on one."""
+        tensors = in_memory(tensors)
+        self._require_rank(opts.rootRank, "root")
+        (tensor,) = tensors
+        device = tensor.device
+        return self._issue(
+            "reduce",
+            tensors,
+            lambda: on_tensors.reduce(self._endpoints.of_all(device), tensor, opts.reduceOp, opts.rootRank),
+            device=device,
+            opts=opts,
+        )
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        """Every rank's tensor into a list."""
+        (x,), (parts,) = inputs, outputs
+        x, *parts = in_memory([x, *parts])
+        self._require_one_each(parts, "output_tensors")
+        return self._issue(
+            "all_gather",
+            [*parts, x],
+            lambda: on_tensors.all_gather_lists(self._endpoints.of_all(x.device), parts, x),
+            device=x.device,
+            opts=opts,
+        )
+
+    def all_gather_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Concatenates the ranks' tensors of one size."""
+        output, x = in_memory([output, x])
+        _require_dtype(output, x)
+        if output.numel() != self._size * x.numel():
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        return self._issue(
+            "all_gather_single",
+            [output, x],
+            lambda: on_tensors.all_gather(self._endpoints.of_all(x.device), output, x),
+            device=x.device,
+            opts=opts,
+        )
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """`all_gather_single` of several tensors."""
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
+        device = inputs[0].device
+        return self._issue(
+            "all_gather_single of several tensors",
+            [*outputs, *inputs],
+            lambda: on_tensors.all_gather_coalesced(self._endpoints.of_all(device), outputs, inputs),
+            device=device,
+            opts=opts,
+        )
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """`allgather` of several tensors: by rank, a list of them."""
+        outputs, inputs = [in_memory(of_rank) for of_rank in outputs], in_memory(inputs)
+        written = [tensor for of_rank in outputs for tensor in of_rank]
+        device = inputs[0].device
+        sends = dict.fromkeys(range(self._size), inputs)
+        receives = dict(enumerate(outputs))
+        return self._issue(
+            "all_gather of several tensors",
+            [*written, *inputs],
+            lambda: on_tensors.exchange(self._endpoints.of_all(device), sends, receives),
+            device=device,
+            opts=opts,
+        )
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any, *_: Any) -> Any:
+        """Every rank's tensor into a list on one rank."""
+        self._require_rank(opts.rootRank, "root")
+        (x,) = inputs
+        parts = outputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._require_one_each(parts, "gather_list")
+        x, *parts = in_memory([x, *parts])
+        return self._issue(
+            "gather",
+            [*parts, x],
+            lambda: on_tensors.gather(self._endpoints.of_all(x.device), parts, x, opts.rootRank),
+            device=x.device,
+            opts=opts,
+        )
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any, *_: Any) -> Any:
+        """A tensor of one rank's list for each rank."""
+        self._require_rank(opts.rootRank, "root")
+        (output,) = outputs
+        parts = inputs[0] if self._rank == opts.rootRank else []
+        if self._rank == opts.rootRank:
+            self._require_one_each(parts, "scatter_list")
+        output, *parts = in_memory([output, *parts])
+        return self._issue(
+            "scatter",
+            [output, *parts],
+            lambda: on_tensors.scatter(self._endpoints.of_all(output.device), output, parts, opts.rootRank),
+            device=output.device,
+            opts=opts,
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None, *_: Any) -> Any:
+        """Reduces a list with a tensor for each rank, and gives each its own."""
+        (output,), (parts,) = outputs, inputs
+        op = _op_of(opts)
+        output, *parts = in_memory([output, *parts])
+        self._require_one_each(parts, "input_list")
+        return self._issue(
+            "reduce_scatter",
+            [output, *parts],
+            lambda: on_tensors.reduce_scatter_lists(self._endpoints.of_all(output.device), output, parts, op),
+            device=output.device,
+            opts=opts,
+        )
+
+    def reduce_scatter_single(self, output: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Any:
+        """Reduces a tensor over all ranks and gives each its share."""
+        op = _op_of(opts)
+        output, x = in_memory([output, x])
+        _require_dtype(output, x)
+        if x.numel() != self._size * output.numel():
+            raise ValueError("input tensor must be the same size as output size times world size")
+        return self._issue(
+            "reduce_scatter_single",
+            [output, x],
+            lambda: on_tensors.reduce_scatter(self._endpoints.of_all(x.device), output, x, op),
+            device=x.device,
+            opts=opts,
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """`reduce_scatter_single` of several tensors."""
+        op = _op_of(opts)
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
+        device = inputs[0].device
+        return self._issue(
+            "reduce_scatter_single of several tensors",
+            [*outputs, *inputs],
+            lambda: on_tensors.reduce_scatter_coalesced(self._endpoints.of_all(device), outputs, inputs, op),
+            device=device,
+            opts=opts,
+        )
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        x: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+        *_: Any,
+    ) -> Any:
+        """Rows of a tensor to each rank: evenly many, or as the splits say."""
+        output, x = in_memory([output, x])
+        _require_dtype(output, x)
+        even = not output_splits and not input_splits
+        for tensor, splits in ((output, output_splits), (x, input_splits)):
+            self._require_splits(tensor, splits)
+        comm_of = self._endpoints.of_all
+
+        def call() -> None:
+            if even:
+                on_tensors.all_to_all(comm_of(x.device), output, x)
+            else:
+                on_tensors.all_to_all_v(comm_of(x.device), output, x, output_splits, input_splits)
+
+        return self._issue("all_to_all_single", [output, x], call, device=x.device, opts=opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, *_: Any) -> Any:
+        """A list's i-th tensor to rank i."""
+        outputs, inputs = in_memory(outputs), in_memory(inputs)
+        self._require_one_each(outputs, "output_tensor_list")
+        self._require_one_each(inputs, "input_tensor_list")
+        device = inputs[0].device
+        return self._issue(
+            "all_to_all",
+            [*outputs, *inputs],
+            lambda: on_tensors.all_to_all_lists(self._endpoints.of_all(device), outputs, inputs),
+            device=device,
+            opts=opts,
+        )
+
+    def barrier(self, opts: Any = None, *_: Any) -> Any:
+        """Waits on the CPU, or behind the work of a device, until all ranks have come."""
+        device = getattr(opts, "device", None) or torch.device("cpu")
+        if getattr(opts, "device_ids", None):
+            device = torch.device("cuda", opts.device_ids[0])
+        device = _with_index(device)
+        return self._issue(
+            "barrier",
+            [],
+            lambda: on_tensors.barrier(self._endpoints.of_all(device), device),
+            device=device,
+            opts=opts,
+            blocks=True,
+        )
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have come; rank 0 raises an error that names those that have not.
+
+        Raises:
+            RuntimeError: a rank did not come in time.
+        """
+        given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
+        seconds = (self._timeout if given is None or given < _NO_TIME else given).total_seconds()
+        store = dist.PrefixStore("proxyccl-monitored-barrier", self._store)
+        number = next(self._barriers)
+        monitored_barrier(store, number, self._rank, self._size, seconds, wait_all_ranks=wait_all_ranks)
+
+    # -- transfers ---
+
+    def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Sends a tensor to a rank."""
+        return self._transfer(tensors, peer, sends=True)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> Any:
+        """Receives a tensor from a rank."""
+        return self._transfer(tensors, peer, sends=False)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
+        """Refused: a rank receives into memory that it has offered to one peer."""
+        raise RuntimeError("proxyccl: there is no recv from any source; name the rank")
+
+    recvAnysource = recv_anysource  # noqa: N815
+
+    def _transfer(self, tensors: Tensors, peer: int, *, sends: bool) -> Any:
+        tensors = in_memory(tensors)
+        self._require_rank(peer, "peer")
+        (tensor,) = tensors
+
+        def call() -> None:
+            if peer == self._rank:
+                (self._endpoints.send_to_self if sends else self._endpoints.recv_from_self)(tensor)
+                return
+            comm, number = self._endpoints.with_peer(tensor.device, peer)
+            pair = {number: [tensor]}
+            with self._endpoints.transferring(peer):
+                on_tensors.exchange(comm, pair if sends else {}, {} if sends else pair)
+
+        name = f"send to rank {peer}" if sends else f"recv from rank {peer}"
+        work = self._issue(name, tensors, call, device=tensor.device, flow=(peer, sends))
+        return None if self._coalescing.works is not None else work
+
+    # -- coalescing ---
+
+    def start_coalescing(self, device: Any = None) -> None:
+        """Collects the Work of the thread's calls that follow. Each runs as it comes; no transfer waits for another."""
+        self._coalescing.works = []
+
+    def end_coalescing(self, device: Any = None) -> Any:
+        """Ends `start_coalescing`.
+
+        Returns:
+            One Work of all calls since then.
+        """
+        collected, self._coalescing.works = self._coalescing.works, None
+        if collected is None:
+            raise RuntimeError("end_coalescing: there was no start_coalescing before it")
+        return JointWork(collected)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        self.start_coalescing(device)
+
+    def _end_coalescing(self, device: Any = None) -> Any:
+        return self.end_coalescing(device)
+
+    # -- arguments ---
+
+    def _require_rank(self, rank: int, argument: str) -> None:
+        # Before anything is made or queued: nobody would answer, and a wait would end by the time-out.
+        if not 0 <= rank < self._size:
+            raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {self._size - 1}")
+
+    def _require_one_each(self, tensors: Tensors, argument: str) -> None:
+        if len(tensors) != self._size:
+            raise ValueError(f"{argument}: has {len(tensors)} tensors; expected {self._size}, one for each rank")
+
+    def _require_splits(self, tensor: torch.Tensor, splits: Sequence[int]) -> None:
+        if splits:
+            if len(splits) != self._size:
+                raise RuntimeError("Number of tensor splits not equal to group size")
+            if sum(splits) != tensor.size(0):
+                raise RuntimeError("Split sizes doesn't match total dim 0 size")
+        elif tensor.size(0) % self._size:
+            raise RuntimeError("Tensor's dim 0 does not divide equally across group size")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _source_of(flow: _Flow | None) -> int:
+    """The rank that sends to a transfer; -1 for other calls, and for a send."""
+    return flow[0] if flow is not None and not flow[1] else -1
+
+
+def _op_of(opts: Any) -> Any:
+    """The operator of options, of an operator itself, or of nothing: torch gives all three."""
+    return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
+
+
+def _seconds_of(opts: Any) -> float | None:
+    """The time-out that options set for one call, in seconds; None for the group's."""
+    given = getattr(opts, "timeout", None)
+    return given.total_seconds() if isinstance(given, timedelta) and given > _NO_TIME else None
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its number, which is the current one's where it has none; a CPU has none."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
+
+
+def _require_dtype(output: torch.Tensor, x: torch.Tensor) -> None:
+    if output.dtype != x.dtype:
+        raise TypeError(f"output tensor must have the same type as input tensor: {output.dtype} and {x.dtype}")
+
+
+_default: weakref.ref[ProcessGroupProxyCCL] | None = None
+
+
+def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
+    """What torch calls to make a group: the default one first, for which it names no ranks."""
+    global _default  # noqa: PLW0603  torch has one default group
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    members = list(options.global_ranks_in_group)
+    if not members:
+        group = ProcessGroupProxyCCL(store, rank, size, timeout)
+        _default = weakref.ref(group)
+        return group
+    whole = None if _default is None else _default()
+    return ProcessGroupProxyCCL(store, rank, size, timeout, whole=whole, members=members)
+
+
+def register() -> None:
+    """Makes the backend known to torch. Calling it twice does nothing."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])

@@ -1,0 +1,94 @@
+"""torch's reductions of tensors in terms of the communicator's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from proxyccl.device.arrays.dtypes import reduction_dtypes
+from torch.distributed import ReduceOp
+
+_Kind = ReduceOp.RedOpType
+_OPS = {
+    _Kind.SUM: "sum",
+    _Kind.AVG: "avg",
+    _Kind.PRODUCT: "prod",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "band",
+    _Kind.BOR: "bor",
+    _Kind.BXOR: "bxor",
+    _Kind.PREMUL_SUM: "sum",
+}
+_BITWISE = {_Kind.BAND, _Kind.BOR, _Kind.BXOR}
+_OF_COMPLEX = {_Kind.SUM, _Kind.AVG, _Kind.PREMUL_SUM}
+_OF_BOOL = {
+    _Kind.SUM: "max",
+    _Kind.PRODUCT: "min",
+    _Kind.MIN: "min",
+    _Kind.MAX: "max",
+    _Kind.BAND: "band",
+    _Kind.BOR: "bor",
+    _Kind.BXOR: "bxor",
+}
+"""What they are on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
+REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction of tensors of one type.
+
+    Attributes:
+        op: the communicator's operator.
+        view: the type as which it sees the elements; None for their own.
+        factor: what each rank multiplies its values by before; None for nothing.
+    """
+
+    op: str
+    view: torch.dtype | None = None
+    factor: Any = None
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """A contiguous tensor of one dimension as the communicator takes it. It shares the memory."""
+        return flat if self.view is None else flat.view(self.view)
+
+
+def plain_op(op: Any, dtype: torch.dtype) -> str | None:
+    """The communicator's operator, where it takes tensors of the type as they are; None where it does not."""
+    kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
+    if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
+        return None
+    return _OPS.get(kind)
+
+
+def reduction(op: Any, dtype: torch.dtype) -> Reduction:
+    """What an operator of torch is for a type.
+
+    Raises:
+        ValueError: there is no such reduction.
+        TypeError: elements of the type can't be reduced.
+    """
+    kind = getattr(op, "op", op)
+    if kind not in _OPS:
+        raise ValueError(f"op: {kind} is unknown; expected one of {', '.join(each.name for each in _OPS)}")
+    if dtype is torch.bool:
+        if kind not in _OF_BOOL:
+            raise ValueError(f"op: there is no {kind.name} of bool; expected one of {_names(_OF_BOOL)}")
+        return Reduction(_OF_BOOL[kind], torch.uint8)
+    factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
+    if dtype.is_complex:
+        if kind not in _OF_COMPLEX:
+            raise ValueError(f"op: there is no {kind.name} of complex numbers; expected one of {_names(_OF_COMPLEX)}")
+        return Reduction(_OPS[kind], torch.float32 if dtype is torch.complex64 else torch.float64, factor)
+    if dtype not in REDUCIBLE:
+        known = ", ".join(sorted(str(each) for each in REDUCIBLE))
+        raise TypeError(f"tensor: elements of {dtype} can't be reduced; expected one of {known}, bool or complex")
+    if kind in _BITWISE and dtype.is_floating_point:
+        raise ValueError(f"op: there is no {kind.name} of {dtype}; expected integers or bool")
+    return Reduction(_OPS[kind], factor=factor)
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(kind.name for kind in kinds)

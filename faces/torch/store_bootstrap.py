@@ -1,0 +1,108 @@
+"""Ranks that meet through a torch.distributed store: TCPStore, FileStore or HashStore. No MPI is involved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from proxyccl.channels.joining.bootstrap import require_place
+from proxyccl.channels.joining.survivors import Board
+from proxyccl.device.errors import PeerLostError, WaitTimeoutError
+from torch.distributed import DistError, PrefixStore
+
+_FIRST_PAUSE_SECONDS = 2e-4
+_LONGEST_PAUSE_SECONDS = 0.02
+
+
+class StoreBootstrap:
+    """A `Bootstrap` over a store. All ranks give the same store, or prefixes of it that are used for nothing else.
+
+    Args:
+        store: the store.
+        rank: this rank's number.
+        world_size: number of ranks.
+
+    Raises:
+        ArgumentError: the rank does not fit.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = require_place(rank, world_size)
+        self._store = store
+        self._round = 0
+        self._lock = threading.Lock()
+
+    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
+        """See `Bootstrap.all_gather`. Raises PeerLostError too, where the store is gone."""
+        with self._lock:
+            number, self._round = self._round, self._round + 1
+        keys = [f"{number}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout
+        try:
+            self._store.set(keys[self.rank], data)
+            pause = _FIRST_PAUSE_SECONDS
+            # The store's own wait would hold its connection, which other threads need meanwhile.
+            while not self._store.check(keys):
+                give_up()
+                if time.monotonic() > deadline:
+                    raise self._late(keys)
+                time.sleep(pause)
+                pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
+            everyone = [bytes(self._store.get(key)) for key in keys]
+            if number >= 2:  # all ranks have come to the round before this one, so they have read the one before that
+                self._store.delete_key(f"{number - 2}/{self.rank}")
+        except DistError as error:
+            give_up()
+            raise PeerLostError(
+                f"the bootstrap's all_gather over torch's store: {error}", rank=self.rank, operation="bootstrap"
+            ) from error
+        return everyone
+
+    def _late(self, keys: list[str]) -> WaitTimeoutError:
+        missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return WaitTimeoutError(
+            f"the bootstrap's all_gather over torch's store: ranks {missing} did not come in time",
+            rank=self.rank,
+            peer=missing[0] if missing else None,
+            operation="bootstrap",
+        )
+
+    def subset(self, members: Sequence[int], key: int) -> StoreBootstrap:
+        """The bootstrap of some ranks. See `Bootstrap`."""
+        members = list(members)
+        return StoreBootstrap(PrefixStore(f"subset-{key:x}", self._store), members.index(self.rank), len(members))
+
+    def board(self) -> Board:
+        """A board in the store, which outlives the ranks that do not serve it. See `Bootstrap`."""
+        return _StoreBoard(PrefixStore("board", self._store), self.rank)
+
+    def close(self) -> None:
+        """The store stays the caller's."""
+
+
+class _StoreBoard:
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store, self._rank = store, rank
+
+    def post(self, number: int, note: bytes) -> None:
+        """See `Board`."""
+        self._store.set(f"note-{number}-{self._rank}", note)
+
+    def read(self, rank: int, number: int) -> bytes | None:
+        """See `Board`."""
+        return self._get(f"note-{number}-{rank}")
+
+    def settle(self, number: int, answer: bytes) -> bytes:
+        """See `Board`."""
+        # Stores compare text.
+        return bytes.fromhex(self._store.compare_set(f"answer-{number}", "", answer.hex()).decode())
+
+    def settled(self, number: int) -> bytes | None:
+        """See `Board`."""
+        answer = self._get(f"answer-{number}")
+        return None if answer is None else bytes.fromhex(answer.decode())
+
+    def _get(self, key: str) -> bytes | None:
+        return bytes(self._store.get(key)) if self._store.check([key]) else None

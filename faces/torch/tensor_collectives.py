@@ -1,0 +1,194 @@
+"""The collectives of torch.distributed on tensors, by a communicator's.
+
+Each function takes the communicator, and makes the call on the stream that is current for torch; on the CPU it returns
+when the call is done. Tensors need not be contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from proxyccl.channels.communicator import Communicator
+from proxyccl.torch.reductions import plain_op, reduction
+from proxyccl.torch.tensors import as_bytes, flat, is_plain, put_back, require_same_dtype
+
+Tensors = Sequence[torch.Tensor]
+
+
+def all_reduce(comm: Communicator, tensor: torch.Tensor, op: Any) -> None:
+    """Reduces a tensor over all ranks, in place."""
+    plain = plain_op(op, tensor.dtype)
+    if plain is not None and is_plain(tensor):
+        comm.all_reduce(tensor, plain)
+        return
+    how = reduction(op, tensor.dtype)
+    values = flat(tensor)
+    if how.factor is not None:
+        values.mul_(how.factor)
+    comm.all_reduce(how.of(values), how.op)
+    put_back(tensor, values)
+
+
+def reduce(comm: Communicator, tensor: torch.Tensor, op: Any, root: int) -> None:
+    """Reduces a tensor over all ranks, in place on `root`."""
+    how = reduction(op, tensor.dtype)
+    values = flat(tensor)
+    if how.factor is not None:
+        values = values * how.factor
+    comm.reduce(how.of(values), how.op, root)
+    if comm.rank == root:
+        put_back(tensor, values)
+
+
+def all_reduce_coalesced(comm: Communicator, tensors: Tensors, op: Any) -> None:
+    """Reduces tensors over all ranks, in place: those of one type by one call."""
+    for same in _by_dtype(tensors):
+        values = torch.cat([flat(tensor) for tensor in same]) if len(same) > 1 else flat(same[0])
+        all_reduce(comm, values, op)
+        for tensor, part in zip(same, values.split([tensor.numel() for tensor in same]), strict=True):
+            put_back(tensor, part)
+
+
+def _by_dtype(tensors: Tensors) -> list[list[torch.Tensor]]:
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.dtype, []).append(tensor)
+    return list(groups.values())
+
+
+def broadcast(comm: Communicator, tensor: torch.Tensor, root: int) -> None:
+    """Copies a rank's tensor to all ranks."""
+    values = as_bytes(tensor)
+    comm.broadcast(values, root)
+    put_back(tensor, values)
+
+
+def all_gather(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
+    """Concatenates the ranks' tensors of one size."""
+    values = as_bytes(output)
+    comm.all_gather(as_bytes(x), out=values)
+    put_back(output, values)
+
+
+def all_gather_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
+    """`all_gather` of several tensors, by one call."""
+    if len(inputs) == 1:
+        all_gather(comm, outputs[0], inputs[0])
+        return
+    own = torch.cat([as_bytes(x) for x in inputs])
+    everyone = own.new_empty((comm.world_size, len(own)))
+    comm.all_gather(own, out=everyone.view(-1))
+    at = 0
+    for output, x in zip(outputs, inputs, strict=True):
+        size = x.numel() * x.element_size()
+        put_back(output, everyone[:, at : at + size].contiguous().view(-1))
+        at += size
+
+
+def reduce_scatter(comm: Communicator, output: torch.Tensor, x: torch.Tensor, op: Any) -> None:
+    """Reduces a tensor over all ranks and gives each its share."""
+    how = reduction(op, x.dtype)
+    values, share = flat(x), flat(output)
+    if how.factor is not None:
+        values = values * how.factor
+    comm.reduce_scatter(how.of(values), how.op, out=how.of(share))
+    put_back(output, share)
+
+
+def reduce_scatter_coalesced(comm: Communicator, outputs: Tensors, inputs: Tensors, op: Any) -> None:
+    """`reduce_scatter` of several tensors: those of one type by one call."""
+    for same in _by_dtype(inputs):
+        chosen = [i for i, x in enumerate(inputs) if x.dtype == same[0].dtype]
+        if len(chosen) == 1:
+            reduce_scatter(comm, outputs[chosen[0]], inputs[chosen[0]], op)
+            continue
+        rows = torch.cat([flat(inputs[i]).view(comm.world_size, -1) for i in chosen], dim=1)
+        share = rows.new_empty(rows.shape[1])
+        reduce_scatter(comm, share, rows, op)
+        parts = share.split([outputs[i].numel() for i in chosen])
+        for i, part in zip(chosen, parts, strict=True):
+            put_back(outputs[i], part)
+
+
+def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensors, op: Any) -> None:
+    """Reduces a list of tensors, one for each rank, of any sizes that the ranks agree on."""
+    require_same_dtype([output, *parts])
+    longest = max(part.numel() for part in parts)
+    if all(part.numel() == longest for part in parts):
+        reduce_scatter(comm, output, torch.cat([flat(part) for part in parts]), op)
+        return
+    rows = parts[0].new_zeros((comm.world_size, longest))
+    for row, part in zip(rows, parts, strict=True):
+        row[: part.numel()] = flat(part)
+    share = rows.new_empty(longest)
+    reduce_scatter(comm, share, rows, op)
+    put_back(output, share[: output.numel()])
+
+
+def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> None:
+    """Sends tensors to ranks and receives tensors from ranks, all by one launch.
+
+    It serves the calls with a tensor for each rank: there, nothing is copied before or behind it.
+    """
+    outputs = [(tensor, as_bytes(tensor)) for tensors in receives.values() for tensor in tensors]
+    values = iter(outputs)
+    with comm.transfers() as transfers:
+        for peer, tensors in sends.items():
+            for tensor in tensors:
+                transfers.send(as_bytes(tensor), peer)
+        for peer, tensors in receives.items():
+            for _ in tensors:
+                transfers.recv(next(values)[1], peer)
+    for tensor, received in outputs:
+        put_back(tensor, received)
+
+
+def all_gather_lists(comm: Communicator, outputs: Tensors, x: torch.Tensor) -> None:
+    """Every rank's tensor, of any sizes, into a list."""
+    require_same_dtype([x, *outputs])
+    exchange(comm, {rank: [x] for rank in range(comm.world_size)}, {rank: [out] for rank, out in enumerate(outputs)})
+
+
+def gather(comm: Communicator, outputs: Tensors, x: torch.Tensor, root: int) -> None:
+    """Every rank's tensor into a list on `root`."""
+    exchange(comm, {root: [x]}, {rank: [out] for rank, out in enumerate(outputs)} if comm.rank == root else {})
+
+
+def scatter(comm: Communicator, output: torch.Tensor, inputs: Tensors, root: int) -> None:
+    """A tensor of `root`'s list for each rank."""
+    exchange(comm, {rank: [x] for rank, x in enumerate(inputs)} if comm.rank == root else {}, {root: [output]})
+
+
+def all_to_all(comm: Communicator, output: torch.Tensor, x: torch.Tensor) -> None:
+    """The i-th share of each rank goes to rank i."""
+    values = as_bytes(output)
+    comm.all_to_all(as_bytes(x), out=values)
+    put_back(output, values)
+
+
+def all_to_all_v(
+    comm: Communicator, output: torch.Tensor, x: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
+) -> None:
+    """The same with rows of any number; empty splits mean even ones."""
+    ranks = comm.world_size
+    target = output if output.is_contiguous() else output.contiguous()
+    sends = x.contiguous().split(list(input_splits) or [x.size(0) // ranks] * ranks)
+    receives = target.split(list(output_splits) or [target.size(0) // ranks] * ranks)
+    exchange(comm, _by_rank(sends), _by_rank(receives))
+    put_back(output, target)
+
+
+def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> None:
+    """A list's i-th tensor goes to rank i."""
+    exchange(comm, _by_rank(inputs), _by_rank(outputs))
+
+
+def barrier(comm: Communicator, device: torch.device) -> None:
+    """Waits until all ranks have come: behind the current stream of a GPU, or on the CPU."""
+    comm.barrier(stream=None if device.type == "cpu" else torch.cuda.current_stream(device))
+
+
+def _by_rank(tensors: Tensors) -> dict[int, Tensors]:
+    return {rank: [tensor] for rank, tensor in enumerate(tensors)}

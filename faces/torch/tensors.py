@@ -1,0 +1,54 @@
+"""Tensors as flat, contiguous memory, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from proxyccl.device.arrays.libraries import require_tensor_memory
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory holds its elements in order: it is contiguous, and not a lazy view."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's elements in order: its own memory where that holds them so, else a copy. Without its gradient."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg().view(-1)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `flat`: for what only moves, of any type."""
+    return flat(tensor).view(torch.uint8)
+
+
+def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies what a call left in `flat` of a tensor, or in `as_bytes` of it, to the tensor, unless it is there."""
+    if values.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+
+
+def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, and for each result of a functional collective the tensor that it stands for, once that is there.
+
+    Raises:
+        RuntimeError: one is not a dense tensor on a CPU or a GPU.
+        ArgumentError: one has no memory: it is a DTensor, or its storage was freed.
+    """
+    found = [tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor for tensor in tensors]
+    for tensor in found:
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"tensor: has layout {tensor.layout}; expected a dense tensor (torch.strided)")
+        if tensor.device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"tensor: lies on {tensor.device}; expected cpu or cuda")
+        require_tensor_memory(tensor, "tensor")
+    return found
+
+
+def require_same_dtype(tensors: Sequence[torch.Tensor]) -> None:
+    """Raises TypeError for tensors of several types."""
+    for tensor in tensors[1:]:
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"tensor: has type {tensor.dtype}; expected that of the others, {tensors[0].dtype}")

@@ -1,0 +1,331 @@
+"""What a process group's calls return: torch's Work, of CPU tensors and of a device's."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from proxyccl.device import forks
+from proxyccl.torch.errors import as_torch_error, torch_errors
+from proxyccl.torch.unwaited import Unwaited
+
+_NO_LIMIT = timedelta(0)
+_LEAST = timedelta(microseconds=1)
+_POLL_SECONDS = 2e-4
+
+
+class _KeptWork(dist.Work):
+    """A Work that may be kept until it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._process = forks.here()
+        self._unwaited: Unwaited | None = None
+
+    def keep_in(self, unwaited: Unwaited) -> None:
+        """Has `forget` of `unwaited` be called when this is waited for."""
+        self._unwaited = unwaited
+
+    def _is_waited_for(self, ended: threading.Event) -> None:
+        """At the begin of a wait for `ended`, which no thread of a fork's child sets."""
+        if not ended.is_set():
+            with torch_errors():
+                self._process.require("the call")
+        if self._unwaited is not None:
+            self._unwaited.forget(self)
+
+
+class HostWork(_KeptWork):
+    """A call on CPU tensors. It is done when `finish` was called.
+
+    Args:
+        result: the tensors that it writes.
+        source: the rank that sends to it; -1 for none.
+    """
+
+    def __init__(self, result: Sequence[torch.Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._source = source
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Any = None
+        self._completed: Any = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Ends it, by an error or well."""
+        with self._lock:
+            self._error = None if error is None else as_torch_error(error)
+            self._done.set()
+            completed = self._completed
+        if completed is not None:
+            completed.set_result(None)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Waits for the end. Raises what the call raised.
+
+        Raises:
+            RuntimeError: it did not end within the time.
+        """
+        self._is_waited_for(self._done)
+        seconds = timeout.total_seconds()
+        if not self._done.wait(seconds if 0 < seconds < threading.TIMEOUT_MAX else None):
+            raise _timed_out(timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for the end."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the call has ended, by an error too."""
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What it raised."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """The rank that sends to it."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future of `result`."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            completed = torch.futures.Future()
+            # torch's C++ sees an error of a future only where `then` has raised it.
+            self._future = completed.then(self._future_value)
+            if not self._done.is_set():
+                self._completed = completed  # for `finish`
+                return self._future
+        completed.set_result(None)
+        return self._future
+
+    def _future_value(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise RuntimeError(str(self._error))
+        return self._result
+
+
+class DeviceWork(_KeptWork):
+    """A call on a stream of a device, which holds it once `issued` was called.
+
+    Args:
+        result: the tensors that it writes.
+        device: the device.
+        stream: the stream; None for the stream that was current, which the program's later work follows anyway.
+        check: raises what ended the communicator.
+        blocks: whether `wait` waits for the call's end on the CPU, too.
+        source: the rank that sends to it; -1 for none.
+    """
+
+    def __init__(
+        self,
+        result: Sequence[torch.Tensor],
+        device: torch.device,
+        stream: Any,
+        check: Callable[[], None],
+        *,
+        blocks: bool = False,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._result = list(result)
+        self._device = device
+        self._stream = stream if stream is not None else torch.cuda.current_stream(device)
+        self._on_own_stream = stream is not None
+        self._check = check
+        self._blocks = blocks
+        self._source = source
+        self._event: Any = None
+        self._error: BaseException | None = None
+        self._issued = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Any = None
+
+    def issued(self, error: BaseException | None = None) -> None:
+        """Says that the stream holds the call, or why it never will."""
+        if error is None and (self._on_own_stream or self._blocks):
+            try:
+                self._event = self._stream.record_event()
+            except RuntimeError as failure:  # torch's, where the device's context is lost
+                error = failure
+        with self._lock:
+            self._error = None if error is None else as_torch_error(error)
+            self._issued.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    @property
+    def event(self) -> Any:
+        """The event after the call; None where it is queued on the program's own stream, or is not queued yet."""
+        return self._event
+
+    def has_passed(self) -> bool:
+        """Whether the stream has got past the event."""
+        return self._event is not None and bool(self._event.query())
+
+    def raise_failure(self) -> None:
+        """Raises the error that kept the call from its stream, if one has."""
+        if self._error is not None:
+            raise self._error
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Makes the current stream wait. Raises what ended the communicator, as far as that is known.
+
+        With a time-out the host waits too, for the end of the call. Without one it waits until the call is issued: for
+        the peer of a first transfer, at most for the group's time-out.
+
+        Raises:
+            RuntimeError: it did not end within the time.
+        """
+        self._is_waited_for(self._issued)
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
+        self._wait_until_issued(deadline, timeout)
+        if deadline is not None:
+            self._wait_on_host(deadline, timeout)
+        elif self._blocks:
+            self._wait_on_host(math.inf, timeout)
+        if self._on_own_stream and self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+        with torch_errors():
+            self._check()
+        return True
+
+    def _wait_until_issued(self, deadline: float | None, timeout: timedelta) -> None:
+        seconds = None if deadline is None else min(timeout.total_seconds(), threading.TIMEOUT_MAX)
+        if not self._issued.wait(seconds):
+            raise _timed_out(timeout)
+        self.raise_failure()
+
+    def _wait_on_host(self, deadline: float, timeout: timedelta) -> None:
+        event = self._event if self._event is not None else self._stream.record_event()
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise _timed_out(timeout)
+            time.sleep(_POLL_SECONDS)
+
+    def synchronize(self) -> None:
+        """Makes the current stream wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the device has done the call, or an error has ended it."""
+        if self._error is not None:
+            return True
+        return self._issued.is_set() and bool((self._event or self._stream).query())
+
+    def is_success(self) -> bool:
+        """Whether the device has done the call, and the communicator can still be used."""
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> BaseException | None:
+        """What kept the call from its stream, or ended the communicator."""
+        if self._error is not None:
+            return self._error
+        try:
+            self._check()
+        except Exception as error:
+            return as_torch_error(error)
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that it writes."""
+        return self._result
+
+    def source_rank(self) -> int:
+        """The rank that sends to it."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Any:
+        """A future of `result`, whose callbacks run on streams that wait for the call."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future(devices=[self._device])
+            issued = self._issued.is_set()
+        if issued:
+            self._complete(self._future)
+        return self._future
+
+    def _complete(self, future: Any) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+            return
+        with torch.cuda.stream(self._stream):
+            future.set_result(self._result)
+
+
+def _timed_out(timeout: timedelta) -> RuntimeError:
+    return RuntimeError(f"Timed out: the call did not end within {timeout.total_seconds():g} s")
+
+
+class JointWork(dist.Work):
+    """Several calls, which end together.
+
+    Args:
+        works: theirs.
+    """
+
+    def __init__(self, works: Sequence[DeviceWork | HostWork]) -> None:
+        super().__init__()
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Waits for all of them, as they do. The time-out is for all together."""
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
+        for work in self._works:
+            left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)
+            work.wait(left)
+        return True
+
+    def synchronize(self) -> None:
+        """Waits for all of them."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether all have ended, by an error too."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """The first error."""
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that they write."""
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Any:
+        """A future of `result`."""
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._future_value)
+
+    def _future_value(self, ended: Any) -> list[torch.Tensor]:
+        return [tensor for future in ended.value() for tensor in future.value()]

@@ -1,0 +1,117 @@
+"""What a kernel's arguments are to Triton: types, and what a variant is compiled for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.channels.handles import Channel, ChannelSet
+from proxyccl.channels.proxy_channel import ProxyChannel
+from proxyccl.channels.sm_channel import SmChannel
+from proxyccl.device.arrays.array import as_view
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.integers import find_integer
+from proxyccl.device.kernel import FLOAT, INTEGER, POINTER
+from proxyccl.triton.grid_barrier import GridBarrier
+
+PROXY_CHANNEL, SM_CHANNEL = "*u64", "*i64"
+"""The types of channels to Triton. They differ, so that a call of the wrong kind does not compile."""
+
+_ELEMENTS = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+    "uint16": "u16",
+    "uint32": "u32",
+    "uint64": "u64",
+    "bool": "i1",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
+}
+_DIVISIBILITY = 16
+CONSTEXPR = "constexpr"
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument of a kernel.
+
+    Attributes:
+        type: Triton's name of its type: "*fp32", "i32", "constexpr", …
+        value: what is passed: an address, a number, or a compile-time constant of any kind.
+        owner: what is kept alive while the kernel runs.
+        aligned: whether an address or an integer is a multiple of 16, which the compiler may rely on.
+    """
+
+    type: str
+    value: Any
+    owner: object = None
+    aligned: bool = False
+
+    @property
+    def parameter(self) -> tuple[int, int]:
+        """Size in bytes and kind of the compiled kernel's parameter."""
+        if self.type.startswith("*"):
+            return 8, POINTER
+        if self.type.startswith("fp"):
+            return int(self.type[2:]) // 8, FLOAT
+        return max(1, int(self.type[1:]) // 8), INTEGER
+
+
+def constant(value: Any) -> Argument:
+    """A compile-time constant."""
+    return Argument(CONSTEXPR, value)
+
+
+def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
+    """What a value is to a kernel.
+
+    Raises:
+        ArgumentError: it is none that a kernel takes, or lies on another device.
+    """
+    if value is None:
+        return constant(None)
+    if isinstance(value, bool):
+        return Argument("i1", value)
+    if isinstance(value, float):
+        return Argument("fp32", value)
+    if isinstance(value, Channel | ChannelSet):
+        return _channel(value, name)
+    if isinstance(value, GridBarrier):
+        return _pointer("*u64", value.device_pointer, value)
+    number = None if hasattr(value, "__dlpack__") else find_integer(value)
+    if number is not None:
+        return _integer(number, name)
+    view = as_view(value, name, gpu=runtime)
+    if view.device[0] != runtime or view.device[1] not in (-1, device):
+        raise ArgumentError(name, f"the array lies on {view.place}, the kernel runs on {runtime}:{device}")
+    if view.dtype.name not in _ELEMENTS:
+        raise ArgumentError(name, f"Triton has no type {view.dtype}; expected one of {', '.join(_ELEMENTS)}")
+    return _pointer(f"*{_ELEMENTS[view.dtype.name]}", view.ptr, value)
+
+
+def _pointer(kind: str, address: int, owner: object) -> Argument:
+    return Argument(kind, address, owner, address % _DIVISIBILITY == 0)
+
+
+def _channel(value: Channel | ChannelSet[Any], name: str) -> Argument:
+    kind = value.kind if isinstance(value, ChannelSet) else type(value)
+    types = {ProxyChannel: PROXY_CHANNEL, SmChannel: SM_CHANNEL}
+    if kind not in types:
+        raise ArgumentError(name, f"expected a ProxyChannel, an SmChannel or a set of them, not a {kind.__name__}")
+    return _pointer(types[kind], value.device_pointer, value)
+
+
+def _integer(value: int, name: str) -> Argument:
+    for kind, bits in (("i32", 31), ("i64", 63)):
+        if -(1 << bits) <= value < 1 << bits:
+            return Argument(kind, value, None, value % _DIVISIBILITY == 0)
+    if 0 <= value < 1 << 64:
+        return Argument("u64", value, None, value % _DIVISIBILITY == 0)
+    raise ArgumentError(name, f"{value} does not fit in 64 bits")

@@ -1,0 +1,97 @@
+"""Compiles kernels by Triton for a GPU, and loads them by the runtime: Triton's own launch needs torch.
+
+Compiling needs no device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from proxyccl.device.errors import ArgumentError, CompileError, RuntimeUnavailableError
+from proxyccl.device.gpu.runtime import GpuRuntime
+from proxyccl.device.kernel import POINTER, Kernel
+from proxyccl.triton.arguments import CONSTEXPR, Argument
+from proxyccl.triton.jit import VERSION
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+_OLDEST_FOR_AMD = (3, 9)
+_SCRATCH_PARAMETERS = 2
+"""Pointers that Triton adds to a kernel's parameters: memory for the compiler's own use, and for a profiler."""
+
+
+def target_of(architecture: str) -> GPUTarget:
+    """Triton's name of a device: "sm_90" or "gfx942", and what ROCm adds to that.
+
+    Raises:
+        RuntimeUnavailableError: this version of Triton is too old for it.
+    """
+    if architecture.startswith("sm_"):
+        return GPUTarget("cuda", int(architecture.removeprefix("sm_")), 32)
+    if VERSION < _OLDEST_FOR_AMD:
+        raise RuntimeUnavailableError(f"proxyccl.triton needs Triton 3.9 or later on AMD, not {triton.__version__}")
+    return GPUTarget("hip", architecture.split(":", maxsplit=1)[0], 64)
+
+
+def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarget, options: dict[str, Any]) -> Any:
+    """Triton's compiled kernel.
+
+    Args:
+        kernel: what ``@triton.jit`` made.
+        arguments: by parameter name.
+        target: what it is compiled for.
+        options: Triton's: num_warps, num_stages, …
+
+    Raises:
+        CompileError: Triton refuses the source.
+    """
+    positions = {name: i for i, name in enumerate(kernel.arg_names)}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: argument.type for name, argument in arguments.items()},
+        constexprs={(positions[name],): each.value for name, each in arguments.items() if each.type == CONSTEXPR},
+        attrs={(positions[name],): [["tt.divisibility", 16]] for name, each in arguments.items() if each.aligned},
+    )
+    try:
+        return triton.compile(source, target=target, options=options)
+    except Exception as error:  # Triton's passes raise errors of many kinds
+        raise CompileError(f"Triton can't compile {kernel.__name__} for {target.arch}: {error}") from error
+
+
+class Variant:
+    """A kernel, compiled for arguments of some types and loaded.
+
+    Args:
+        runtime: whose device it runs on.
+        kernel, arguments, options: as for `compile_kernel`.
+    """
+
+    def __init__(
+        self, runtime: GpuRuntime, kernel: Any, arguments: dict[str, Argument], options: dict[str, Any]
+    ) -> None:
+        target = target_of(runtime.info.architecture)
+        compiled = compile_kernel(kernel, arguments, target, options)
+        metadata = compiled.metadata
+        self._runtime = runtime
+        self._threads: int = metadata.num_warps * target.warp_size
+        self._shared: int = metadata.shared
+        if getattr(metadata, "num_ctas", 1) != 1:
+            raise ArgumentError(
+                "num_ctas", f"clusters of programs can't be launched; expected 1, not {metadata.num_ctas}"
+            )
+        if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
+            raise ArgumentError("kernel", f"{kernel.__name__} needs scratch memory of Triton's, which is not supported")
+        self._passed = [name for name, argument in arguments.items() if argument.type != CONSTEXPR]
+        parameters = [arguments[name].parameter for name in self._passed]
+        parameters += [(8, POINTER)] * _SCRATCH_PARAMETERS
+        image = compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]
+        self._kernel: Kernel = runtime.load_kernel(image, metadata.name, parameters, self._shared)
+
+    def __call__(self, grid: tuple[int, int, int], arguments: dict[str, Argument], stream: Any) -> None:
+        """Queues the kernel on a stream."""
+        values = [arguments[name].value for name in self._passed] + [None] * _SCRATCH_PARAMETERS
+        self._kernel(grid, self._threads, *values, stream=stream, shared=self._shared)
+        self._runtime.in_flight.add(
+            [argument.owner for argument in arguments.values()], stream, self._runtime.stream_handle(stream)
+        )

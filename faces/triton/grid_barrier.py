@@ -1,0 +1,78 @@
+"""A barrier over the programs of a grid, as DeviceSyncer of sync.h has it. All programs must be resident."""
+
+from __future__ import annotations
+
+import struct
+
+import triton.language as tl
+from proxyccl.channels.communicator import Communicator
+from proxyccl.device._native import ffi
+from proxyccl.triton.jit import jit
+from proxyccl.triton.layout import (
+    BARRIER_ARRIVED_8,
+    BARRIER_BYTES,
+    BARRIER_CONTROL_8,
+    BARRIER_GENERATION_8,
+    NO_CHANNEL,
+    NO_PEER,
+    WAIT_GRID,
+)
+from proxyccl.triton.target import (
+    load_relaxed_device,
+    store_relaxed_device,
+    store_release_device,
+    sync_threads_system,
+)
+from proxyccl.triton.waits import wait_at_least
+from proxyccl.triton.words import u32, u64
+
+
+class GridBarrier:
+    """What the programs of a grid meet at, for `sync_grid`. Not collective.
+
+    It serves one kernel at a time, for any number of launches and barriers; grids may differ from launch to launch.
+
+    Args:
+        communicator: bounds the waits.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        runtime, control = communicator.runtime, communicator.group.control
+        self._memory = runtime.allocate(BARRIER_BYTES)
+        words = struct.pack("<3Q", 0, 0, control.device_pointer)
+        runtime.copy(self._memory.ptr, int(ffi.cast("uintptr_t", ffi.from_buffer(words))), len(words))
+
+    @property
+    def device_pointer(self) -> int:
+        """Address in device memory."""
+        return self._memory.ptr
+
+
+@jit
+def sync_grid(barrier):
+    """Called by every program of a grid. What any of them stored before it is visible to all of them after it.
+
+    The grid must be small enough that all its programs run at once.
+
+    Args:
+        barrier: a `GridBarrier`.
+
+    Returns:
+        Whether all came. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    """
+    programs = u64(tl.num_programs(0)) * u64(tl.num_programs(1)) * u64(tl.num_programs(2))
+    sync_threads_system()
+    complete = tl.full([], 1, tl.int32)
+    generation = barrier + BARRIER_GENERATION_8
+    now = load_relaxed_device(generation)
+    tl.debug_barrier()  # no thread may read the generation that ends this barrier
+    # Each arrival releases its program's stores. The last one acquires them all and releases them with the generation.
+    if tl.atomic_add(barrier + BARRIER_ARRIVED_8, u64(1), sem="acq_rel", scope="gpu") == programs - 1:
+        store_relaxed_device(barrier + BARRIER_ARRIVED_8, u64(0))
+        store_release_device(generation, now + 1)
+    else:
+        complete = wait_at_least(
+            generation, now + 1, tl.load(barrier + BARRIER_CONTROL_8), u32(WAIT_GRID), u32(NO_PEER), u32(NO_CHANNEL)
+        )
+    tl.debug_barrier()
+    return complete != 0

@@ -1,0 +1,77 @@
+"""Runs kernels in Triton's interpreter, for the host runtime.
+
+What Triton's own launch does anew each time is done once: preparing its language, which takes milliseconds, also at
+each call of a nested function. Arrays are passed by address, so torch is not needed. Streams are waited for, and a
+launch returns when the kernel has run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+import triton.language as tl
+from proxyccl.device.errors import KernelError
+from proxyccl.triton.arguments import CONSTEXPR, Argument
+from proxyccl.triton.turns import Grid, Launch
+from triton.language import core  # noqa: F401  (the interpreter prepares the modules of the language that it finds here)
+from triton.runtime import interpreter
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function.rewrite()(*args, **kwargs)
+
+
+@functools.cache
+def _prepare_language() -> object:
+    """Makes the language that of the interpreter, for the rest of the process, as Triton before 3.9 did.
+
+    Nested functions need no preparation of their own then. What it returns must be kept.
+    """
+    interpreter.InterpretedFunction.__call__ = _call
+    scope = interpreter._patch_lang(_call)
+    # Older versions convert an array of one element, which numpy refuses from 2.4 on.
+    tl.tensor.__index__ = lambda tensor: int(tensor.handle.data.squeeze())
+    return scope
+
+
+def _tensor(argument: Argument) -> Any:
+    if argument.type == CONSTEXPR:
+        return argument.value
+    if argument.type.startswith("fp"):
+        return argument.value
+    kind = _type(argument.type)
+    number = np.uint64 if kind.is_ptr() else interpreter._get_np_dtype(kind)
+    return tl.tensor(interpreter.TensorHandle(np.array([argument.value], dtype=number), kind), kind)
+
+
+@functools.cache
+def _type(name: str) -> Any:
+    if name.startswith("*"):
+        return tl.pointer_type(_type(name[1:]))
+    names = {"i1": "int1", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+    names |= {"fp8e4nv": "float8e4nv", "fp8e5": "float8e5"}
+    return getattr(tl, names.get(name, name.replace("i", "int").replace("u", "uint")))
+
+
+def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
+    """Runs a kernel.
+
+    Args:
+        kernel: what ``@triton.jit`` made under TRITON_INTERPRET.
+        arguments: by parameter name.
+        grid: its programs.
+
+    Raises:
+        KernelError: a program raised; the cause is its exception.
+    """
+    _prepare_language()
+    values = {name: _tensor(argument) for name, argument in arguments.items()}
+    try:
+        # The kernel is rewritten in its turn, as nested functions are: CPython 3.11 can't make syntax trees in two
+        # threads at once (https://github.com/python/cpython/issues/106905).
+        Launch(functools.partial(_call, kernel, **values), grid).run()
+    except Exception as error:
+        raise KernelError(f"kernel {kernel.__name__} raised {type(error).__name__}: {error}") from error

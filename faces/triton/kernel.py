@@ -1,0 +1,240 @@
+"""Kernels of `Communicator.triton`: arguments, variants, launches, and the choice of a configuration by measuring."""
+
+from __future__ import annotations
+
+import inspect
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+from proxyccl.channels.communicator import Communicator
+from proxyccl.device.arrays.array import current_stream
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.gpu.runtime import GpuRuntime
+from proxyccl.device.integers import as_integer, find_extents
+from proxyccl.device.runtime import StreamLike
+from proxyccl.triton import interpreter
+from proxyccl.triton.arguments import CONSTEXPR, Argument, as_argument, constant
+from proxyccl.triton.compiled import Variant
+from proxyccl.triton.jit import INTERPRETED
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.interpreter import InterpretedFunction
+
+Grid = int | Sequence[int] | Callable[[dict[str, Any]], Any]
+_MEASURED_LAUNCHES = 5
+
+
+class TritonKernel:
+    """A kernel of Triton's, launched as ``kernel(*args, stream=None, **constants)``; see `Communicator.triton`.
+
+    Attributes:
+        chosen: the configuration that was measured to be the fastest, by the values of the `key` arguments.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        kernel: Any,
+        *,
+        grid: Grid,
+        num_warps: int = 4,
+        num_stages: int | None = None,
+        configs: Sequence[triton.Config] = (),
+        key: Sequence[str] = (),
+    ) -> None:
+        if isinstance(kernel, Autotuner):
+            configs, key, kernel = configs or kernel.configs, key or kernel.keys, kernel.fn
+        self._communicator = communicator
+        self._runtime = communicator.runtime
+        self._kernel = _require_kernel(kernel, self._runtime.name)
+        self._grid = grid
+        self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        self._configs, self._key = tuple(configs), tuple(key)
+        # Behind the decorator lies the Python function in either mode.
+        self._signature = inspect.signature(self._kernel.fn)
+        self._constants = {
+            name for name, each in self._signature.parameters.items() if "constexpr" in str(each.annotation)
+        }
+        for name in self._key:
+            if name not in self._signature.parameters:
+                raise ArgumentError("key", f"{self.name} has no parameter {name!r}")
+        self._variants: dict[tuple[Any, ...], Variant] = {}
+        self.chosen: dict[tuple[Any, ...], triton.Config] = {}
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return str(self._kernel.__name__)
+
+    def __repr__(self) -> str:
+        return f"<TritonKernel {self.name} on {self._runtime.name}>"
+
+    def __call__(self, *args: Any, stream: StreamLike = None, **kwargs: Any) -> None:
+        """Queues the kernel on a stream and returns. The arguments are kept alive until it has run.
+
+        The first call with arguments of some types compiles the kernel for them, waits until nothing of this rank runs,
+        and loads it. So call it once before a graph is captured. With `configs`, the first call for each value of the
+        `key` arguments launches the kernel several times with each configuration; all ranks make it together.
+
+        Args:
+            args: for the function's parameters: an array (anything that `as_view` takes), a channel, a set of channels,
+                a `GridBarrier`, a number or None.
+            stream: where to queue it; None for the current stream of torch, if a tensor is given, else the calling
+                thread's default stream.
+            kwargs: parameters by name, the compile-time constants among them.
+
+        Raises:
+            ArgumentError: an argument does not fit, or the grid is none.
+            CompileError: Triton refuses the kernel.
+            KernelError: the driver refused the launch; in the interpreter also what a program raised.
+        """
+        self._communicator.group.failure.require_usable()
+        if stream is None:
+            found = (current_stream(value) for value in (*args, *kwargs.values()))
+            stream = next((each for each in found if each is not None), None)
+        config = self._config(args, kwargs, stream)
+        if config is not None:
+            kwargs = {**kwargs, **config.kwargs}
+        self._launch(self._arguments(args, kwargs), self._options_of(config), stream)
+
+    def prepare(self, *args: Any, **kwargs: Any) -> None:
+        """Compiles and loads the kernel for arguments like these, and returns when all ranks have.
+
+        All ranks call it together, for what must not be held up by a compilation: a measurement, a short time-out.
+        Arguments and errors as of a call.
+        """
+        self._communicator.group.failure.require_usable()
+        configs = self._configs or (None,)
+        for config in configs:
+            constants = {} if config is None else config.kwargs
+            self._variant(self._arguments(args, {**kwargs, **constants}), self._options_of(config))
+        self._communicator.all_gather_bytes(self.name.encode(), "triton: compiled")
+
+    # -- arguments ---
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Argument]:
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ArgumentError("args", f"kernel {self.name}: {error}") from None
+        bound.apply_defaults()
+        device = self._runtime.device
+        return {
+            name: constant(value)
+            if name in self._constants
+            else as_argument(value, f"{name} of kernel {self.name}", self._runtime.name, device)
+            for name, value in bound.arguments.items()
+        }
+
+    def _programs(self, arguments: dict[str, Argument]) -> tuple[int, int, int]:
+        grid = self._grid
+        if callable(grid):
+            grid = grid({name: argument.value for name, argument in arguments.items()})
+        expected = "must be one to three positive integers"
+        shape = find_extents(grid) or []
+        if not 1 <= len(shape) <= 3:
+            raise ArgumentError("grid", f"{expected}, not {grid!r}")
+        x, y, z = [as_integer(extent, "grid", expected, 1, (1 << 31) - 1) for extent in (*shape, 1, 1)[:3]]
+        return x, y, z
+
+    def _options_of(self, config: triton.Config | None) -> dict[str, Any]:
+        if config is None:
+            return self._options
+        return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+    # -- launches ---
+
+    def _launch(self, arguments: dict[str, Argument], options: dict[str, Any], stream: StreamLike) -> None:
+        grid = self._programs(arguments)
+        if INTERPRETED:
+            self._finish(stream)
+            interpreter.run(self._kernel, arguments, grid)
+            return
+        variant = self._variant(arguments, options, stream)
+        assert variant is not None
+        variant(grid, arguments, stream)
+
+    def _finish(self, stream: StreamLike) -> None:
+        """Waits for what is queued on a stream."""
+        event = self._runtime.create_event()
+        event.record(stream)
+        event.synchronize()
+
+    def _variant(
+        self, arguments: dict[str, Argument], options: dict[str, Any], stream: StreamLike = None
+    ) -> Variant | None:
+        if INTERPRETED:
+            return None
+        assert isinstance(self._runtime, GpuRuntime)
+        specialised = {name: self._specialised(name, argument) for name, argument in arguments.items()}
+        key = (
+            *(
+                (each.type, each.aligned, each.value if each.type == CONSTEXPR else None)
+                for each in specialised.values()
+            ),
+            *options.items(),
+        )
+        if key not in self._variants:
+            if self._runtime.is_capturing(self._runtime.stream_handle(stream)):
+                raise ArgumentError(
+                    "args", f"kernel {self.name} was not called with such arguments before; do so before the capture"
+                )
+            self._variants[key] = Variant(self._runtime, self._kernel, specialised, options)
+        return self._variants[key]
+
+    def _specialised(self, name: str, argument: Argument) -> Argument:
+        """What Triton would compile for: an integer that is 1 is a constant, unless the kernel says otherwise."""
+        parameter = self._kernel.params[self._kernel.arg_names.index(name)]
+        if argument.type == CONSTEXPR:
+            return argument
+        if parameter.do_not_specialize or (argument.aligned and parameter.do_not_specialize_on_alignment):
+            return Argument(argument.type, argument.value, argument.owner)
+        is_one = argument.type in ("i32", "i64") and argument.value == 1
+        return constant(1) if is_one and not parameter.annotation_type else argument
+
+    # -- the choice of a configuration ---
+
+    def _config(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config | None:
+        if not self._configs:
+            return None
+        first = self._arguments(args, {**kwargs, **self._configs[0].kwargs})
+        key = tuple(first[name].value for name in self._key)
+        if key not in self.chosen:
+            self.chosen[key] = self._measure(args, kwargs, stream)
+        return self.chosen[key]
+
+    def _measure(self, args: tuple[Any, ...], kwargs: dict[str, Any], stream: StreamLike) -> triton.Config:
+        """The configuration with which the slowest rank is fastest: the same on all ranks."""
+        self.prepare(*args, **kwargs)
+        seconds = []
+        for config in self._configs:
+            arguments, options = self._arguments(args, {**kwargs, **config.kwargs}), self._options_of(config)
+            self._launch(arguments, options, stream)
+            self._finish(stream)
+            self._communicator.all_gather_bytes(b"", "triton: measure")
+            began = time.perf_counter()
+            for _ in range(_MEASURED_LAUNCHES):
+                self._launch(arguments, options, stream)
+            self._finish(stream)
+            seconds.append(time.perf_counter() - began)
+            self._communicator.check()
+        packed = struct.pack(f"<{len(seconds)}d", *seconds)
+        gathered = self._communicator.all_gather_bytes(packed, "triton: measured")
+        slowest = [max(times) for times in zip(*(struct.unpack(f"<{len(seconds)}d", g) for g in gathered), strict=True)]
+        return self._configs[slowest.index(min(slowest))]
+
+
+def _require_kernel(kernel: Any, runtime: str) -> Any:
+    expected = InterpretedFunction if INTERPRETED else triton.JITFunction
+    if not isinstance(kernel, expected):
+        raise ArgumentError("kernel", f"expected a function decorated by @triton.jit, not {type(kernel).__name__}")
+    if runtime == "host" and not INTERPRETED:
+        raise ArgumentError(
+            "kernel",
+            "the host runtime runs it in Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported",
+        )
+    if runtime != "host" and INTERPRETED:
+        raise ArgumentError("kernel", f"TRITON_INTERPRET is set, but the communicator uses the runtime {runtime}")
+    return kernel

@@ -1,0 +1,501 @@
+"""ProxyChannels in Triton: a program pushes triggers, the proxy moves the data (proxy_channel.h, fifo.h).
+
+A channel is a pointer to its device handle, and a whole program calls as one. Offsets and sizes are in bytes, of any
+alignment; an offset counts from the start of a memory: the peer's or own. A range that leaves its memory moves nothing
+and ends the communicator with a TriggerError.
+
+A put or get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it was not pushed.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from proxyccl.triton.jit import jit
+from proxyccl.triton.layout import (
+    CHANNEL_4,
+    CHANNEL_SHIFT,
+    COMPLETED_8,
+    CONTROL_8,
+    DST_MEMORY_4,
+    DST_MEMORY_SHIFT,
+    ERROR_BAD_TRIGGER,
+    EXPECTED_8,
+    FLUSHED_8,
+    GET_SHIFT,
+    HEAD_8,
+    INBOUND_8,
+    MAX_MEMORIES,
+    MAX_TRIGGER_BYTES,
+    MEMORY_LIMITS_8,
+    NO_CHANNEL,
+    NO_PEER,
+    OFFSET_BITS,
+    OP_DATA,
+    OP_FLUSH,
+    OP_GET,
+    OP_MASK,
+    OP_SHIFT,
+    OP_SIGNAL,
+    PARITY_SHIFT,
+    PEER_4,
+    REFRESH_LOCK_8,
+    SIZE_LOG2_4,
+    SLOTS_8,
+    SRC_MEMORY_4,
+    SRC_MEMORY_SHIFT,
+    SRC_OFFSET_SHIFT,
+    TAIL_8,
+    TAIL_CACHE_8,
+    VALUE_1_BYTE,
+    VALUE_8_BYTES,
+    WAIT_COMPLETION,
+    WAIT_FLUSH,
+    WAIT_NONE,
+    WAIT_PROXY_SIGNAL,
+    WAIT_RING_ROOM,
+    WINDOW_BYTES,
+)
+from proxyccl.triton.semaphores import poll_for_signal, wait_for_count, wait_for_signal
+from proxyccl.triton.target import (
+    SPINS_PER_CHECK,
+    load_acquire_device,
+    load_acquire_system,
+    load_relaxed_device,
+    load_relaxed_system,
+    pause,
+    store_release_device,
+    store_trigger,
+)
+from proxyccl.triton.waits import aborted, check_wait, record_error, wait_at_least
+from proxyccl.triton.words import longs_at, u32, u64, words_at
+
+NO_TICKET = tl.constexpr(-1)
+"""In place of the ticket of a trigger that was not pushed: all bits, as kNoTicket of fifo.h."""
+
+
+@jit
+def _require(channel):
+    tl.static_assert(channel.dtype == tl.pointer_type(tl.uint64), "expected a ProxyChannel")
+
+
+@jit
+def _long(channel, field: tl.constexpr):
+    return tl.load(channel + field)
+
+
+@jit
+def _pointer(channel, field: tl.constexpr):
+    return longs_at(tl.load(channel + field))
+
+
+@jit
+def _number(channel, field: tl.constexpr):
+    return tl.load(channel.to(tl.pointer_type(tl.uint32)) + field)
+
+
+@jit
+def _reaches(channel, memory, offset, size):
+    # Checks what the engine cannot. An offset past the first window addresses the following ids, and past the last
+    # window those belong to another memory. The word in host memory is read only for a range that leaves the first
+    # window.
+    known = memory < MAX_MEMORIES
+    inside = (offset < WINDOW_BYTES) & (size <= u64(WINDOW_BYTES) - offset)
+    if known & (inside == 0):
+        limit = load_relaxed_system(_pointer(channel, MEMORY_LIMITS_8) + memory.to(tl.int64))
+        inside = (offset <= limit) & (size <= limit - offset)
+    return known & inside
+
+
+@jit
+def _wait_for_room(channel, control, ticket, slots):
+    # Of all waiting programs only the one that holds the lock polls the host's tail, for all of them.
+    cache = _pointer(channel, TAIL_CACHE_8)
+    tail = _pointer(channel, TAIL_8)
+    lock = words_at(_long(channel, REFRESH_LOCK_8))
+    target = ticket + 1 - slots
+    seen = load_acquire_device(cache)
+    spins = tl.full([], 0, tl.int32)
+    started = tl.full([], 0, tl.uint64)
+    waits = tl.full([], 1, tl.int32)
+    while (seen < target) & (waits != 0):
+        if tl.atomic_xchg(lock, u32(1), sem="acquire", scope="gpu") == 0:
+            store_release_device(cache, load_acquire_system(tail))
+            store_release_device(lock, u32(0))
+        seen = load_acquire_device(cache)
+        if seen < target:
+            spins += 1
+            pause(spins)
+            if spins % SPINS_PER_CHECK == 0:
+                started = check_wait(control, u32(WAIT_RING_ROOM), u32(NO_PEER), u32(NO_CHANNEL), target, seen, started)
+                waits = tl.where(started == 0, 0, 1).to(tl.int32)
+    return waits
+
+
+@jit
+def _ring(channel):
+    # What a push reads of the handle, loaded at once: behind an atomic each load would wait for the one before it.
+    return (
+        _pointer(channel, HEAD_8),
+        _pointer(channel, TAIL_CACHE_8),
+        _pointer(channel, SLOTS_8),
+        _number(channel, SIZE_LOG2_4).to(tl.uint64),
+        _number(channel, CHANNEL_4).to(tl.uint64),
+    )
+
+
+@jit
+def _push_trigger(channel, ring, control, operation, dst_memory, dst_offset, src_memory, src_offset, size):
+    # Takes a ticket, waits for room and stores the trigger. The cached tail is loaded before the ticket: it only grows.
+    head, tail_cache, ring_slots, size_log2, number = ring
+    known = load_relaxed_device(tail_cache)
+    ticket = tl.atomic_add(head, u64(1), sem="relaxed", scope="gpu")
+    slots = u64(1) << size_log2
+    pushed = tl.full([], 1, tl.int32)
+    if ticket >= known + slots:
+        pushed = _wait_for_room(channel, control, ticket, slots)
+    if pushed != 0:
+        word0 = (size & 0xFFFFFFFF) | (src_offset << SRC_OFFSET_SHIFT)
+        word0 = word0 | (((operation & OP_GET) != 0).to(tl.uint64) << GET_SHIFT)
+        dst_id = dst_memory.to(tl.uint64) + (dst_offset >> OFFSET_BITS)
+        src_id = src_memory.to(tl.uint64) + (src_offset >> OFFSET_BITS)
+        word1 = (dst_offset & 0xFFFFFFFF) | (src_id << SRC_MEMORY_SHIFT) | (dst_id << DST_MEMORY_SHIFT)
+        word1 = word1 | ((operation & OP_MASK).to(tl.uint64) << OP_SHIFT) | (number << CHANNEL_SHIFT)
+        parity = ((ticket >> size_log2) & 1) ^ 1
+        slot = ring_slots + ((ticket & (slots - 1)) * 2).to(tl.int64)
+        store_trigger(slot, word0, word1 | (parity << PARITY_SHIFT))
+    return ticket, pushed
+
+
+@jit
+def _push_data(channel, operation: tl.constexpr, dst_offset, src_offset, size, dst_memory, src_memory):
+    # An operation with data, as several triggers if it is longer than one can move; a signal rides on the last one. The
+    # channel's own destination is the source of a get.
+    ring = _ring(channel)
+    control = _long(channel, CONTROL_8)
+    is_get: tl.constexpr = (operation & OP_GET) != 0
+    if dst_memory is None:
+        dst_id = _number(channel, SRC_MEMORY_4 if is_get else DST_MEMORY_4)
+    else:
+        dst_id = u32(dst_memory)
+    if src_memory is None:
+        src_id = _number(channel, DST_MEMORY_4 if is_get else SRC_MEMORY_4)
+    else:
+        src_id = u32(src_memory)
+    dst = u64(dst_offset)
+    src = u64(src_offset)
+    left = u64(size)
+    dst_fits = _reaches(channel, dst_id, dst, left)
+    going = (dst_fits & _reaches(channel, src_id, src, left)).to(tl.int32)
+    if going == 0:
+        bad_offset = tl.where(dst_fits, src, dst)
+        peer = _number(channel, PEER_4)
+        number = _number(channel, CHANNEL_4)
+        record_error(
+            control,
+            u32(ERROR_BAD_TRIGGER),
+            u32(WAIT_NONE),
+            peer,
+            number,
+            u64(0),
+            u64(0),
+            u32(operation),
+            bad_offset,
+            left,
+        )
+    pushed = going
+    ticket = u64(0)
+    while going != 0:
+        is_last = left <= MAX_TRIGGER_BYTES
+        piece = tl.where(is_last, left, u64(MAX_TRIGGER_BYTES))
+        bits = tl.where(is_last, u32(operation), u32(operation & (OP_DATA | OP_GET)))
+        ticket, pushed = _push_trigger(channel, ring, control, bits, dst_id, dst, src_id, src, piece)
+        dst += piece
+        src += piece
+        left -= piece
+        going = tl.where(is_last, 0, pushed).to(tl.int32)
+    return ticket, pushed
+
+
+@jit
+def _push_word(channel, operation: tl.constexpr):
+    zero = u64(0)
+    return _push_trigger(
+        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), u32(0), zero, u32(0), zero, zero
+    )
+
+
+@jit
+def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
+    # A value in the place of a source: its low half where a size is, its high half where the source's offset is.
+    low, high = value & 0xFFFFFFFF, value >> 32
+    return _push_trigger(
+        channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
+    )
+
+
+@jit
+def _put_value(channel, operation: tl.constexpr, dst_offset, value, dtype: tl.constexpr):
+    typed = (tl.full([], 0, dtype) + value).to(dtype)
+    bits: tl.constexpr = typed.dtype.primitive_bitwidth
+    if bits == 8:
+        carried = typed.to(tl.uint8, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE
+    elif bits == 16:
+        carried = typed.to(tl.uint16, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE + 1
+    elif bits == 32:
+        carried = typed.to(tl.uint32, bitcast=True).to(tl.uint64)
+        kind = VALUE_1_BYTE + 2
+    else:
+        tl.static_assert(bits == 64, "expected a type of 1, 2, 4 or 8 bytes")
+        carried = typed.to(tl.uint64, bitcast=True)
+        kind = VALUE_8_BYTES
+    dst_id = _number(channel, DST_MEMORY_4)
+    dst = u64(dst_offset)
+    size = u64(bits // 8)
+    if _reaches(channel, dst_id, dst, size):
+        _push_value(channel, operation, dst_id, dst, kind, carried)
+    else:
+        record_error(
+            _long(channel, CONTROL_8),
+            u32(ERROR_BAD_TRIGGER),
+            u32(WAIT_NONE),
+            _number(channel, PEER_4),
+            _number(channel, CHANNEL_4),
+            u64(0),
+            u64(0),
+            u32(operation),
+            dst,
+            size,
+        )
+
+
+@jit
+def _wait_for_ticket(channel, ticket, pushed, word: tl.constexpr, kind: tl.constexpr):
+    # The engine stores in the word how many triggers are flushed, or complete.
+    done = pushed
+    if pushed != 0:
+        done = wait_at_least(
+            _pointer(channel, word),
+            ticket + 1,
+            _long(channel, CONTROL_8),
+            u32(kind),
+            _number(channel, PEER_4),
+            _number(channel, CHANNEL_4),
+        )
+    return done != 0
+
+
+@jit
+def _ticket(ticket, pushed):
+    return tl.where(pushed != 0, ticket, u64(NO_TICKET))
+
+
+@jit
+def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
+    """Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
+
+    It carries what the program stored before a `sync_threads_system`. The source may be written again when the put is
+    complete. The peer may read the data after a `signal` behind it.
+
+    Args:
+        channel: a ProxyChannel.
+        dst_offset: where in the peer's memory, in bytes.
+        src_offset: from where in own memory, in bytes.
+        size: how many bytes.
+        dst_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
+        src_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
+    """
+    _require(channel)
+    ticket, pushed = _push_data(channel, OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
+
+
+@jit
+def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
+    """Starts a copy from the peer's memory to own memory and returns at once, unless the ring is full.
+
+    After the `wait` for a signal it reads what the peer stored before that signal. The data may be read when the get is
+    complete. A `signal` behind it tells the peer that its memory may be written again.
+
+    Args:
+        channel: a ProxyChannel.
+        dst_offset: where in own memory, in bytes.
+        src_offset: from where in the peer's memory, in bytes.
+        size: how many bytes.
+        dst_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
+        src_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
+    """
+    _require(channel)
+    ticket, pushed = _push_data(channel, OP_DATA | OP_GET, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
+
+
+@jit
+def put_value(channel, dst_offset, value, dtype: tl.constexpr):
+    """Writes a value to the peer's memory. It travels in the trigger, so nothing is read later.
+
+    Args:
+        channel: a ProxyChannel.
+        dst_offset: where in the peer's memory, in bytes, of any alignment.
+        value: a number.
+        dtype: its type, of 1, 2, 4 or 8 bytes.
+    """
+    _require(channel)
+    _put_value(channel, OP_DATA, dst_offset, value, dtype)
+
+
+@jit
+def put_value_with_signal(channel, dst_offset, value, dtype: tl.constexpr):
+    """`put_value` and `signal` as one operation. Arguments as of `put_value`."""
+    _require(channel)
+    _put_value(channel, OP_DATA | OP_SIGNAL, dst_offset, value, dtype)
+
+
+@jit
+def signal(channel, value=None):
+    """Adds one to the peer's semaphore of this channel, after the data of all earlier puts and gets on the channel.
+
+    Args:
+        channel: a ProxyChannel.
+        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
+            before, or the communicator ends with a TriggerError.
+    """
+    _require(channel)
+    if value is None:
+        _push_word(channel, OP_SIGNAL)
+    else:
+        _push_value(channel, OP_SIGNAL, u32(0), u64(0), VALUE_8_BYTES, u64(value))
+
+
+@jit
+def put_with_signal(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
+    """`put` and `signal` as one operation, which is cheaper than two. Arguments as of `put`."""
+    _require(channel)
+    ticket, pushed = _push_data(channel, OP_DATA | OP_SIGNAL, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _ticket(ticket, pushed)
+
+
+@jit
+def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
+    """`put`, `signal` and `flush` as one operation. Arguments as of `put`, result as of `flush`."""
+    _require(channel)
+    operation: tl.constexpr = OP_DATA | OP_SIGNAL | OP_FLUSH
+    ticket, pushed = _push_data(channel, operation, dst_offset, src_offset, size, dst_memory, src_memory)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+
+
+@jit
+def flush(channel):
+    """Waits until all earlier operations on this channel are complete.
+
+    The sources of puts may then be written again, and what gets brought may be read.
+
+    Returns whether they are. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    """
+    _require(channel)
+    ticket, pushed = _push_word(channel, OP_FLUSH)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+
+
+@jit
+def flush_async(channel):
+    """Asks for a flush and returns at once: the kernel may work on before it needs the sources again.
+
+    Returns its ticket, for `is_flushed` and `wait_flushed`.
+    """
+    _require(channel)
+    ticket, pushed = _push_word(channel, OP_FLUSH)
+    return _ticket(ticket, pushed)
+
+
+@jit
+def is_flushed(channel, ticket):
+    """Whether the flush with this ticket is complete. It never waits, as `poll`."""
+    _require(channel)
+    done = (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, FLUSHED_8)) > ticket)
+    if done == 0:
+        pause(0)
+    return done
+
+
+@jit
+def wait_flushed(channel, ticket):
+    """Waits for the flush with this ticket. Returns as `flush`."""
+    _require(channel)
+    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
+    return _wait_for_ticket(channel, ticket, pushed, FLUSHED_8, WAIT_FLUSH)
+
+
+@jit
+def is_complete(channel, ticket):
+    """Whether the operation with this ticket and all before it on the channel are complete. It never waits."""
+    _require(channel)
+    return (ticket != u64(NO_TICKET)) & (load_acquire_system(_pointer(channel, COMPLETED_8)) > ticket)
+
+
+@jit
+def wait_complete(channel, ticket):
+    """Waits until `is_complete`. No flush is needed; over a fabric, one makes puts and signals known sooner.
+
+    Returns whether it is. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    """
+    _require(channel)
+    pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
+    return _wait_for_ticket(channel, ticket, pushed, COMPLETED_8, WAIT_COMPLETION)
+
+
+@jit
+def wait(channel):
+    """Waits for the peer's next signal and consumes it. Behind it, the data that the peer put before may be read.
+
+    One program at a time calls it for a channel: the interpreter ends the communicator with a TriggerError otherwise.
+
+    Returns whether it came. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    """
+    _require(channel)
+    return wait_for_signal(
+        _pointer(channel, INBOUND_8),
+        _pointer(channel, EXPECTED_8),
+        _long(channel, CONTROL_8),
+        u32(WAIT_PROXY_SIGNAL),
+        _number(channel, PEER_4),
+        _number(channel, CHANNEL_4),
+    )
+
+
+@jit
+def wait_until(channel, value):
+    """Waits until the peer's signals have come to a count, and consumes them. Otherwise as `wait`.
+
+    Args:
+        channel: a ProxyChannel.
+        value: a count of signals since the channel was made. If they were consumed before, the wait ends at once.
+    """
+    _require(channel)
+    return wait_for_count(
+        _pointer(channel, INBOUND_8),
+        _pointer(channel, EXPECTED_8),
+        _long(channel, CONTROL_8),
+        u32(WAIT_PROXY_SIGNAL),
+        _number(channel, PEER_4),
+        _number(channel, CHANNEL_4),
+        value,
+    )
+
+
+@jit
+def poll(channel):
+    """Consumes the peer's next signal if it has arrived, and returns whether it had. One program at a time calls it.
+
+    It never waits, so a loop around it must itself end when the communicator ends, as `ended` tells.
+    """
+    _require(channel)
+    return poll_for_signal(_pointer(channel, INBOUND_8), _pointer(channel, EXPECTED_8))
+
+
+@jit
+def ended(channel):
+    """Whether the communicator of a ProxyChannel has ended; a kernel's own loop must then end too."""
+    _require(channel)
+    return aborted(_long(channel, CONTROL_8))

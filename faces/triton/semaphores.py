@@ -1,0 +1,117 @@
+"""Counting semaphores between two ranks, as semaphore.h has them. Counters only grow, so a graph can be replayed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from proxyccl.triton.jit import INTERPRETED, jit
+from proxyccl.triton.layout import ERROR_SHARED_WAIT, ERROR_SIGNAL_VALUE
+from proxyccl.triton.target import (
+    load_acquire_system,
+    load_relaxed_device,
+    pause,
+    store_relaxed_system,
+    store_release_system,
+    sync_threads_system,
+)
+from proxyccl.triton.waits import record_error, wait_at_least
+from proxyccl.triton.words import u32, u64
+
+if INTERPRETED:
+    # If two programs wait at once, both may take the same signal, or one may wait for a signal that never comes. As on
+    # the host runtime, that is refused. On a GPU the check would cost every wait a trip to memory.
+    def _begin_wait(expected: Any, control: Any, kind: Any, peer: Any, channel: Any, target: Any) -> Any:
+        alone = tl.atomic_xchg(expected + 1, u64(1), sem="relaxed", scope="gpu") == 0
+        if not alone:
+            record_error(control, u32(ERROR_SHARED_WAIT), kind, peer, channel, target, u64(0), u32(0), u64(0), u64(0))
+        return alone
+
+    def _end_wait(expected: Any) -> None:
+        tl.atomic_xchg(expected + 1, u64(0), sem="relaxed", scope="gpu")
+
+else:
+
+    @jit
+    def _begin_wait(expected, control, kind, peer, channel, target):
+        return True
+
+    @jit
+    def _end_wait(expected):
+        pass
+
+
+@jit
+def _consume(inbound, expected, control, kind, peer, channel, target):
+    came = tl.full([], 0, tl.int32)
+    if _begin_wait(expected, control, kind, peer, channel, target):
+        came = wait_at_least(inbound, target, control, kind, peer, channel)
+        if came != 0:
+            tl.store(expected, target)
+        _end_wait(expected)
+    return came
+
+
+@jit
+def wait_for_signal(inbound, expected, control, kind, peer, channel):
+    """Waits for the next signal and consumes it; see `wait` and `sm_wait`."""
+    came = _consume(inbound, expected, control, kind, peer, channel, load_relaxed_device(expected) + 1)
+    tl.debug_barrier()  # no thread may read `expected` for a next wait before it is stored
+    return came != 0
+
+
+@jit
+def wait_for_count(inbound, expected, control, kind, peer, channel, count):
+    """Waits until the signals have come to a count, and consumes them; see `wait_until` and `sm_wait_until`."""
+    target = u64(count)
+    came = tl.full([], 1, tl.int32)
+    if load_relaxed_device(expected) < target:
+        came = _consume(inbound, expected, control, kind, peer, channel, target)
+    tl.debug_barrier()
+    return came != 0
+
+
+@jit
+def poll_for_signal(inbound, expected):
+    """Consumes a signal if one has arrived; see `poll` and `sm_poll`."""
+    consumed = load_relaxed_device(expected)
+    came = load_acquire_system(inbound) > consumed
+    if came:
+        tl.store(expected, consumed + 1)
+    else:
+        pause(0)
+    tl.debug_barrier()
+    return came
+
+
+@jit
+def signal_peer(remote_inbound, outbound):
+    """Adds one at the peer, behind what all threads of the program stored."""
+    sync_threads_system()
+    sent = load_relaxed_device(outbound) + 1
+    store_release_system(remote_inbound, sent)
+    tl.store(outbound, sent)
+    tl.debug_barrier()
+
+
+@jit
+def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
+    """Raises the peer's count to one above all before, behind what all threads of the program stored."""
+    sync_threads_system()
+    target = u64(count)
+    sent = load_relaxed_device(outbound)
+    if target > sent:
+        store_release_system(remote_inbound, target)
+        tl.store(outbound, target)
+    else:
+        record_error(control, u32(ERROR_SIGNAL_VALUE), kind, peer, channel, sent, target, u32(0), u64(0), u64(0))
+    tl.debug_barrier()
+
+
+@jit
+def signal_peer_relaxed(remote_inbound, outbound):
+    """The same without ordering: for a signal that announces no data."""
+    sent = load_relaxed_device(outbound) + 1
+    store_relaxed_system(remote_inbound, sent)
+    tl.store(outbound, sent)
+    tl.debug_barrier()

@@ -1,0 +1,266 @@
+"""SmChannels in Triton: a program's own loads and stores reach the peer's memory (sm_channel.h, packet.h).
+
+A channel is a pointer to its device handle. `remote` gives the peer's memory, for ``tl.load`` and ``tl.store``.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from proxyccl.triton.jit import jit
+from proxyccl.triton.layout import (
+    ERROR_INVALID_FLAG,
+    ERROR_OUT_OF_RANGE,
+    SM_CHANNEL_4,
+    SM_CONTROL_8,
+    SM_DST_8,
+    SM_DST_BYTES_8,
+    SM_EXPECTED_8,
+    SM_GET_PACKETS,
+    SM_INBOUND_8,
+    SM_OUTBOUND_8,
+    SM_PACKET_BUFFER,
+    SM_PACKET_BUFFER_8,
+    SM_PACKET_BUFFER_BYTES_8,
+    SM_PEER_4,
+    SM_PEER_MEMORY,
+    SM_PUT_PACKETS,
+    SM_REMOTE_INBOUND_8,
+    WAIT_PACKET,
+    WAIT_SM_SIGNAL,
+)
+from proxyccl.triton.semaphores import (
+    poll_for_signal,
+    signal_peer,
+    signal_peer_relaxed,
+    signal_peer_up_to,
+    wait_for_count,
+    wait_for_signal,
+)
+from proxyccl.triton.target import SPINS_PER_CHECK, load_packets, pause, spin_for_packets, store_packets
+from proxyccl.triton.waits import aborted, check_wait, record_error
+from proxyccl.triton.words import longs_at, u32, u64
+
+PACKET_BYTES = tl.constexpr(8)
+"""A packet's size: it carries 4 bytes and its flag, as LL8Packet of packet.h. Two are one LL16Packet."""
+
+
+@jit
+def _require(channel):
+    tl.static_assert(channel.dtype == tl.pointer_type(tl.int64), "expected an SmChannel")
+
+
+@jit
+def _long(channel, field: tl.constexpr):
+    return tl.load(channel.to(tl.pointer_type(tl.uint64)) + field)
+
+
+@jit
+def _pointer(channel, field: tl.constexpr):
+    return longs_at(_long(channel, field))
+
+
+@jit
+def _number(channel, field: tl.constexpr):
+    return tl.load(channel.to(tl.pointer_type(tl.uint32)) + field)
+
+
+@jit
+def remote(channel, dtype: tl.constexpr):
+    """The start of the peer's memory, as a pointer to elements of `dtype`, for loads and stores.
+
+    They order nothing: a `sm_signal` after them tells the peer that they are done. They are not checked against the
+    memory's size, which `remote_bytes` gives: they are for inner loops.
+    """
+    _require(channel)
+    return _long(channel, SM_DST_8).to(tl.pointer_type(dtype))
+
+
+@jit
+def remote_bytes(channel):
+    """The size of the peer's memory, in bytes."""
+    _require(channel)
+    return _long(channel, SM_DST_BYTES_8)
+
+
+@jit
+def sm_signal(channel, value=None):
+    """Adds one to the peer's semaphore of this channel. One program at a time calls it.
+
+    The peer that waits for the signal sees what all threads of this program stored before.
+
+    Args:
+        channel: an SmChannel.
+        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
+            before, or the communicator ends with a TriggerError.
+    """
+    _require(channel)
+    if value is None:
+        signal_peer(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+    else:
+        signal_peer_up_to(
+            _pointer(channel, SM_REMOTE_INBOUND_8),
+            _pointer(channel, SM_OUTBOUND_8),
+            _long(channel, SM_CONTROL_8),
+            u32(WAIT_SM_SIGNAL),
+            _number(channel, SM_PEER_4),
+            _number(channel, SM_CHANNEL_4),
+            value,
+        )
+
+
+@jit
+def sm_relaxed_signal(channel):
+    """The same for a signal that announces no data: it orders nothing."""
+    _require(channel)
+    signal_peer_relaxed(_pointer(channel, SM_REMOTE_INBOUND_8), _pointer(channel, SM_OUTBOUND_8))
+
+
+@jit
+def sm_wait(channel):
+    """Waits for the peer's next signal and consumes it; as `wait` of a ProxyChannel."""
+    _require(channel)
+    return wait_for_signal(
+        _pointer(channel, SM_INBOUND_8),
+        _pointer(channel, SM_EXPECTED_8),
+        _long(channel, SM_CONTROL_8),
+        u32(WAIT_SM_SIGNAL),
+        _number(channel, SM_PEER_4),
+        _number(channel, SM_CHANNEL_4),
+    )
+
+
+@jit
+def sm_wait_until(channel, value):
+    """Waits until the peer's signals have come to a count; as `wait_until` of a ProxyChannel."""
+    _require(channel)
+    return wait_for_count(
+        _pointer(channel, SM_INBOUND_8),
+        _pointer(channel, SM_EXPECTED_8),
+        _long(channel, SM_CONTROL_8),
+        u32(WAIT_SM_SIGNAL),
+        _number(channel, SM_PEER_4),
+        _number(channel, SM_CHANNEL_4),
+        value,
+    )
+
+
+@jit
+def sm_poll(channel):
+    """Consumes the peer's next signal if it has arrived; as `poll` of a ProxyChannel."""
+    _require(channel)
+    return poll_for_signal(_pointer(channel, SM_INBOUND_8), _pointer(channel, SM_EXPECTED_8))
+
+
+@jit
+def sm_ended(channel):
+    """Whether the communicator of an SmChannel has ended; a kernel's own loop must then end too."""
+    _require(channel)
+    return aborted(_long(channel, SM_CONTROL_8))
+
+
+@jit
+def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_bytes, offset, count, flag):
+    nbytes = u64(count) * PACKET_BYTES
+    flagged = u32(flag) != 0
+    fits = (offset <= memory_bytes) & (nbytes <= memory_bytes - offset)
+    if (flagged & fits) == 0:
+        code = tl.where(flagged, u32(ERROR_OUT_OF_RANGE), u32(ERROR_INVALID_FLAG))
+        kind = tl.where(flagged, u32(memory), u32(WAIT_PACKET))
+        peer = _number(channel, SM_PEER_4)
+        number = _number(channel, SM_CHANNEL_4)
+        control = _long(channel, SM_CONTROL_8)
+        seen = tl.where(flagged, memory_bytes, u64(0))
+        record_error(control, code, kind, peer, number, u64(0), seen, u32(call), offset, nbytes)
+    return flagged & fits
+
+
+@jit
+def _look_at_packets(packets, flag, expected):
+    # What they hold, and 0 if all have the flag. That has 32 bits: a warp reduces those in one instruction.
+    words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
+    return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
+
+
+@jit
+def put_packets(channel, packet_offset, values, flag, count=None):
+    """Writes values as packets to the peer's memory: data and flag in one store, so that no signal is needed.
+
+    The peer's `get_packets` with the same flag waits for each packet.
+
+    Args:
+        channel: an SmChannel.
+        packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes behind it.
+        values: shape [BLOCK], of any type of 32 bits.
+        flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
+        count: how many of the values are written, the first ones; None for all.
+    """
+    _require(channel)
+    i = tl.arange(0, values.shape[0])
+    if count is None:
+        number = i.shape[0]
+    else:
+        number = count
+    offset = u64(packet_offset)
+    memory = _long(channel, SM_DST_8)  # loaded with its size, not behind the branch
+    if _may_use_packets(channel, SM_PUT_PACKETS, SM_PEER_MEMORY, _long(channel, SM_DST_BYTES_8), offset, number, flag):
+        words = values.to(tl.uint32, bitcast=True).to(tl.uint64) | (u32(flag).to(tl.uint64) << 32)
+        store_packets(longs_at(memory + offset) + i, words, i < number)
+
+
+@jit
+def get_packets(channel, packet_offset, flag, BLOCK: tl.constexpr, dtype: tl.constexpr, count=None):
+    """Waits for the packets that the peer puts into this rank's packet buffer, and returns their values.
+
+    Args:
+        channel: an SmChannel.
+        packet_offset: where in the packet buffer, in bytes: the sender's, if the buffer is its target.
+        flag: the sender's.
+        BLOCK: how many values are returned.
+        dtype: their type, of 32 bits.
+        count: how many packets are waited for, the first ones; None for BLOCK. The other values are zeros.
+
+    Returns:
+        Shape [BLOCK]. Zeros if a wait fails; then the communicator ends or has ended.
+    """
+    _require(channel)
+    i = tl.arange(0, BLOCK)
+    if count is None:
+        number = BLOCK
+    else:
+        number = count
+    offset = u64(packet_offset)
+    buffer = _long(channel, SM_PACKET_BUFFER_8)
+    words = tl.full([BLOCK], 0, tl.uint64)
+    if _may_use_packets(
+        channel,
+        SM_GET_PACKETS,
+        SM_PACKET_BUFFER,
+        _long(channel, SM_PACKET_BUFFER_BYTES_8),
+        offset,
+        number,
+        flag,
+    ):
+        packets = longs_at(buffer + offset) + i
+        wanted = u32(flag).to(tl.uint64)
+        words, missing = _look_at_packets(packets, u32(flag), i < number)
+        spins = tl.full([], 0, tl.int32)
+        started = tl.full([], 0, tl.uint64)
+        waits = tl.full([], 1, tl.int32)
+        while (missing != 0) & (waits != 0):
+            spins += 1
+            pause(spins)
+            if spins % SPINS_PER_CHECK == 0:
+                seen = tl.max(tl.where((i < number) & ((words >> 32) != wanted), words >> 32, words * 0), 0)
+                started = check_wait(
+                    _long(channel, SM_CONTROL_8),
+                    u32(WAIT_PACKET),
+                    _number(channel, SM_PEER_4),
+                    _number(channel, SM_CHANNEL_4),
+                    wanted,
+                    seen,
+                    started,
+                )
+                waits = tl.where(started == 0, 0, 1).to(tl.int32)
+            words, missing = _look_at_packets(packets, u32(flag), i < number)
+        words = tl.where(missing == 0, words, words * 0)
+    return words.to(tl.uint32).to(dtype, bitcast=True)

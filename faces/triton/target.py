@@ -1,0 +1,264 @@
+"""What differs between targets, behind one set of names, as platform.h has it for C++.
+
+The targets are NVIDIA, AMD and Triton's interpreter. A scalar load and inline assembly run in every thread of a
+program; a scalar store or atomic runs in one, and what it returns goes to all threads behind a barrier.
+
+Functions are chosen at module level: Triton before 3.9 looks up every attribute that a function names, those of
+branches that it drops too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from proxyccl.triton.jit import INTERPRETED, jit
+from triton.language import core
+
+# -- memory orders: every choice of the device side is one of these names ---
+
+if hasattr(tl, "atomic_load") and not INTERPRETED:
+
+    @jit
+    def load_acquire_system(p):
+        return tl.atomic_load(p, sem="acquire", scope="sys")
+
+    @jit
+    def load_relaxed_system(p):
+        return tl.atomic_load(p, sem="relaxed", scope="sys")
+
+    @jit
+    def load_acquire_device(p):
+        return tl.atomic_load(p, sem="acquire", scope="gpu")
+
+    @jit
+    def load_relaxed_device(p):
+        return tl.atomic_load(p, sem="relaxed", scope="gpu")
+
+    @jit
+    def store_release_system(p, value):
+        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="release", scope="sys")
+
+    @jit
+    def store_relaxed_system(p, value):
+        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="relaxed", scope="sys")
+
+    @jit
+    def store_release_device(p, value):
+        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="release", scope="gpu")
+
+    @jit
+    def store_relaxed_device(p, value):
+        tl.atomic_store(p, value.to(p.dtype.element_ty), sem="relaxed", scope="gpu")
+
+    @jit
+    def load_packets(p, mask):
+        return tl.where(mask, tl.atomic_load(p, mask=mask, sem="relaxed", scope="sys"), 0)
+
+    @jit
+    def store_packets(p, words, mask):
+        tl.atomic_store(p, words, mask=mask, sem="relaxed", scope="sys")
+
+    # An acquire is a fence in every thread here, which would be dear in every spin of a wait: one behind them will do.
+    load_awaited = load_relaxed_system
+
+    @jit
+    def acquire_awaited(p):
+        load_acquire_system(p)
+
+else:  # before Triton 3.9, and in the interpreter, where its loads and stores of atomics are plain ones
+
+    @jit
+    def load_acquire_system(p):
+        return tl.atomic_add(p, 0, sem="acquire", scope="sys")
+
+    @jit
+    def load_relaxed_system(p):
+        return tl.atomic_add(p, 0, sem="relaxed", scope="sys")
+
+    @jit
+    def load_acquire_device(p):
+        return tl.atomic_add(p, 0, sem="acquire", scope="gpu")
+
+    @jit
+    def load_relaxed_device(p):
+        return tl.atomic_add(p, 0, sem="relaxed", scope="gpu")
+
+    @jit
+    def store_release_system(p, value):
+        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="release", scope="sys")
+
+    @jit
+    def store_relaxed_system(p, value):
+        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="relaxed", scope="sys")
+
+    @jit
+    def store_release_device(p, value):
+        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="release", scope="gpu")
+
+    @jit
+    def store_relaxed_device(p, value):
+        tl.atomic_xchg(p, value.to(p.dtype.element_ty), sem="relaxed", scope="gpu")
+
+    @jit
+    def load_packets(p, mask):
+        return tl.load(p, mask=mask, other=0, volatile=True)  # on NVIDIA the same as relaxed, at system scope
+
+    @jit
+    def store_packets(p, words, mask):
+        tl.store(p, words, mask=mask, cache_modifier=".wt")
+
+    # An acquire is one load here, and one whose value is not used would be dropped.
+    load_awaited = load_acquire_system
+
+    @jit
+    def acquire_awaited(p):
+        """Makes what was released before the last `load_awaited` of a word visible."""
+
+
+# -- what Triton's language has no name for ---
+
+if INTERPRETED:
+    from proxyccl.triton import turns
+
+    nanoseconds, pause = turns.nanoseconds, turns.pause
+
+    SPINS_PER_CHECK = tl.constexpr(8)
+
+    def sync_threads_system() -> None:
+        """A barrier of the program's threads, of which the interpreter has one."""
+
+    def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
+        """Nothing comes while one program spins: they run in turn."""
+        return words
+
+    def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
+        """The slot's words, the one with the parity bit last."""
+        store_relaxed_system(slot, word0)
+        store_release_system(slot + 1, word1)
+
+else:
+    SPINS_PER_CHECK = tl.constexpr(1024)
+
+    @core.builtin
+    def _on_amd(_semantic=None):
+        # Of the target that is compiled for; target_info.is_cuda() asks for the device that is there.
+        return core.constexpr(_semantic.builder.options.backend_name == "hip")
+
+    @core.builtin
+    def _on_gfx90a(_semantic=None):
+        return core.constexpr(_semantic.builder.options.arch == "gfx90a")
+
+    @core.builtin
+    def _has_b128(_semantic=None):
+        arch = _semantic.builder.options.arch  # "sm90"
+        return core.constexpr(arch.startswith("sm") and int(arch[2:].rstrip("af")) >= 90)
+
+    @core.builtin
+    def _threads(_semantic=None):
+        options = _semantic.builder.options
+        return core.constexpr(options.num_warps * getattr(options, "warp_size", 32))
+
+    @jit
+    def pause(spins):
+        """Between two looks at what is waited for."""
+
+    @jit
+    def nanoseconds():
+        """The clock, the same for all threads of a program."""
+        # Threads read it at different times, and a branch on it would part them before a barrier. So each reads it, and
+        # the greatest is for all.
+        lane = tl.arange(0, _threads())
+        if _on_amd():  # the constant-rate counter runs at 100 MHz on every CDNA part
+            now = tl.inline_asm_elementwise(
+                "s_memrealtime $0\n\ts_waitcnt lgkmcnt(0)", "=s,v", [lane], dtype=tl.int64, is_pure=False, pack=1
+            )
+            return tl.max(now, 0) * 10
+        else:  # noqa: RET505  (a branch that Triton must not compile for the other target)
+            now = tl.inline_asm_elementwise(
+                "mov.u64 $0, %globaltimer;", "=l,r", [lane], dtype=tl.int64, is_pure=False, pack=1
+            )
+            return tl.max(now, 0)
+
+    @jit
+    def sync_threads_system():
+        """A barrier of the program's threads, behind which a push or a signal covers what all of them stored."""
+        if _on_amd():
+            # The barrier drains no stores, and a release covers those of its own wave: each wave writes back first.
+            if _on_gfx90a():
+                tl.inline_asm_elementwise(
+                    "buffer_wbl2\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
+                    "=v",
+                    [],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+            else:
+                tl.inline_asm_elementwise(
+                    "buffer_wbl2 sc0 sc1\n\ts_waitcnt vmcnt(0)\n\tv_mov_b32 $0, 0",
+                    "=v",
+                    [],
+                    dtype=tl.int32,
+                    is_pure=False,
+                    pack=1,
+                )
+        tl.debug_barrier()
+
+    @jit
+    def spin_for_packets(p, words, flag, mask):
+        """Loads packets again until each has the flag, a few times at most; `words` is what they held.
+
+        Each thread waits for its own: a look at all of them by the whole program takes several barriers.
+        """
+        if _on_amd():
+            return words
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred done; .reg .u32 low, high, spins; .reg .b64 packet;
+            mov.b64 packet, $1;
+            mov.u32 spins, 0;
+            setp.eq.u32 done, $4, 0;
+            @done bra END;
+            SPIN:
+            mov.b64 {low, high}, packet;
+            setp.eq.u32 done, high, $3;
+            @done bra END;
+            ld.relaxed.sys.global.b64 packet, [$2];
+            add.u32 spins, spins, 1;
+            setp.lt.u32 done, spins, 16;
+            @done bra SPIN;
+            END:
+            mov.b64 $0, packet;
+            }""",
+            "=l,l,l,r,r",
+            [words, p, flag, mask.to(tl.int32)],
+            dtype=tl.uint64,
+            is_pure=False,
+            pack=1,
+        )
+
+    @jit
+    def store_trigger(slot, word0, word1):
+        """Releases a trigger: before sm_90 a store of 16 bytes may be torn, so the word with the parity bit is last."""
+        if _has_b128():
+            # Assembly runs in all threads of the program: one of them stores.
+            tl.inline_asm_elementwise(
+                """{
+                .reg .pred first; .reg .u32 thread; .reg .b128 trigger;
+                mov.u32 thread, %tid.x;
+                setp.eq.u32 first, thread, 0;
+                mov.b128 trigger, {$2, $3};
+                @first fence.acq_rel.sys;
+                @first st.relaxed.sys.global.b128 [$1], trigger;
+                mov.u32 $0, 0;
+                }""",
+                "=r,l,l,l",
+                [slot, word0, word1],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            store_relaxed_system(slot, word0)
+            store_release_system(slot + 1, word1)

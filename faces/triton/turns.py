@@ -1,0 +1,97 @@
+"""Programs of interpreted kernels take turns, so that one can wait for another, of its grid or of another rank.
+
+Triton's interpreter keeps the number of the program that runs in one place for the whole process. So one program runs
+at a time, in whichever thread. One that waits hands its turn on, and takes the interpreter's state back with it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+from proxyccl.device.threads import Thread
+from triton.runtime.interpreter import interpreter_builder
+
+_PATIENT_SPINS = 16
+_PAUSE_SECONDS = 50e-6
+_turn = threading.Lock()
+_launches: dict[int, Launch] = {}
+"""The launch that each thread runs a program of."""
+
+Grid = tuple[int, int, int]
+
+
+def nanoseconds() -> int:
+    """The clock of waits."""
+    return time.monotonic_ns()
+
+
+def pause(spins: Any) -> None:
+    """Hands the turn on. Called between two looks at what is waited for."""
+    launch = _launches.get(threading.get_ident())
+    if launch is None:
+        return
+    place = interpreter_builder.grid_idx
+    launch.begin_another()
+    _turn.release()
+    try:
+        time.sleep(0 if int(spins) < _PATIENT_SPINS else _PAUSE_SECONDS)
+    finally:
+        _turn.acquire()
+        launch.enter(place)
+
+
+class Launch:
+    """The programs of one launch. A program begins when the ones before it have ended, or wait.
+
+    Args:
+        program: runs one, whose number the interpreter knows.
+        grid: how many there are, in three dimensions.
+    """
+
+    def __init__(self, program: Callable[[], None], grid: Grid) -> None:
+        self._program = program
+        self._grid = grid
+        self._places: Iterator[Grid] = product(range(grid[0]), range(grid[1]), range(grid[2]))
+        self._next: Grid | None = next(self._places, None)
+        self._threads: list[Thread] = []
+        self._beginning = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Runs all programs. Raises what the first one that failed has raised."""
+        self._work()
+        for thread in self._threads:  # none is added any more, unless a program failed; those end at once
+            thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def enter(self, place: Any) -> None:
+        """Tells the interpreter which program runs now."""
+        interpreter_builder.set_grid_dim(*self._grid)
+        interpreter_builder.set_grid_idx(*place)
+
+    def begin_another(self) -> None:
+        """Called by a program that waits, maybe for one that has not begun."""
+        if self._next is not None and not self._beginning:
+            self._beginning = True
+            thread = Thread(self._work, "proxyccl-interpreter")
+            thread.start()
+            self._threads.append(thread)
+
+    def _work(self) -> None:
+        thread = threading.get_ident()
+        with _turn:
+            _launches[thread], self._beginning = self, False
+            try:
+                while self._next is not None and self._error is None:
+                    place, self._next = self._next, next(self._places, None)
+                    self.enter(place)
+                    self._program()
+            except BaseException as error:
+                self._error = self._error or error
+            finally:
+                del _launches[thread]

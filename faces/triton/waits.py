@@ -1,0 +1,179 @@
+"""Bounded waits, as wait.h has them: every wait checks the abort word and the clock.
+
+A wait that ends without what it waited for files the error record, if it is the first, and tells all ranks of the host.
+It returns, so that a kernel runs to its end.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from proxyccl.triton.jit import jit, out_of_line
+from proxyccl.triton.layout import (
+    ABORT_4,
+    ASKED_4,
+    ERROR_CHANNEL_4,
+    ERROR_CODE_4,
+    ERROR_EXPECTED_8,
+    ERROR_OFFSET_8,
+    ERROR_OPERATION_4,
+    ERROR_PEER_4,
+    ERROR_RANK_4,
+    ERROR_SEEN_8,
+    ERROR_SIZE_8,
+    ERROR_STATE_4,
+    ERROR_TIMEOUT,
+    ERROR_WAIT_4,
+    FAILED_RANK_4,
+    LAST_QUESTION,
+    NO_PEER,
+    PEER_COUNT_4,
+    PEERS_8,
+    RANK_4,
+    RECORD_CLAIMED,
+    RECORD_EMPTY,
+    RECORD_VALID,
+    TIMEOUT_8,
+    WAIT_ANSWERED_4,
+    WAIT_CHANNEL_4,
+    WAIT_CLAIMED_4,
+    WAIT_EXPECTED_8,
+    WAIT_GRID,
+    WAIT_KIND_4,
+    WAIT_PEER_4,
+    WAIT_PEERS,
+    WAIT_SEEN_8,
+    WAIT_WORDS,
+    WAITS_8,
+)
+from proxyccl.triton.target import (
+    SPINS_PER_CHECK,
+    acquire_awaited,
+    load_acquire_system,
+    load_awaited,
+    load_relaxed_system,
+    nanoseconds,
+    pause,
+    store_relaxed_system,
+    store_release_system,
+)
+from proxyccl.triton.words import longs_at, u32, u64, words_at
+
+
+@jit
+def _spread_abort(control, code):
+    # Names this rank as failed to the CPUs of all ranks of the host, then raises their abort words, its own last: see
+    # spreadAbort() of wait.h.
+    words = words_at(control)
+    peers = longs_at(load_relaxed_system(longs_at(control) + PEERS_8))
+    count = load_relaxed_system(words + PEER_COUNT_4).to(tl.int32)
+    own_name = load_relaxed_system(words + RANK_4) + 1
+    for i in range(count):
+        failed_rank = words_at(load_relaxed_system(peers + i)) + FAILED_RANK_4
+        if load_relaxed_system(failed_rank) == 0:
+            store_release_system(failed_rank, own_name)
+    for i in range(count):
+        store_release_system(words_at(load_relaxed_system(peers + i)) + ABORT_4, code)
+    store_release_system(words + ABORT_4, code)
+
+
+@out_of_line
+def record_error(control, code, kind, peer, channel, expected, seen, operation, offset, size):
+    """Files the error record, if no other has been filed, and ends the waits of all ranks of the host.
+
+    `control` is the control block's address; `expected`, `seen`, `offset` and `size` have 64 bits, the others 32.
+    """
+    words = words_at(control)
+    longs = longs_at(control)
+    state = tl.atomic_cas(words + ERROR_STATE_4, u32(RECORD_EMPTY), u32(RECORD_CLAIMED), sem="acq_rel", scope="sys")
+    if state == RECORD_EMPTY:
+        store_relaxed_system(words + ERROR_CODE_4, code)
+        store_relaxed_system(words + ERROR_RANK_4, load_relaxed_system(words + RANK_4))
+        store_relaxed_system(words + ERROR_PEER_4, peer)
+        store_relaxed_system(words + ERROR_WAIT_4, kind)
+        store_relaxed_system(words + ERROR_CHANNEL_4, channel)
+        store_relaxed_system(words + ERROR_OPERATION_4, operation)
+        store_relaxed_system(longs + ERROR_EXPECTED_8, expected)
+        store_relaxed_system(longs + ERROR_SEEN_8, seen)
+        store_relaxed_system(longs + ERROR_OFFSET_8, offset)
+        store_relaxed_system(longs + ERROR_SIZE_8, size)
+        # Pairs with the acquire load of `state` by the CPU that reads the record.
+        store_release_system(words + ERROR_STATE_4, u32(RECORD_VALID))
+    _spread_abort(control, code)
+
+
+@jit
+def _describe_wait(control, question, kind, peer, channel, expected, seen):
+    # Answers question number `question` for a wait, unless another wait for the same peer already has.
+    place = tl.where(peer != NO_PEER, peer % WAIT_PEERS, kind + WAIT_PEERS).to(tl.int64)
+    longs = longs_at(control) + WAITS_8 + place * WAIT_WORDS
+    words = longs.to(tl.pointer_type(tl.uint32))
+    claimed = load_relaxed_system(words + WAIT_CLAIMED_4)
+    if claimed != question:
+        if tl.atomic_cas(words + WAIT_CLAIMED_4, claimed, question, sem="acq_rel", scope="sys") == claimed:
+            store_relaxed_system(words + WAIT_KIND_4, kind)
+            store_relaxed_system(words + WAIT_PEER_4, peer)
+            store_relaxed_system(words + WAIT_CHANNEL_4, channel)
+            store_relaxed_system(longs + WAIT_EXPECTED_8, expected)
+            store_relaxed_system(longs + WAIT_SEEN_8, seen)
+            # Pairs with the acquire load of `answered` by the CPU that asked.
+            store_release_system(words + WAIT_ANSWERED_4, question)
+
+
+@out_of_line
+def check_wait(control, kind, peer, channel, expected, seen, started):
+    """Checks the abort word and the clock of a wait that has spun for long.
+
+    Returns when the wait began, which is `started` unless that is 0; or 0 if the wait must be given up.
+    """
+    words = words_at(control)
+    abort = load_acquire_system(words + ABORT_4)
+    asked = load_relaxed_system(words + ASKED_4)
+    if (abort != 0) | (asked != 0):
+        question = tl.where(abort != 0, u32(LAST_QUESTION), asked)
+        _describe_wait(control, question, kind, peer, channel, expected, seen)
+    began = started
+    if abort != 0:
+        began = began * 0
+    else:
+        now = u64(nanoseconds())
+        if began == 0:
+            began = began + now
+        else:
+            bound = load_relaxed_system(longs_at(control) + TIMEOUT_8)
+            # Programs that wait for another of their grid give up last: that one waits for a peer, and knows which.
+            bound = bound + tl.where(kind == WAIT_GRID, bound, bound * 0)
+            if now - began > bound:
+                # Described before the others are told to stop.
+                _describe_wait(control, u32(LAST_QUESTION), kind, peer, channel, expected, seen)
+                record_error(control, u32(ERROR_TIMEOUT), kind, peer, channel, expected, seen, u32(0), u64(0), u64(0))
+                began = began * 0
+    return began
+
+
+@jit
+def wait_at_least(word, target, control, kind, peer, channel):
+    """Spins until a 64-bit word is at least `target`. Behind it, all threads see what was released before that.
+
+    Returns 0 if the communicator has ended or the time-out passed, else 1.
+    """
+    seen = load_awaited(word)
+    spins = tl.full([], 0, tl.int32)
+    started = tl.full([], 0, tl.uint64)
+    waits = tl.full([], 1, tl.int32)
+    while (seen < target) & (waits != 0):
+        spins += 1
+        pause(spins)
+        if spins % SPINS_PER_CHECK == 0:
+            started = check_wait(control, kind, peer, channel, target, seen, started)
+            waits = tl.where(started == 0, 0, 1).to(tl.int32)
+        seen = load_awaited(word)
+    if waits != 0:
+        acquire_awaited(word)
+    tl.debug_barrier()
+    return waits
+
+
+@jit
+def aborted(control):
+    """Whether the communicator has ended; a kernel's own loop must then end too. Reads a word in host memory."""
+    return load_acquire_system(words_at(control) + ABORT_4) != 0

@@ -1,0 +1,52 @@
+"""Numbers and pointers of 32 and 64 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton.language as tl
+from proxyccl.triton.jit import INTERPRETED, jit
+
+if INTERPRETED:
+    import numpy as np
+
+    from triton.runtime.interpreter import TensorHandle
+
+    def _number(x: Any, kind: Any, bits: int) -> Any:
+        # At once, and not in three steps of the language: a push has dozens of these.
+        if isinstance(x, tl.tensor):
+            return x.to(kind)
+        value = np.array([int(getattr(x, "value", x)) & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
+        return tl.tensor(TensorHandle(value, kind), kind)
+
+    def u32(x: Any) -> Any:
+        """A number of 32 bits."""
+        return _number(x, tl.uint32, 32)
+
+    def u64(x: Any) -> Any:
+        """A number of 64 bits; a negative one becomes a huge one, which no memory has room for."""
+        return _number(x, tl.uint64, 64)
+
+else:
+
+    @jit
+    def u32(x):
+        """A number of 32 bits."""
+        return (tl.full([], 0, tl.int64) + x).to(tl.uint32)
+
+    @jit
+    def u64(x):
+        """A number of 64 bits; a negative one becomes a huge one, which no memory has room for."""
+        return (tl.full([], 0, tl.int64) + x).to(tl.uint64)
+
+
+@jit
+def words_at(address):
+    """A pointer to words of 32 bits."""
+    return address.to(tl.pointer_type(tl.uint32))
+
+
+@jit
+def longs_at(address):
+    """A pointer to words of 64 bits."""
+    return address.to(tl.pointer_type(tl.uint64))

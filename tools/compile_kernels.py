@@ -1,0 +1,111 @@
+"""`proxyccl compile`: compiles shipped kernels into the cache, for this machine's GPUs or for architectures by name.
+
+It compiles the kernels of the expert-parallel layer for all its element types, and the collectives of a training step:
+those that only move bytes, and the sums of float32 and bfloat16. Compilers need no GPU, so a container image for a
+cluster can be built anywhere. Package and cache must have the same paths there as on the cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from proxyccl.channels.collectives.table import COLLECTIVES
+from proxyccl.channels.expert_parallel.config import SCALED_DTYPES, TOKEN_DTYPES
+from proxyccl.channels.expert_parallel.geometry import DISPATCH_KERNELS, dispatch_file
+from proxyccl.device import find_runtime, open_compiler, open_driver, open_runtime
+from proxyccl.device.build.compile_cache import (
+    cache_dir,
+    compiled_image,
+    image_is_there,
+    shipped_options,
+    shipped_source,
+)
+from proxyccl.device.errors import ArgumentError
+
+Shipped = tuple[str, str, str | None, str | None]
+"""File, kernel, element type and operation, as `Runtime.shipped` takes them."""
+
+EXPERT_KERNELS: tuple[Shipped, ...] = (
+    *((dispatch_file(kernel), kernel, None, None) for kernel in DISPATCH_KERNELS.values()),
+    *(
+        ("experts/dispatch.h", f"{kernel}_scaled", dtype, None)
+        for announced, kernel in DISPATCH_KERNELS.items()
+        if announced != "ids"
+        for dtype in SCALED_DTYPES
+    ),
+    *(
+        ("experts/combine.h", kernel, dtype, None)
+        for kernel in ("expert_combine", "expert_scale")
+        for dtype in TOKEN_DTYPES
+    ),
+    ("experts/spread.h", "expert_spread", None, None),
+    ("experts/survivors.h", "expert_survivors", None, None),
+    ("experts/quantize.h", "expert_pack", None, None),
+    *(("experts/quantize.h", "expert_quantize", dtype, None) for dtype in TOKEN_DTYPES),
+    ("moves.h", "barrier", None, None),
+    ("signal_peer.h", "signal_peer", None, None),
+)
+COLLECTIVE_KERNELS: tuple[Shipped, ...] = tuple(
+    (kernel.file, kernel.name, dtype, "sum" if dtype else None)
+    for kernel in dict.fromkeys(kernel for kernels in COLLECTIVES.values() for kernel in kernels)
+    for dtype in (("float32", "bfloat16") if kernel.reduces else (None,))
+)
+
+
+def runtime_of(architecture: str) -> str:
+    """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
+
+    Raises:
+        ArgumentError: it is the name of no GPU's architecture.
+    """
+    for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
+        if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
+            return runtime
+    raise ArgumentError("arch", f"{architecture!r} is no GPU's architecture, such as sm_90 or gfx942")
+
+
+def compile_kernels(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:
+    """Compiles kernels for an architecture, as many at a time as there are cores.
+
+    Returns:
+        How many images were compiled, and how many were already in the cache.
+
+    Raises:
+        ArgumentError: there is no such architecture.
+        RuntimeUnavailableError: its compiler is not installed.
+        CompileError: the compiler failed, for example because it does not know the architecture.
+    """
+    compiler = open_compiler(runtime_of(architecture))
+    options = shipped_options(compiler, architecture)
+    sources = list(dict.fromkeys(shipped_source(*kernel) for kernel in kernels))  # a file's kernels share an image
+    missing = [source for source in sources if not image_is_there(compiler, source, options)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(lambda source: compiled_image(compiler, source, options), missing))
+    return len(missing), len(sources) - len(missing)
+
+
+def run(architectures: Sequence[str]) -> int:
+    """The command. Returns the exit code."""
+    kernels = (*EXPERT_KERNELS, *COLLECTIVE_KERNELS)
+    for architecture in architectures or _here():
+        began = time.perf_counter()
+        made, cached = compile_kernels(architecture, kernels)
+        seconds = time.perf_counter() - began
+        print(f"{architecture}: {made} compiled in {seconds:.1f} s, {cached} were already in {cache_dir()}")
+    return 0
+
+
+def _here() -> list[str]:
+    """The architectures of this machine's GPUs; none where kernels run on the CPU."""
+    name = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    if name != "host":
+        driver = open_driver(name)
+        return sorted({driver.device(device).architecture for device in range(driver.device_count())})
+    host = open_runtime("host")
+    for kernel in (*EXPERT_KERNELS, *COLLECTIVE_KERNELS):
+        host.shipped(*kernel, compiled_only=True)
+    print("host: its kernels were compiled when the package was installed; name a GPU's architecture with --arch")
+    return []

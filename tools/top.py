@@ -1,0 +1,208 @@
+"""`proxyccl top`: shows what this machine's proxies do, as a table that is refreshed, as one table, or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from proxyccl.device.errors import ArgumentError
+from proxyccl.proxy.codec import Codec
+from proxyccl.proxy.observe.publications import find, none_found
+from proxyccl.proxy.observe.rates import ChannelRates, ServiceRates, rates_between
+from proxyccl.proxy.observe.reader import Observer, ServiceView
+from proxyccl.proxy.reports.document import MOST_BYTES
+from proxyccl.tools.tables import Column, Table
+
+_RATES = Codec(list[ServiceRates], MOST_BYTES)
+_CLEAR = "\x1b[H\x1b[J"
+_COLUMNS = (
+    Column("rank", "", 5),
+    Column("channel", "", 7, left=True),
+    Column("to", "", 8, left=True),
+    Column("triggers", "(/s)", 8),
+    Column("puts", "(/s)", 8),
+    Column("gets", "(/s)", 8),
+    Column("bytes", "(/s)", 8),
+    Column("in ring", "", 11),
+    Column("outstanding", "", 11, "d"),
+    Column("flush", "(µs)", 7, ".1f"),
+    Column("errors", "", 6, "d"),
+    Column("busy", "", 5),
+)
+
+
+class Watch:
+    """Observes the proxy services of this machine, or those of one job or process.
+
+    Args:
+        job: of this job only; None for all.
+        process: in this process only; None for all.
+    """
+
+    def __init__(self, job: str | None = None, process: int | None = None) -> None:
+        self._job = job
+        self._process = process
+        self._observers: dict[Path, Observer] = {}
+        self._views: dict[Path, ServiceView] = {}
+
+    def rates(self) -> list[ServiceRates]:
+        """What the services did since the last call, ordered by job and rank; without services that are new."""
+        before, self._views = self._views, {}
+        rates = []
+        found = dict(find(self._job, process=self._process))
+        for path in self._observers.keys() - found.keys():
+            self._observers.pop(path).close()
+        for path, publication in found.items():
+            if path not in self._observers:
+                with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+                    self._observers[path] = Observer(publication)
+            if path in self._observers:
+                view = self._views[path] = self._observers[path].snapshot()
+                if path in before:
+                    rates.append(rates_between(before[path], view))
+        return rates
+
+    @property
+    def services(self) -> int:
+        """Number of services at the last call of `rates`."""
+        return len(self._views)
+
+    def close(self) -> None:
+        """Stops observing."""
+        while self._observers:
+            self._observers.popitem()[1].close()
+
+
+def short(value: float) -> str:
+    """A number in at most five characters: 950, 12.3k, 4.56M."""
+    for factor, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.0f}"
+
+
+def _mean_flush(channels: list[ChannelRates]) -> float | None:
+    timed = [(each.flush_us, each.timed_flushes) for each in channels if each.flush_us is not None]
+    return sum(mean * count for mean, count in timed) / sum(count for _, count in timed) if timed else None
+
+
+def _row(channel: ChannelRates) -> tuple[object, ...]:
+    to = channel.transport if channel.peer is None else f"{channel.peer} {channel.transport}"
+    return (
+        "",
+        str(channel.id),
+        to,
+        short(channel.triggers_per_s),
+        short(channel.puts_per_s),
+        short(channel.gets_per_s),
+        short(channel.bytes_per_s),
+        f"{channel.ring_full}/{channel.ring_size}",
+        channel.outstanding,
+        channel.flush_us,
+        channel.errors + channel.connection_errors,
+        "",
+    )
+
+
+def _summary(service: ServiceRates) -> tuple[object, ...]:
+    channels = list(service.channels)
+    rings = {channel.ring: channel for channel in channels}.values()
+    connections = {(channel.worker, channel.connection): channel for channel in channels}.values()
+    return (
+        str(service.rank),
+        "all",
+        "",
+        short(sum(channel.triggers_per_s for channel in channels)),
+        short(sum(channel.puts_per_s for channel in channels)),
+        short(sum(channel.gets_per_s for channel in channels)),
+        short(sum(channel.bytes_per_s for channel in channels)),
+        f"{sum(ring.ring_full for ring in rings)}/{sum(ring.ring_size for ring in rings)}",
+        sum(each.outstanding for each in connections),
+        _mean_flush(channels),
+        service.errors,
+        f"{max(worker.busy for worker in service.workers):.0%}",
+    )
+
+
+def table_of(services: list[ServiceRates]) -> str:
+    """The services as text: a block for each job, with a line for each rank and for each of its channels in use."""
+    out = io.StringIO()
+    for job, of_job in itertools.groupby(services, lambda service: service.job):
+        ranks = list(of_job)
+        first = ranks[0]
+        print(f"job {job}: {first.program}, {first.world_size} ranks, {first.runtime} runtime", file=out)
+        table = Table(_COLUMNS, out)
+        table.header()
+        for service in ranks:
+            table.row(*_summary(service))
+            for channel in service.channels:
+                if channel.triggers or channel.signals or channel.errors or channel.connection_errors:
+                    table.row(*_row(channel))
+        print(file=out)
+    return out.getvalue().rstrip("\n")
+
+
+def _fitting(text: str) -> str:
+    """The first lines of a text, as many as fit the terminal."""
+    lines, height = text.splitlines(), shutil.get_terminal_size().lines - 2
+    if len(lines) <= height:
+        return text
+    return "\n".join(
+        [
+            *lines[: height - 1],
+            f"… {len(lines) - height + 1} more lines; use a taller terminal, --job, --daemon or --once",
+        ]
+    )
+
+
+def _frames(watch: Watch, interval: float) -> Iterator[list[ServiceRates]]:
+    watch.rates()
+    while watch.services:
+        time.sleep(interval)
+        rates = watch.rates()
+        if rates or not watch.services:
+            yield rates
+
+
+def run(interval: float, job: str | None, process: int | None, *, once: bool, as_json: bool) -> int:
+    """The command. Returns the exit code: 1 if no proxy runs.
+
+    Args:
+        interval: seconds between two tables.
+        job: of this job only; None for all.
+        process: in this process only, such as a daemon; None for all.
+        once: whether to print one table, over one interval; otherwise go on until Ctrl-C or until no proxy runs.
+        as_json: whether to print a line of JSON, a list of services, for each table.
+
+    Raises:
+        ArgumentError: the directory of publications is not this user's own.
+    """
+    watch = Watch(job, process)
+    live = sys.stdout.isatty() and not once and not as_json
+    shown = False
+    try:
+        for rates in _frames(watch, interval):
+            if not rates:
+                break
+            shown = True
+            if as_json:
+                print(_RATES.encode(rates).decode(), flush=True)
+            elif live:
+                print(_CLEAR + _fitting(table_of(rates)), flush=True)
+            else:
+                print(table_of(rates) + ("" if once else "\n"), flush=True)
+            if once:
+                break
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        watch.close()
+    if not shown:
+        print(f"proxyccl: {none_found(job, process=process)}", file=sys.stderr)
+    return 0 if shown else 1

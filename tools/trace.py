@@ -1,0 +1,251 @@
+"""`proxyccl trace`: records what the proxies of this machine do and writes it in Chrome's trace format.
+
+Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
+Format". A send of a plan is shown as the trigger that would do the same, with its plan in place of a ring and a ticket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from proxyccl.device.errors import ArgumentError, ResourceError
+from proxyccl.proxy.observe.publications import find, none_found
+from proxyccl.proxy.observe.tracing import (
+    MOST_TRIGGERS,
+    Allowance,
+    ServiceTrace,
+    TracedTrigger,
+    Tracer,
+)
+from proxyccl.proxy.trigger import Operation, operation_name
+from proxyccl.tools.options import show_size
+from proxyccl.tools.results import versions
+
+_FETCH_EVERY = 0.005  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Equal consecutive triggers on one channel, within one look of the worker at the clock. Shown as one event."""
+
+    first: TracedTrigger
+    last: TracedTrigger
+    count: int
+
+    def name(self) -> str:
+        trigger = self.first.trigger
+        size = f" {show_size(trigger.size)}" if trigger.operation & Operation.DATA else ""
+        return operation_name(trigger.operation) + size + f" x{self.count}" * (self.count > 1)
+
+
+def _alike(traced: TracedTrigger) -> tuple[object, ...]:
+    trigger = traced.trigger
+    return traced.worker, traced.look, trigger.channel, trigger.operation, trigger.size, traced.completed_ns
+
+
+def _runs(triggers: list[TracedTrigger]) -> Iterator[_Run]:
+    for _, alike in itertools.groupby(triggers, _alike):
+        run = list(alike)
+        yield _Run(run[0], run[-1], len(run))
+
+
+class _Lanes:
+    """The tracks of one channel: events that overlap need tracks of their own.
+
+    Args:
+        add: makes a track, given how many tracks the channel has. Returns the track's number.
+    """
+
+    def __init__(self, add: Callable[[int], int]) -> None:
+        self._add = add
+        self._count = 0
+        self._free: list[int] = []  # a heap
+        self._taken: list[tuple[int, int]] = []  # a heap of (until when, track)
+
+    def take(self, begin: int, end: int) -> int:
+        """Takes the first track that is free at `begin`, or a new one, until `end`. `begin` never decreases."""
+        while self._taken and self._taken[0][0] <= begin:
+            heapq.heappush(self._free, heapq.heappop(self._taken)[1])
+        if self._free:
+            track = heapq.heappop(self._free)
+        else:
+            track = self._add(self._count)
+            self._count += 1
+        heapq.heappush(self._taken, (max(begin, end), track))
+        return track
+
+
+class _Process:
+    """The events of one service.
+
+    Args:
+        pid: number of the service's process in the file.
+        trace: of the service.
+        start_ns: the file's time 0.
+        end_ns: end of triggers that were not seen to complete.
+        write: called with each event as JSON.
+    """
+
+    def __init__(
+        self, pid: int, trace: ServiceTrace, start_ns: int, end_ns: int, write: Callable[[str], object]
+    ) -> None:
+        self._pid = pid
+        self._trace = trace
+        self._start_ns = start_ns
+        self._end_ns = end_ns
+        self._write = write
+        self._tracks = itertools.count(1)
+
+    def write(self) -> None:
+        service = self._trace.publication
+        rank = service.description
+        name = f"rank {rank.rank} of {rank.world_size} ({rank.program}, job {rank.job}, proxy in process {service.pid})"
+        self._describe("process", 0, name, rank.rank)
+        threads = [self._track(f"proxy thread {worker}") for worker in range(service.workers)]
+        ordered = sorted(_runs(self._trace.triggers), key=lambda run: (run.first.trigger.channel, run.last.issued_ns))
+        for channel, runs in itertools.groupby(ordered, lambda run: run.first.trigger.channel):
+            self._write_channel(channel, runs, threads)
+
+    def _describe(self, kind: str, track: int, name: str, order: int) -> None:
+        for key, value in (("name", name), ("sort_index", order)):
+            event = {"ph": "M", "pid": self._pid, "tid": track, "name": f"{kind}_{key}", "args": {key: value}}
+            self._write(json.dumps(event))
+
+    def _track(self, name: str) -> int:
+        """Adds a track below the others. Returns its number, which is unique within the process."""
+        number = next(self._tracks)
+        self._describe("thread", number, name, number)
+        return number
+
+    def _write_channel(self, channel: int, runs: Iterator[_Run], threads: list[int]) -> None:
+        peer, transport = self._trace.routes.get(channel, (None, "unknown"))
+        name = f"channel {channel} " + (f"({transport})" if peer is None else f"→ rank {peer} ({transport})")
+        lanes = _Lanes(lambda count: self._track(name + f" ·{count + 1}" * bool(count)))
+        for run in runs:
+            first, issued, completed = run.first, run.last.issued_ns, run.first.completed_ns
+            done = self._end_ns if completed is None else completed
+            track = lanes.take(issued, done)
+            what = json.dumps(run.name())
+            arguments = json.dumps(
+                {
+                    "channel": channel,
+                    "peer": peer,
+                    "ring": first.ring,
+                    "ticket": first.ticket,
+                    "plan": first.plan,
+                    "count": run.count,
+                    "bytes": first.trigger.size,
+                    "completed": completed is not None,
+                }
+            )
+            self._span(what, "issue", threads[first.worker], first.seen_ns, issued, arguments)
+            self._event("i", what, "seen", track, first.seen_ns, '"s": "t"')
+            self._span(what, "transfer", track, issued, done, arguments)
+
+    def _span(self, name: str, kind: str, track: int, begin: int, end: int, arguments: str) -> None:
+        self._event("X", name, kind, track, begin, f'"dur": {max(0, end - begin) / 1e3}, "args": {arguments}')
+
+    def _event(self, phase: str, name: str, kind: str, track: int, moment_ns: int, more: str) -> None:
+        where = f'"pid": {self._pid}, "tid": {track}, "ts": {(moment_ns - self._start_ns) / 1e3}'
+        self._write(f'{{"ph": "{phase}", "name": {name}, "cat": "{kind}", {where}, {more}}}')
+
+
+def write_trace(path: Path, traces: list[ServiceTrace]) -> None:
+    """Writes traces to a file, each service's as a process."""
+    start = min((traced.seen_ns for trace in traces for traced in trace.triggers), default=0)
+    end = max((traced.completed_ns or traced.issued_ns for trace in traces for traced in trace.triggers), default=0)
+    with path.open("w") as file:
+        file.write('{"traceEvents": [')
+        separators = itertools.chain(("\n",), itertools.repeat(",\n"))
+        for pid, trace in enumerate(traces, 1):
+            _Process(pid, trace, start, end, lambda event: file.write(next(separators) + event)).write()
+        other = {
+            "start_monotonic_ns": start,
+            "lost_records": sum(trace.lost for trace in traces),
+            "left_out_triggers": sum(trace.left_out for trace in traces),
+            **versions(),
+        }
+        file.write(f'\n],\n"displayTimeUnit": "ns",\n"otherData": {json.dumps(other)}}}\n')
+
+
+class _Ended:
+    """Whether Ctrl-C or SIGTERM has ended the recording. For the main thread."""
+
+    def __init__(self) -> None:
+        self.by_signal = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.by_signal = True
+
+    def __enter__(self) -> _Ended:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def record(
+    seconds: float,
+    job: str | None = None,
+    ranks: Collection[int] | None = None,
+    process: int | None = None,
+    most: int = MOST_TRIGGERS,
+) -> list[ServiceTrace]:
+    """Records what the chosen services do for some seconds, or until Ctrl-C or SIGTERM. For the main thread.
+
+    Args:
+        seconds: to record.
+        job: of this job only; None for all.
+        ranks: of these ranks only; None for all.
+        process: in this process only, such as a daemon; None for all.
+        most: the most triggers to keep, the first ones of all services together; see `Allowance`.
+
+    Raises:
+        ResourceError: no such service runs, or another process traces one of them.
+    """
+    allowance = Allowance(most)
+    with contextlib.ExitStack() as opened:
+        ended = opened.enter_context(_Ended())
+        tracers = []
+        for path, publication in find(job, ranks, process):
+            with contextlib.suppress(ArgumentError):  # it was closed meanwhile
+                tracers.append(opened.enter_context(Tracer(path, publication, allowance)))
+        if not tracers:
+            raise ResourceError(none_found(job, ranks, process))
+        deadline = time.monotonic() + seconds
+        while not ended.by_signal and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(_FETCH_EVERY, left))
+            for tracer in tracers:
+                tracer.fetch()
+        return [tracer.stop() for tracer in tracers]
+
+
+def run(
+    path: Path, seconds: float, job: str | None, ranks: Collection[int] | None, process: int | None, most: int
+) -> int:
+    """The command. Returns the exit code. Arguments and errors as for `record`."""
+    traces = record(seconds, job, ranks, process, most)
+    write_trace(path, traces)
+    triggers, lost = sum(len(trace.triggers) for trace in traces), sum(trace.lost for trace in traces)
+    left_out = sum(trace.left_out for trace in traces)
+    unknown = sum(t.completed_ns is None for trace in traces for t in trace.triggers)
+    print(f"{path}: {triggers} triggers of {len(traces)} proxies, {unknown} were not seen to complete")
+    if left_out:
+        print(f"proxyccl: {left_out} later triggers are left out; --most keeps more", file=sys.stderr)
+    if lost:
+        print(f"proxyccl: {lost} records are lost: they came faster than they could be fetched", file=sys.stderr)
+    return 0

@@ -1,0 +1,36 @@
+"""`proxyccl tune`: measures the algorithms of all collectives with the ranks of an MPI job, and keeps the tables."""
+
+from __future__ import annotations
+
+from proxyccl.channels.collectives import tuned
+from proxyccl.channels.collectives.selection import SizeTable
+from proxyccl.channels.communicator import Communicator
+from proxyccl.device.errors import ArgumentError
+from proxyccl.tools.options import show_size
+
+
+def in_words(table: SizeTable) -> str:
+    """A table on one line: "one_shot to 32 KiB, then two_shot"."""
+    upwards = [f"{algorithm} to {show_size(limit)}" for limit, algorithm in table.limits]
+    return ", ".join([*upwards, f"then {table.beyond}" if upwards else str(table.beyond)])
+
+
+def run(seconds: float) -> int:
+    """The command; every rank of the MPI job runs it. Returns the exit code.
+
+    Raises:
+        ArgumentError: there is one rank only.
+    """
+    with Communicator.from_mpi() as communicator:
+        if communicator.world_size == 1:
+            raise ArgumentError(
+                "ranks", "expected several; start it with mpiexec -n 4 python -m mpi4py -m proxyccl tune"
+            )
+        selector = communicator.tune(seconds=seconds)
+        if communicator.rank == 0:
+            machine = tuned.Machine.of(communicator.group)
+            path = tuned.path_of(machine)
+            print(f"{machine}\n{path if path.exists() else 'not kept on disk'}")
+            for case, table in selector.tables.items():
+                print(f"  {case}: {in_words(table)}")
+    return 0
