@@ -6,31 +6,31 @@ void proxyccl_announce(ProxycclAnnouncements *table, uint32_t entry, const char 
   /* Where versions come round they pass over 0, which an entry has that was never used. */
   const uint32_t version = own->version + 2 != 0 ? own->version + 2 : 2;
   __atomic_store_n(&own->version, version - 1, __ATOMIC_RELAXED);
-  /* Pairing 32, release: nothing below becomes visible before the odd version. */
+  /* Pairing announced-handle, release: nothing below becomes visible before the odd version. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&own->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&own->handle[i], handle[i], __ATOMIC_RELAXED);
-  /* Pairing 32, release: the handle before its version. */
+  /* Pairing announced-handle, release: the handle before its version. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
-  /* Pairing 33, release: the entry before the count that has peers look for it. */
+  /* Pairing announcement, release: the entry before the count that has peers look for it. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 
 void proxyccl_announce_to_proxies(ProxycclAnnouncements *table, uint32_t entry) {
   ProxycclAnnouncement *own = &table->entries[entry];
   __atomic_store_n(&own->for_proxies, own->version, __ATOMIC_RELAXED);
-  /* Pairing 33, release. */
+  /* Pairing announcement, release. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);
 }
 
 uint64_t proxyccl_announcement_changes(const ProxycclAnnouncements *table) {
-  /* Pairing 33, acquire. */
+  /* Pairing announcement, acquire. */
   return __atomic_load_n(&table->changes, __ATOMIC_ACQUIRE);
 }
 
 uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t entry, ProxycclAnnouncement *copy) {
   const ProxycclAnnouncement *theirs = &table->entries[entry];
-  /* Pairing 32, acquire: the version before the handle. */
+  /* Pairing announced-handle, acquire: the version before the handle. */
   const uint32_t version = __atomic_load_n(&theirs->version, __ATOMIC_ACQUIRE);
   if (version % 2 != 0) return 0;
   copy->version = version;
@@ -39,7 +39,7 @@ uint32_t proxyccl_announcement_read(const ProxycclAnnouncements *table, uint32_t
   if (copy->handle_bytes > PROXYCCL_ANNOUNCED_HANDLE_BYTES) return 0;
   for (uint32_t i = 0; i < copy->handle_bytes; ++i)
     copy->handle[i] = __atomic_load_n(&theirs->handle[i], __ATOMIC_RELAXED);
-  /* Pairing 32, acquire: a reader that has read a byte of a later handle sees a later version. */
+  /* Pairing announced-handle, acquire: a reader that has read a byte of a later handle sees a later version. */
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&theirs->version, __ATOMIC_RELAXED) == version ? version : 0;
 }
@@ -48,18 +48,18 @@ void proxyccl_announcement_reply(ProxycclAnnouncements *table, uint32_t entry, u
                                  uint64_t address) {
   ProxycclAnnouncementReply *own = &table->replies[entry][peer];
   __atomic_store_n(&own->address, address, __ATOMIC_RELAXED);
-  /* Pairing 34, release: the address, and the mapping or unmapping, before the version. */
+  /* Pairing announcement-reply, release: the address, and the mapping or unmapping, before the version. */
   __atomic_store_n(&own->version, version, __ATOMIC_RELEASE);
 }
 
 void proxyccl_announcement_reply_memory(ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t version,
                                         uint32_t id) {
-  /* Pairing 34, release: the memory's place in the proxy's table before its id. */
+  /* Pairing announcement-reply, release: the memory's place in the proxy's table before its id. */
   __atomic_store_n(&table->replies[entry][peer].memory, (uint64_t)version << 32 | (id + 1), __ATOMIC_RELEASE);
 }
 
 int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer, uint32_t *id) {
-  /* Pairing 34, acquire. */
+  /* Pairing announcement-reply, acquire. */
   const uint64_t memory = __atomic_load_n(&table->replies[entry][peer].memory, __ATOMIC_ACQUIRE);
   *id = (uint32_t)memory - 1;
   return memory >> 32 == table->entries[entry].version;
@@ -68,7 +68,8 @@ int proxyccl_announcement_memory(const ProxycclAnnouncements *table, uint32_t en
 int proxyccl_announcement_reached(const ProxycclAnnouncements *table, uint32_t entry, uint32_t peer,
                                   uint64_t *address) {
   const ProxycclAnnouncementReply *theirs = &table->replies[entry][peer];
-  /* Pairing 34, acquire. The peer writes the next address only after the owner has changed the entry again. */
+  /* Pairing announcement-reply, acquire. The peer writes the next address only after the owner has changed the entry
+   * again. */
   const uint64_t version = __atomic_load_n(&theirs->version, __ATOMIC_ACQUIRE);
   *address = __atomic_load_n(&theirs->address, __ATOMIC_RELAXED);
   return version == table->entries[entry].version;

@@ -10,22 +10,22 @@ static const uint64_t kNumber = ((uint64_t)1 << PROXYCCL_CALL_NUMBER_BITS) - 1;
 
 static void write_entry(ProxycclCallEntry *entry, uint64_t stamp, const ProxycclCall *call) {
   __atomic_store_n(&entry->stamp, 0, __ATOMIC_RELAXED);
-  /* Pairing 24, release: no field below becomes visible before the 0 above. */
+  /* Pairing call-entry, release: no field below becomes visible before the 0 above. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     __atomic_store_n(&entry->call.fields[i], call->fields[i], __ATOMIC_RELAXED);
-  /* Pairing 24, release: the fields before the stamp. */
+  /* Pairing call-entry, release: the fields before the stamp. */
   __atomic_store_n(&entry->stamp, stamp, __ATOMIC_RELEASE);
 }
 
 /* Returns the entry's stamp, or 0 if it is not of the call with this number. */
 static uint64_t read_entry(const ProxycclCallEntry *entry, uint64_t sequence, ProxycclCall *call) {
-  /* Pairing 24, acquire: the stamp before the fields. */
+  /* Pairing call-entry, acquire: the stamp before the fields. */
   const uint64_t stamp = __atomic_load_n(&entry->stamp, __ATOMIC_ACQUIRE);
   if ((stamp & kNumber) != (sequence & kNumber)) return 0;
   for (int i = 0; i < PROXYCCL_CALL_FIELDS; ++i)
     call->fields[i] = __atomic_load_n(&entry->call.fields[i], __ATOMIC_RELAXED);
-  /* Pairing 24, acquire: a reader that has read a later call's field sees that the stamp was zeroed. */
+  /* Pairing call-entry, acquire: a reader that has read a later call's field sees that the stamp was zeroed. */
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&entry->stamp, __ATOMIC_RELAXED) == stamp ? stamp : 0;
 }
@@ -54,8 +54,8 @@ int proxyccl_calls_agree(ProxycclCallers *callers, const ProxycclCall *call) {
   const uint64_t stamp = (sequence & kNumber) | (callers->history & ~kNumber);
   callers->history = history_with(callers->history, call);
   write_entry(&callers->own[slot], stamp, call);
-  /* Pairing 51, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A release and
-   * an acquire alone would let both loads come before both stores. */
+  /* Pairing call-comparison, with the same fence of a peer: of two ranks, at least one finds the other's entry below. A
+   * release and an acquire alone would let both loads come before both stores. */
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
   for (uint32_t peer = 0; peer < callers->peer_count; ++peer) {
     const uint64_t theirs = read_entry(&callers->peers[peer][slot], sequence, &callers->different);

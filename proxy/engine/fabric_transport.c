@@ -62,7 +62,7 @@ typedef struct {
   FabricConnection *connection;
   uint64_t values[PROXYCCL_FABRIC_PARTS]; /* of a part that is a value or a signal: what is written */
   uint32_t awaited;                       /* it has a completion of its own */
-  uint32_t state; /* pairing 42: 0, or what its completion told: DELIVERED or the number of an error */
+  uint32_t state; /* pairing fabric-completion: 0, or what its completion told: DELIVERED or the number of an error */
 } FabricRequest;
 
 enum { DELIVERED = UINT32_MAX };
@@ -95,12 +95,12 @@ static FabricConnection *self_of(ProxycclConnection *base) { return (FabricConne
 
 static int failed(int error) { return PROXYCCL_FABRIC_FAILED + (error > 0 ? error : EIO); }
 
-/* Pairing 42, release: whoever takes a completion, for the worker of the request's connection. */
+/* Pairing fabric-completion, release: whoever takes a completion, for the worker of the request's connection. */
 static void request_complete(FabricRequest *request, uint32_t state) {
   __atomic_store_n(&request->state, state, __ATOMIC_RELEASE);
 }
 
-/* Pairing 42, acquire. */
+/* Pairing fabric-completion, acquire. */
 static uint32_t request_state(const FabricRequest *request) {
   return __atomic_load_n(&request->state, __ATOMIC_ACQUIRE);
 }

@@ -7,13 +7,13 @@ static uint64_t oldest(uint64_t traced) {
   return traced > KEPT ? traced - KEPT : 0;
 }
 
-/* Pairing 17, acquire: the number before the records. */
+/* Pairing trace-records, acquire: the number before the records. */
 static uint64_t traced_acquire(const ProxycclWorkerStats *stats) {
   return __atomic_load_n(&stats->traced, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing 17, acquire: the number again, after the records were read. It tells which of them may have been overwritten
- * meanwhile. */
+/* Pairing trace-records, acquire: the number again, after the records were read. It tells which of them may have been
+ * overwritten meanwhile. */
 static uint64_t traced_behind_reads(const ProxycclWorkerStats *stats) {
   __atomic_thread_fence(__ATOMIC_ACQUIRE);
   return __atomic_load_n(&stats->traced, __ATOMIC_RELAXED);

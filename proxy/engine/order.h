@@ -1,5 +1,5 @@
-/* Memory order: each choice of the engine is one operation, named for what it does. Its comment says what it pairs
- * with, by the number in DESIGN, "Every memory-order pairing". Those of one file alone are in that file: ring.h,
+/* Memory order: each choice of the engine is one operation, named for what it does. Its comment names the pairing that
+ * it belongs to; device/include/MEMORY_ORDER.md lists all of them. Those of one file alone are in that file: ring.h,
  * trace.h and observe.c, calls.c, thread.c, staged_transport.c.
  */
 #ifndef PROXYCCL_ORDER_H
@@ -26,18 +26,18 @@ static inline void counter_set(uint64_t *counter, uint64_t value) {
 
 /* -- words that somebody waits for: a peer's semaphore, a flush word, a staged connection's counts --- */
 
-/* Pairings 5, 6, 28, 29 and 47, release, where the CPU stores the word. Semaphore::wait, waitFlushed, waitComplete, a
- * waiting stream or a peer's worker acquires it: what is complete here is visible there. */
+/* Pairings signal, flush, bell, post and ticket, release, where the CPU stores the word. Semaphore::wait, waitFlushed,
+ * waitComplete, a waiting stream or a peer's worker acquires it: what is complete here is visible there. */
 static inline void word_store(uint64_t *word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
-/* Pairings 6, 16, 28, 29 and 37, acquire. A stream, the RDMA device or the CPU stored the word behind what it tells of.
- */
+/* Pairings flush, staged-message, bell, post and gate, acquire. A stream, the RDMA device or the CPU stored the word
+ * behind what it tells of. */
 static inline uint64_t word_load(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
 /* Relaxed: only tells whether there is something to wait for. */
 static inline uint64_t word_peek(const uint64_t *word) { return __atomic_load_n(word, __ATOMIC_RELAXED); }
 
-/* Pairing 19, acquire: if the abort word is up, all ranks know the rank that failed. */
+/* Pairing abort, acquire: if the abort word is up, all ranks know the rank that failed. */
 static inline int abort_is_up(const ProxycclControl *control) {
   return __atomic_load_n(&control->abort, __ATOMIC_ACQUIRE) != PROXYCCL_OK;
 }
@@ -49,35 +49,35 @@ static inline int failure_is_told(const ProxycclControl *control) {
 
 /* -- lists that grow while a worker runs --- */
 
-/* Pairing 20, release: the new entry before the number of entries. One thread adds at a time. */
+/* Pairing worker-list, release: the new entry before the number of entries. One thread adds at a time. */
 static inline void list_grow(uint32_t *count) { __atomic_store_n(count, *count + 1, __ATOMIC_RELEASE); }
 
-/* Pairing 20, acquire, by the worker. */
+/* Pairing worker-list, acquire, by the worker. */
 static inline uint32_t list_count(const uint32_t *count) { return __atomic_load_n(count, __ATOMIC_ACQUIRE); }
 
 /* -- plans --- */
 
-/* Pairing 27, release: all of a plan before its place in the table. */
+/* Pairing schedule, release: all of a plan before its place in the table. */
 static inline void plan_publish(struct Plan **place, struct Plan *plan) {
   __atomic_store_n(place, plan, __ATOMIC_RELEASE);
 }
 
-/* Pairing 27, acquire. */
+/* Pairing schedule, acquire. */
 static inline struct Plan *plan_load(struct Plan **place) { return __atomic_load_n(place, __ATOMIC_ACQUIRE); }
 
-/* Pairing 30, release, by worker 0: the plan's number before the count of plans that were started. */
+/* Pairing schedule-start, release, by worker 0: the plan's number before the count of plans that were started. */
 static inline void plan_start(uint32_t *started) { __atomic_store_n(started, *started + 1, __ATOMIC_RELEASE); }
 
-/* Pairing 30, acquire, by the other workers. */
+/* Pairing schedule-start, acquire, by the other workers. */
 static inline uint32_t plans_started(const uint32_t *started) { return __atomic_load_n(started, __ATOMIC_ACQUIRE); }
 
-/* Pairing 31: what each worker saw complete, before what the last one tells. Returns how many are left. */
+/* Pairing schedule-end: what each worker saw complete, before what the last one tells. Returns how many are left. */
 static inline uint32_t part_end(uint32_t *parts) { return __atomic_sub_fetch(parts, 1, __ATOMIC_ACQ_REL); }
 
-/* Pairing 31, acquire. */
+/* Pairing schedule-end, acquire. */
 static inline uint32_t parts_left(const uint32_t *parts) { return __atomic_load_n(parts, __ATOMIC_ACQUIRE); }
 
-/* Pairing 36, release, by any worker: what has come, before a stream that waits for the stage works on it. */
+/* Pairing stage, release, by any worker: what has come, before a stream that waits for the stage works on it. */
 static inline void stage_add(uint64_t *stage) { __atomic_fetch_add(stage, 1, __ATOMIC_RELEASE); }
 
 /* -- requests to a running worker, which answers with the request's number --- */
@@ -86,27 +86,27 @@ typedef struct {
   uint32_t asked, answered; /* numbers of the last request, and of the last that was answered */
 } Request;
 
-/* Pairing 21, release: the worker sees what the caller did before. Returns the request's number. */
+/* Pairing request, release: the worker sees what the caller did before. Returns the request's number. */
 static inline uint32_t request_make(Request *request) {
   return __atomic_add_fetch(&request->asked, 1, __ATOMIC_RELEASE);
 }
 
-/* Pairing 21, acquire, by the worker. */
+/* Pairing request, acquire, by the worker. */
 static inline uint32_t request_asked(const Request *request) {
   return __atomic_load_n(&request->asked, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing 22, release: the caller sees what the worker did before, and changes nothing that the worker still reads. */
+/* Pairing answer, release: the caller sees what the worker did before, and changes nothing that it still reads. */
 static inline void request_answer(Request *request, uint32_t number) {
   if (request->answered != number) __atomic_store_n(&request->answered, number, __ATOMIC_RELEASE);
 }
 
-/* Pairing 22, acquire, by the caller. */
+/* Pairing answer, acquire, by the caller. */
 static inline uint32_t request_answered(const Request *request) {
   return __atomic_load_n(&request->answered, __ATOMIC_ACQUIRE);
 }
 
-/* Pairing 21 for the request to end, which has no number: flags that are only set. */
+/* Pairing request, for the request to end: it has no number, its flags are only set. */
 static inline void flags_set(int *flags, int flag) { __atomic_fetch_or(flags, flag, __ATOMIC_RELEASE); }
 static inline int flags_load(const int *flags) { return __atomic_load_n(flags, __ATOMIC_ACQUIRE); }
 

@@ -10,12 +10,12 @@ void proxyccl_mailbox_post(ProxycclRendezvous *own, const char *data, uint32_t b
   letter->message_bytes = message_bytes;
   letter->part_bytes = bytes;
   memcpy(letter->data, data, bytes);
-  /* Pairing 40, release: the letter before its number, and the reads of the letters before. */
+  /* Pairing letter, release: the letter before its number, and the reads of the letters before. */
   __atomic_store_n(&mailbox->posted, mailbox->posted + 1, __ATOMIC_RELEASE);
 }
 
 int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, ProxycclLetter *copy) {
-  /* Pairing 40, acquire. */
+  /* Pairing letter, acquire. */
   if (__atomic_load_n(&theirs->mailbox.posted, __ATOMIC_ACQUIRE) <= number) return 0;
   const ProxycclLetter *letter = &theirs->mailbox.letters[number % 2];
   copy->message_bytes = letter->message_bytes;
@@ -26,11 +26,11 @@ int proxyccl_mailbox_read(const ProxycclRendezvous *theirs, uint64_t number, Pro
 
 void proxyccl_invite(ProxycclRendezvous *own, uint32_t place, uint64_t key, const char *handle, uint32_t bytes) {
   ProxycclInvitation *invitation = &own->invitations[place];
-  /* A reader may still look at what lay here. Pairing 41, release: nothing below is seen under the old key. */
+  /* A reader may still look at what lay here. Pairing invitation, release: nothing below is seen under the old key. */
   __atomic_thread_fence(__ATOMIC_RELEASE);
   __atomic_store_n(&invitation->handle_bytes, bytes, __ATOMIC_RELAXED);
   for (uint32_t i = 0; i < bytes; ++i) __atomic_store_n(&invitation->handle[i], handle[i], __ATOMIC_RELAXED);
-  /* Pairing 41, release: the handle before its key. */
+  /* Pairing invitation, release: the handle before its key. */
   __atomic_store_n(&invitation->key, key, __ATOMIC_RELEASE);
 }
 
@@ -41,14 +41,14 @@ void proxyccl_invitation_withdraw(ProxycclRendezvous *own, uint32_t place) {
 int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, ProxycclInvitation *copy) {
   for (uint32_t place = 0; place < PROXYCCL_INVITATIONS; ++place) {
     const ProxycclInvitation *invitation = &theirs->invitations[place];
-    /* Pairing 41, acquire: the key before the handle. */
+    /* Pairing invitation, acquire: the key before the handle. */
     if (__atomic_load_n(&invitation->key, __ATOMIC_ACQUIRE) != key) continue;
     copy->key = key;
     copy->handle_bytes = __atomic_load_n(&invitation->handle_bytes, __ATOMIC_RELAXED);
     if (copy->handle_bytes > PROXYCCL_INVITATION_BYTES) return 0;
     for (uint32_t i = 0; i < copy->handle_bytes; ++i)
       copy->handle[i] = __atomic_load_n(&invitation->handle[i], __ATOMIC_RELAXED);
-    /* Pairing 41, acquire: who has read a byte of a later handle sees that the key is gone. */
+    /* Pairing invitation, acquire: who has read a byte of a later handle sees that the key is gone. */
     __atomic_thread_fence(__ATOMIC_ACQUIRE);
     return __atomic_load_n(&invitation->key, __ATOMIC_RELAXED) == key;
   }
@@ -57,12 +57,13 @@ int proxyccl_invitation_find(const ProxycclRendezvous *theirs, uint64_t key, Pro
 
 uint64_t proxyccl_decide(ProxycclRendezvous *first, uint32_t question, uint64_t value) {
   uint64_t stands = 0;
-  /* Pairing 45, release: what the value refers to before the value; acquire: the same, of the rank that came first. */
+  /* Pairing decision, release: what the value refers to before the value; acquire: the same, of the rank that came
+   * first. */
   __atomic_compare_exchange_n(&first->decisions[question], &stands, value, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return stands ? stands : value;
 }
 
 uint64_t proxyccl_decision(const ProxycclRendezvous *first, uint32_t question) {
-  /* Pairing 45, acquire. */
+  /* Pairing decision, acquire. */
   return __atomic_load_n(&first->decisions[question], __ATOMIC_ACQUIRE);
 }

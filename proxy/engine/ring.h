@@ -24,8 +24,8 @@ typedef struct {
 /* Reads the next slot if it is full: if its parity bit is that of the current lap. The first lap has 1, so zeroed
  * memory is an empty ring.
  *
- * Pairing 1, acquire; the producer's release is in storeTrigger. Whoever sees word 1 sees word 0, and everything that
- * the kernel wrote before the push. */
+ * Pairing trigger, acquire; the producer's release is in storeTrigger. Whoever sees word 1 sees word 0, and everything
+ * that the kernel wrote before the push. */
 static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
   const uint64_t mask = (1ull << ring->size_log2) - 1;
   const ProxycclTrigger *slot = &ring->slots[ring->next & mask];
@@ -40,7 +40,7 @@ static inline int ring_peek(const Ring *ring, ProxycclTrigger *trigger) {
 
 /* Gives the slots before `next` back to the producers.
  *
- * Pairing 2, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
+ * Pairing tail, release; producers acquire the tail in refreshTail() and sync(). So a slot is read before it is
  * overwritten, and a trigger is issued before sync() returns. */
 static inline void ring_release(Ring *ring) {
   if (ring->released == ring->next) return;

@@ -123,14 +123,14 @@ static uint64_t count_load(const uint64_t *word, uint64_t *highest) {
   return *highest;
 }
 
-/* Pairing 25, release: a reader finds either no range, or all of one. */
+/* Pairing write-target, release: a reader finds either no range, or all of one. */
 void proxyccl_remote_write_target_set(ProxycclRemoteWriteTarget *target, uint64_t base, uint64_t bytes) {
   __atomic_store_n(&target->bytes, 0, __ATOMIC_RELAXED);
   __atomic_store_n(&target->base, base, __ATOMIC_RELEASE);
   __atomic_store_n(&target->bytes, bytes, __ATOMIC_RELEASE);
 }
 
-/* Pairing 25, acquire: `bytes` before `base`. */
+/* Pairing write-target, acquire: `bytes` before `base`. */
 static ProxycclRemoteWriteTarget target_load(const ProxycclRemoteWriteTarget *target) {
   const uint64_t bytes = __atomic_load_n(&target->bytes, __ATOMIC_ACQUIRE);
   return (ProxycclRemoteWriteTarget){__atomic_load_n(&target->base, __ATOMIC_ACQUIRE), bytes};

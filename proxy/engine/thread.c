@@ -29,25 +29,26 @@ struct ProxycclThread {
   ProxycclWorker *first, **at; /* its workers, and the link to the one whose turn it is */
   uintptr_t context;           /* the context that a worker made current last */
   void (*end_help)(void *);    /* NULL: nobody else may have the turn */
-  int turn;                    /* pairing 46: 1 while somebody has it */
+  int turn;                    /* pairing turn: 1 while somebody has it */
   int helped;                  /* HELPED_… since the thread looked last */
   ProxycclExit found;          /* what a helper's round came to, for the thread to return, and … */
   ProxycclExitInfo found_info; /* … what it says of it */
 };
 
-/* Pairing 46, acquire: what the last to have the turn did. */
+/* Pairing turn, acquire: what the last to have the turn did. */
 static int turn_taken(ProxycclThread *thread) { return __atomic_exchange_n(&thread->turn, 1, __ATOMIC_ACQUIRE) == 0; }
 
-/* Pairing 46, release. */
+/* Pairing turn, release. */
 static void turn_give(ProxycclThread *thread) { __atomic_store_n(&thread->turn, 0, __ATOMIC_RELEASE); }
 
-/* Pairing 23, release: the thread sees the worker as it was handed over. */
+/* Pairing new-worker, release: the thread sees the worker as it was handed over. */
 static void push_added(ProxycclThread *thread, ProxycclWorker *worker) {
   worker->next = __atomic_load_n(&thread->added, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(&thread->added, &worker->next, worker, 1, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {}
 }
 
-/* Pairing 23, acquire. Takes all workers that were added. The first load spares the exchange when there are none. */
+/* Pairing new-worker, acquire. Takes all workers that were added. The first load spares the exchange when there are
+ * none. */
 static ProxycclWorker *pop_added(ProxycclThread *thread) {
   if (__atomic_load_n(&thread->added, __ATOMIC_RELAXED) == NULL) return NULL;
   return __atomic_exchange_n(&thread->added, NULL, __ATOMIC_ACQUIRE);

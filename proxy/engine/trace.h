@@ -52,11 +52,11 @@ static inline uint32_t trace_share(uint32_t triggers, uint64_t took_ns, uint32_t
   return share == 0 ? 1 : share > most ? most : (uint32_t)share;
 }
 
-/* Pairing 17, release: before records are overwritten. A reader that has read a new record learns that from `traced`.
- */
+/* Pairing trace-records, release: before records are overwritten. A reader that has read a new record learns that from
+ * `traced`. */
 static inline void trace_begin(void) { __atomic_thread_fence(__ATOMIC_RELEASE); }
 
-/* Pairing 17, release: the records before their number. */
+/* Pairing trace-records, release: the records before their number. */
 static inline void trace_publish(const Trace *trace, ProxycclWorkerStats *stats) {
   __atomic_store_n(&stats->traced, trace->next, __ATOMIC_RELEASE);
 }

@@ -39,8 +39,8 @@ struct ProxycclService {
   const uint64_t *semaphores; /* the own words of the channels, which peers' proxies signal */
   uint32_t worker_count;
   uint32_t current; /* number of the plan that was started last */
-  uint32_t started; /* plans that were started; pairing 30 */
-  uint32_t parts;   /* workers that have not ended their part of it; pairing 31 */
+  uint32_t started; /* plans that were started; pairing schedule-start */
+  uint32_t parts;   /* workers that have not ended their part of it; pairing schedule-end */
   Plan *plans[PROXYCCL_MAX_PLANS];
   ProxycclMemory memories[PROXYCCL_MEMORY_IDS];
   Channel channels[PROXYCCL_MAX_CHANNELS];
@@ -75,14 +75,14 @@ struct ProxycclWorker {
   Ring rings[PROXYCCL_MAX_RINGS];
   ProxycclConnection *connections[PROXYCCL_MAX_CONNECTIONS];
   TimedFlush timed[PROXYCCL_MAX_CONNECTIONS];
-  uint32_t ring_count, connection_count; /* pairing 20 */
+  uint32_t ring_count, connection_count; /* pairing worker-list */
   uint32_t current;                      /* ring to visit next, also after a return to Python */
   uint32_t number;                       /* in its service; worker 0 looks at the bell */
   uint32_t joined;                       /* plans that it has begun or found begun; worker 0 counts none */
   uint32_t polled;                       /* the connection to poll next while a plan runs */
   PlanRun run;
   int handling;  /* a Python handler has the current ring's next trigger */
-  int stop;      /* STOP_… flags, pairing 21 */
+  int stop;      /* STOP_… flags, pairing request */
   Request drain; /* to report that nothing is left to do */
   Request pause; /* odd numbers pause, even numbers resume */
 };

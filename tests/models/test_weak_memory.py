@@ -86,10 +86,10 @@ WIDE_TRIGGERS = (
 TWO_PRODUCERS, THREE_LAPS = "ring_of_2_with_2_producers", "ring_of_2_with_2_producers_and_3_laps"
 
 _REPLY = """__atomic_store_n(&own->address, address, __ATOMIC_RELAXED);
-  /* Pairing 34, release: the address, and the mapping or unmapping, before the version. */
+  /* Pairing announcement-reply, release: the address, and the mapping or unmapping, before the version. */
   __atomic_store_n(&own->version, version, __ATOMIC_%s);"""
 _HANDLE = """__atomic_store_n(&own->version, version, __ATOMIC_%s);
-  /* Pairing 33, release: the entry before the count that has peers look for it. */
+  /* Pairing announcement, release: the entry before the count that has peers look for it. */
   __atomic_store_n(&table->changes, table->changes + 1, __ATOMIC_RELEASE);"""
 
 BUGS = (

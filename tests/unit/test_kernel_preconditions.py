@@ -1,4 +1,4 @@
-"""The preconditions of flags that are stored relaxed behind loads (DESIGN, "Every memory-order pairing").
+"""The preconditions of flags that are stored relaxed behind loads (device/include/MEMORY_ORDER.md).
 
 A kernel begins when those before it have ended, and a value that was used has been loaded. Neither holds for a launch
 that overlaps with the kernel before it, nor for copies that no register waits for.

@@ -4,9 +4,10 @@
  * performed: STEP says what that is, and a comment why. A wait is a load that finds what it waits for; what follows it is
  * performed before it where nothing orders the two, as if the thread had guessed. One test is chosen among:
  *
- * - ring: a trigger of two words, stored where room was found (pairing 3)
- * - reuse: rows, a slab or a packet, read by a rank before their owner writes them again (pairings 9, 48, 50)
- * - rows: a program's rows, announced by a later kernel (pairing 47)
+ * - ring: a trigger of two words, stored where room was found (pairing cached-tail)
+ * - reuse: rows, a slab or a packet, read by a rank before their owner writes them again (pairings packet, rows-loaded
+ *   and slab-read)
+ * - rows: a program's rows, announced by a later kernel (pairing loadable-rows)
  * - cleared: a packet that is cleared before the peer sends the next one to its place
  * - calls: two ranks that look for each other's call behind their own (calls.c)
  */
