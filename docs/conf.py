@@ -60,13 +60,11 @@ linkcheck_anchors = False
 
 # -- links of files that are pages of the site too ---
 
-PAGE_OF = {
-    "README.md": "index.md",
-    "DESIGN.md": "explanation/design.md",
-    "CONTRIBUTING.md": "howto/extend.md",
-    "SECURITY.md": "howto/security.md",
-    "benchmarks/results/README.md": "benchmarks.md",
-    "benchmarks/results/behaviour_on_gpus.md": "explanation/tested.md",
+SOURCE = Path(__file__).parent
+PAGE_OF = {"README.md": "index.md"} | {
+    (page.parent / name).resolve().relative_to(ROOT).as_posix(): page.relative_to(SOURCE).as_posix()
+    for page in sorted(SOURCE.rglob("*.md"))
+    for name in re.findall(r"^```\{include\} (\S+)", page.read_text(), re.MULTILINE)
 }
 """The page of the site that includes a file of the tree."""
 

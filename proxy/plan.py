@@ -1,4 +1,7 @@
-"""Plans: what a rank's proxy does for one call that a stream rings in (engine/plan.h). See DESIGN, "Plans"."""
+"""Plans: what a rank's proxy does for one call that a stream rings in (engine/plan.h).
+
+The protocol is in channels/schedules/DESIGN.md.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that the proxies run on the arrays themselves, rung in by a stream. See DESIGN, "Plans".
+"""Collectives that the proxies run on the arrays themselves, rung in by a stream. See channels/schedules/DESIGN.md.
 
 An array that peers' proxies can't reach is staged: the stream copies to and from memory that they reach. Each rank
 decides that by itself, as a peer sends to where the rank posts.

@@ -1,6 +1,6 @@
 // reduce_arrived: the reduction behind a plan's transfers. Every peer's values have come to memory of this rank.
 //
-// The stream launches it when they have (DESIGN, "Plans"), so it waits for nothing. It needs few blocks.
+// The stream launches it when they have (channels/schedules/DESIGN.md), so it waits for nothing. It needs few blocks.
 #ifndef PROXYCCL_REDUCE_ARRIVED_H
 #define PROXYCCL_REDUCE_ARRIVED_H
 

@@ -1,4 +1,4 @@
-/* Plans: what a rank's proxy does for one call that a stream rings in. See DESIGN, "Plans".
+/* Plans: what a rank's proxy does for one call that a stream rings in. See channels/schedules/DESIGN.md.
  *
  * A plan posts to the peers that are to write here, sends to peers what they posted for, and receives. All of it begins
  * when a stream has written the plan's number to the bell. When all of it is complete, the word `done` is set to 1. In

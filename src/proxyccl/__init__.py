@@ -1,7 +1,7 @@
 """ProxyCCL: host-proxy communication for GPU kernels.
 
 A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on the CPU drains the ring and moves the
-data. This module holds the public names and nothing else. DESIGN.md describes the packages behind them.
+data. This module holds the public names and nothing else. DESIGN.md describes the packages that define them.
 """
 
 from proxyccl.channels.collectives.selection import Selector, SizeTable
