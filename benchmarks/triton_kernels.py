@@ -162,7 +162,7 @@ def measure_put_signal(job: Job, report: Report, rounds: int) -> None:
     target = memory[nbytes // 4 :]
     memory[: nbytes // 4] = given[job.rank]
     (channel,) = comm.proxy_channels(memory)
-    cpp, ours = comm.compile(_PING_PONG, "ping_pong"), comm.triton(ping_pong, grid=1, num_warps=1)
+    cpp, ours = comm.compile(_PING_PONG, "ping_pong"), pt.compile(comm, ping_pong, grid=1, num_warps=1)
     model = Contender(
         _CPP,
         True,
@@ -185,7 +185,7 @@ def measure_diffusion(job: Job, report: Report, steps: int) -> None:
     u = job.registered(2 * (n + 2), "float32")
     channels = comm.proxy_channels(u)
     left, right = channels.to((rank - 1) % ranks), channels.to((rank + 1) % ranks)
-    cpp, ours = comm.compile(kernel_of("custom_kernel.py"), "diffuse"), comm.triton(diffuse, grid=1)
+    cpp, ours = comm.compile(kernel_of("custom_kernel.py"), "diffuse"), pt.compile(comm, diffuse, grid=1)
     results: list[np.ndarray] = []
 
     def start_again() -> None:
@@ -220,7 +220,7 @@ def measure_all_reduce(job: Job, report: Report) -> None:
     x, programs = job.empty(n, "float32"), n // block
     calls = comm.empty(programs, "int32").fill(0)
     channels = comm.sm_channels(comm.empty(2 * ranks * n, "uint64").fill(0))
-    ours = comm.triton(one_shot, grid=programs, num_warps=warps)
+    ours = pt.compile(comm, one_shot, grid=programs, num_warps=warps)
 
     def fill() -> None:
         x[:] = given[job.rank]
@@ -254,7 +254,7 @@ def measure_all_to_all(job: Job, report: Report) -> None:
     channels, barrier = comm.proxy_channels(receive, send), pt.GridBarrier(comm)
     cpp, ours = (
         comm.compile(kernel_of("all_to_all.py"), "alltoall"),
-        comm.triton(all_to_all, grid=ranks - 1, num_warps=1),
+        pt.compile(comm, all_to_all, grid=ranks - 1, num_warps=1),
     )
     model = Contender(
         _CPP,
@@ -287,7 +287,7 @@ class Products:
 
     def kernel(self, function: Any) -> Any:
         """A kernel, whose tiles are chosen by measuring."""
-        return self.job.comm.triton(function, grid=self.programs, configs=self._configs)
+        return pt.compile(self.job.comm, function, grid=self.programs, configs=self._configs)
 
     def matrix(self, rows: int, columns: int, seed: int) -> Any:
         """A random matrix in float16, with more than the few bits of whole numbers, which cost the GPU less power."""

@@ -558,41 +558,13 @@ class Communicator:
         kernel_or_module: Kernel | Module = module if name is None else module[name]
         return kernel_or_module
 
-    def triton(
-        self,
-        kernel: Any,
-        *,
-        grid: Any,
-        num_warps: int = 4,
-        num_stages: int | None = None,
-        configs: Sequence[Any] = (),
-        key: Sequence[str] = (),
-    ) -> Any:
-        """A kernel written in Triton, which reaches peers by the functions of `proxyccl.triton`. Not collective.
-
-        The program has imported `proxyccl.triton`. On the host runtime the kernel runs in Triton's interpreter, which
-        ``TRITON_INTERPRET=1`` selects before triton is imported.
-
-        Args:
-            kernel: a function decorated by ``@triton.jit``, or by ``@triton.autotune`` too, which gives `configs` and
-                `key`.
-            grid: how many programs: one to three integers, or a function of the arguments by name that returns them.
-            num_warps: warps of a program.
-            num_stages: of software pipelining; None for Triton's default.
-            configs: ``triton.Config`` to choose from: all ranks measure them together, and take the one with which the
-                slowest rank is fastest.
-            key: names of arguments; for each of their values the choice is made anew.
-
-        Returns:
-            A `TritonKernel`, launched as ``kernel(*args, stream=None, **constants)``.
+    def triton(self, kernel: Any, **options: Any) -> Any:
+        """A kernel written in Triton: `proxyccl.triton.compile`, which says what it takes, returns and raises.
 
         Raises:
             RuntimeUnavailableError: `proxyccl.triton` was not imported.
-            ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
         """
-        self._group.failure.require_usable()
-        maker = kernel_languages.maker_of("triton")
-        return maker(self, kernel, grid=grid, num_warps=num_warps, num_stages=num_stages, configs=configs, key=key)
+        return kernel_languages.maker_of("triton")(self, kernel, **options)
 
     # -- collectives ---
 

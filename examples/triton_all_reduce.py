@@ -52,7 +52,7 @@ def main() -> None:
         channels = comm.sm_channels(comm.empty(2 * ranks * N, "uint64").fill(0))
         programs = triton.cdiv(N, BLOCK)
         calls = comm.empty(programs, "int32").fill(0)
-        kernel = comm.triton(one_shot, grid=programs)
+        kernel = pt.compile(comm, one_shot, grid=programs)
         for _ in range(CALLS):
             kernel(x, channels, calls, rank, ranks, N, BLOCK=BLOCK)
         comm.synchronize()

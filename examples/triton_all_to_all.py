@@ -43,7 +43,7 @@ def main() -> None:
         send = comm.empty((ranks, COUNT), "int32").upload([message(rank, peer) for peer in range(ranks)])
         receive = comm.empty((ranks, COUNT), "int32").fill(-1)
         channels, barrier = comm.proxy_channels(receive, send), pt.GridBarrier(comm)
-        comm.triton(all_to_all, grid=ranks - 1, num_warps=1)(channels, barrier, rank, ranks, COUNT * 4)
+        pt.compile(comm, all_to_all, grid=ranks - 1, num_warps=1)(channels, barrier, rank, ranks, COUNT * 4)
         comm.synchronize()
 
         received = receive.numpy()

@@ -47,7 +47,7 @@ def main() -> None:
 
         channels = comm.proxy_channels(u)
         left, right = channels.to((rank - 1) % ranks), channels.to((rank + 1) % ranks)
-        comm.triton(diffuse, grid=1)(left, right, u, N, STEPS, BLOCK=1024)
+        pt.compile(comm, diffuse, grid=1)(left, right, u, N, STEPS, BLOCK=1024)
         comm.synchronize()
 
         for _ in range(STEPS):

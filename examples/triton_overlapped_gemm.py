@@ -126,7 +126,7 @@ def main() -> None:
         a, b = (comm.empty(x.shape, "float16").upload(x) for x in (lefts[rank], rights[rank]))
         memory, done = comm.empty((3, m, n), "float16"), comm.empty(ranks, "int32").fill(0)
         channels = comm.proxy_channels(memory)
-        kernel = comm.triton(gemm_all_reduce, grid=PROGRAMS)
+        kernel = pt.compile(comm, gemm_all_reduce, grid=PROGRAMS)
         kernel(a, b, memory, done, channels, barrier, rank, ranks, m, n, k, **TILES)
         comm.synchronize()
         expected = sum(left.astype(np.float32) @ right for left, right in zip(lefts, rights, strict=True))
@@ -137,7 +137,7 @@ def main() -> None:
         own[rank * m // ranks : (rank + 1) * m // ranks] = rows[rank * m // ranks : (rank + 1) * m // ranks]
         a, c = comm.empty((m, k), "float16").upload(own), comm.empty((m, n), "float16")
         channels = comm.proxy_channels(a)
-        comm.triton(all_gather_gemm, grid=PROGRAMS)(a, b, c, channels, barrier, rank, ranks, m, n, k, **TILES)
+        pt.compile(comm, all_gather_gemm, grid=PROGRAMS)(a, b, c, channels, barrier, rank, ranks, m, n, k, **TILES)
         comm.synchronize()
         assert np.allclose(c.numpy(), rows.astype(np.float32) @ rights[rank], rtol=1e-2)
         if rank == 0:

@@ -1,14 +1,14 @@
 """Kernels in Triton: ``import proxyccl.triton as pt``.
 
 A ``@triton.jit`` function calls what is named here: it pushes triggers, signals and waits over ProxyChannels, and
-reaches peers' memory over SmChannels. `Communicator.triton` launches it, on NVIDIA, on AMD, and on the host runtime
+reaches peers' memory over SmChannels. `compile` makes it a kernel to launch, on NVIDIA, on AMD, and on the host runtime
 through Triton's interpreter.
 """
 
 from proxyccl.channels import kernel_languages
 from proxyccl.triton.channel import channel
 from proxyccl.triton.grid_barrier import GridBarrier, sync_grid
-from proxyccl.triton.kernel import TritonKernel
+from proxyccl.triton.kernel import TritonKernel, compile
 from proxyccl.triton.proxy_channel import (
     ended,
     flush,
@@ -48,6 +48,7 @@ __all__ = [
     "GridBarrier",
     "TritonKernel",
     "channel",
+    "compile",
     "ended",
     "flush",
     "flush_async",
@@ -79,4 +80,4 @@ __all__ = [
     "wait_until",
 ]
 
-kernel_languages.register("triton", TritonKernel)
+kernel_languages.register("triton", compile)

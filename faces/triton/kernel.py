@@ -1,4 +1,4 @@
-"""Kernels of `Communicator.triton`: arguments, variants, launches, and the choice of a configuration by measuring."""
+"""Triton kernels of a communicator: arguments, variants, launches, and the choice of a configuration by measuring."""
 
 from __future__ import annotations
 
@@ -26,8 +26,44 @@ Grid = int | Sequence[int] | Callable[[dict[str, Any]], Any]
 _MEASURED_LAUNCHES = 5
 
 
+def compile(
+    comm: Communicator,
+    kernel: Any,
+    *,
+    grid: Grid,
+    num_warps: int = 4,
+    num_stages: int | None = None,
+    configs: Sequence[triton.Config] = (),
+    key: Sequence[str] = (),
+) -> TritonKernel:
+    """A kernel written in Triton, which reaches a communicator's peers by the functions of `proxyccl.triton`.
+
+    Not collective; the kernel is compiled when it is first called. On the host runtime it runs in Triton's interpreter,
+    which ``TRITON_INTERPRET=1`` selects before triton is imported.
+
+    Args:
+        comm: whose peers it reaches, and on whose device it runs.
+        kernel: a function decorated by ``@triton.jit``, or by ``@triton.autotune`` too, which gives `configs` and
+            `key`.
+        grid: the number of programs: one to three integers, or a function of the arguments by name that returns them.
+        num_warps: warps of a program.
+        num_stages: of software pipelining; None for Triton's default.
+        configs: ``triton.Config`` to choose from: all ranks measure them together, and take the one with which the
+            slowest rank is fastest.
+        key: names of arguments; for each of their values the choice is made anew.
+
+    Returns:
+        A `TritonKernel`, launched as ``kernel(*args, stream=None, **constants)``.
+
+    Raises:
+        ArgumentError: an argument is wrong, or Triton's interpreter is on for a GPU or off for the host runtime.
+    """
+    comm.group.failure.require_usable()
+    return TritonKernel(comm, kernel, grid=grid, num_warps=num_warps, num_stages=num_stages, configs=configs, key=key)
+
+
 class TritonKernel:
-    """A kernel of Triton's, launched as ``kernel(*args, stream=None, **constants)``; see `Communicator.triton`.
+    """A kernel of Triton's, launched as ``kernel(*args, stream=None, **constants)``; see `compile`.
 
     Attributes:
         chosen: the configuration that was measured to be the fastest, by the values of the `key` arguments.

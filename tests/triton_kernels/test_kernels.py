@@ -82,7 +82,7 @@ def test_a_channel_is_chosen_in_the_kernel() -> None:
         rank, peers = comm.rank, 2
         u = uploaded(comm, np.arange(5 * 8, dtype=np.int64) + 100 * rank)
         channels, flushed = comm.proxy_channels(u), uploaded(comm, np.zeros(peers, np.int32))
-        comm.triton(kernels.to_all, grid=(1,))(channels, peers, rank, 64, 128, flushed)
+        pt.compile(comm, kernels.to_all, grid=(1,))(channels, peers, rank, 64, 128, flushed)
         comm.synchronize()
         assert flushed.numpy().tolist() == [1, 1]
         for peer in channels.peers:
@@ -99,7 +99,7 @@ def test_a_put_goes_between_other_memories() -> None:
         u, source, target = (uploaded(comm, np.full(8, value + comm.rank, np.int32)) for value in (0, 10, 20))
         (channel,) = comm.proxy_channels(u)
         source_id, target_id = comm.register(source).source_id(peer), comm.register(target).peer_id(peer)
-        comm.triton(kernels.put_elsewhere, grid=1)(channel, target_id, source_id, 16)
+        pt.compile(comm, kernels.put_elsewhere, grid=1)(channel, target_id, source_id, 16)
         comm.synchronize()
         assert target.numpy().tolist() == [10 + peer] * 4 + [20 + comm.rank] * 4
 
@@ -110,7 +110,7 @@ def test_values_travel_in_triggers() -> None:
     def body(comm: Communicator) -> None:
         u, out = uploaded(comm, np.zeros(32, np.int8)), uploaded(comm, np.zeros(2, np.int32))
         (channel,) = comm.proxy_channels(u)
-        comm.triton(kernels.put_values, grid=1)(channel, 3, 20 + comm.rank, out)
+        pt.compile(comm, kernels.put_values, grid=1)(channel, 3, 20 + comm.rank, out)
         comm.synchronize()
         number = 20 + 1 - comm.rank
         expected = b"\0\0\0" + struct.pack("<befq", number, 1.5, number / 2, -number)
@@ -127,7 +127,7 @@ def test_a_get_brings_the_peers_data() -> None:
         (channel,) = comm.proxy_channels(theirs, own)
         out = uploaded(comm, np.full(2, 7, np.int32))
         comm.barrier()
-        comm.triton(kernels.get_and_wait, grid=1)(channel, 8, 4, 40, out)
+        pt.compile(comm, kernels.get_and_wait, grid=1)(channel, 8, 4, 40, out)
         comm.synchronize()
         assert out.numpy().tolist() == [1, 1]
         peer = 1 - comm.rank
@@ -143,7 +143,7 @@ def test_a_value_that_leaves_its_memory_is_not_written() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int64)))
         if comm.rank == 0:
-            comm.triton(kernels.put_one_value, grid=1)(channel, 5 << 32)
+            pt.compile(comm, kernels.put_one_value, grid=1)(channel, 5 << 32)
 
     for error in errors_of(2, body):
         assert isinstance(error, TriggerError)
@@ -155,7 +155,7 @@ def test_a_signal_raises_the_count(kind: str) -> None:
     def body(comm: Communicator) -> None:
         u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.full(4, 7, np.int32))
         (channel,) = comm.proxy_channels(u) if kind == "proxy" else comm.sm_channels(u)
-        comm.triton(kernels.counts if kind == "proxy" else kernels.sm_counts, grid=1)(channel, out)
+        pt.compile(comm, kernels.counts if kind == "proxy" else kernels.sm_counts, grid=1)(channel, out)
         comm.synchronize()
         assert out.numpy().tolist() == [1, 1, 1, 0]
 
@@ -169,7 +169,7 @@ def test_a_get_reads_what_was_put_before_it() -> None:
         (channel,) = comm.proxy_channels(target, source)
         ids = comm.register(back).source_id(1 - comm.rank), comm.register(target).peer_id(1 - comm.rank)
         comm.barrier()
-        comm.triton(kernels.put_get_and_flush, grid=1)(channel, 32, *ids, out)
+        pt.compile(comm, kernels.put_get_and_flush, grid=1)(channel, 32, *ids, out)
         comm.synchronize()
         assert out.numpy().tolist() == [1, 1]
         assert back.numpy().tolist() == [i + comm.rank for i in range(8)]
@@ -182,7 +182,7 @@ def test_a_count_that_does_not_grow_is_refused() -> None:
     def body(comm: Communicator) -> None:
         (channel,) = comm.sm_channels(uploaded(comm, np.zeros(4, np.int32)))
         if comm.rank == 0:
-            comm.triton(kernels.sm_signals_twice, grid=1)(channel, 3)
+            pt.compile(comm, kernels.sm_signals_twice, grid=1)(channel, 3)
 
     for error in errors_of(2, body):
         assert isinstance(error, TriggerError)
@@ -193,7 +193,7 @@ def test_a_poll_consumes_one_signal() -> None:
     def body(comm: Communicator) -> None:
         u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.full(2, 7, np.int32))
         (channel,) = comm.proxy_channels(u)
-        comm.triton(kernels.polls, grid=1)(channel, out)
+        pt.compile(comm, kernels.polls, grid=1)(channel, out)
         comm.synchronize()
         assert out.numpy()[1] == 0
 
@@ -207,7 +207,7 @@ def test_a_wait_for_a_signal_that_never_comes_is_bounded_and_says_what_it_waited
         impatient(comm, 0.4)
         if comm.rank == 0:
             began = time.monotonic()
-            comm.triton(kernels.waits, grid=1)(channel, out)
+            pt.compile(comm, kernels.waits, grid=1)(channel, out)
             comm.runtime.synchronize()
             assert 0.3 <= time.monotonic() - began < TIMEOUT / 2
             assert out.numpy().tolist() == [0]
@@ -239,7 +239,7 @@ def test_a_kernel_says_what_it_waits_for_when_it_is_asked() -> None:
         if comm.rank == 0:
             asker = threading.Thread(target=ask)
             asker.start()
-            comm.triton(kernels.waits, grid=1)(channel, out)
+            pt.compile(comm, kernels.waits, grid=1)(channel, out)
             comm.runtime.synchronize()
             asker.join()
             (wait,) = answers
@@ -256,7 +256,7 @@ def test_a_peer_s_abort_ends_a_wait() -> None:
         if comm.rank == 1:
             comm.abort("enough")
         else:
-            comm.triton(kernels.waits, grid=1)(channel, out)
+            pt.compile(comm, kernels.waits, grid=1)(channel, out)
             comm.runtime.synchronize()
             assert out.numpy().tolist() == [0]
 
@@ -276,7 +276,7 @@ def test_two_programs_that_wait_on_one_channel_are_refused() -> None:
         u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.zeros(2, np.int32))
         (channel,) = comm.proxy_channels(u)
         if comm.rank == 0:
-            comm.triton(kernels.waits, grid=2)(channel, out)
+            pt.compile(comm, kernels.waits, grid=2)(channel, out)
 
     errors = errors_of(2, body)
     assert "waited at once for a signal (ProxyChannel) from rank 1" in str(errors[0])
@@ -292,7 +292,7 @@ def test_a_range_that_leaves_its_memory_moves_nothing(dst_offset: int, src_offse
         u, out = uploaded(comm, np.full(8, comm.rank, np.int32)), uploaded(comm, np.full(1, 7, np.int32))
         (channel,) = comm.proxy_channels(u)
         if comm.rank == 0:
-            comm.triton(kernels.put_and_flush, grid=1)(channel, dst_offset, src_offset, size, out)
+            pt.compile(comm, kernels.put_and_flush, grid=1)(channel, dst_offset, src_offset, size, out)
             comm.runtime.synchronize()
             assert out.numpy().tolist() == [0]
             assert channel.counters.triggers == 0
@@ -331,7 +331,7 @@ def test_a_long_put_becomes_triggers_of_the_windows_that_it_touches() -> None:
         channel, ring, kept = own_ring(comm, 8, 4 << 32)
         comm.timeout = 0.2  # nobody answers the flush
         out = uploaded(comm, np.full(1, 7, np.int32))
-        comm.triton(kernels.put_and_flush, grid=1)(channel, start, 40, size, out)
+        pt.compile(comm, kernels.put_and_flush, grid=1)(channel, start, 40, size, out)
         moved, operations = 0, []
         for low, high in ring[:3].tolist():
             length, src, dst = low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF
@@ -360,7 +360,7 @@ def test_a_long_get_becomes_gets_of_the_windows_that_it_touches() -> None:
         channel, ring, kept = own_ring(comm, 8, 4 << 32)
         comm.timeout = 0.2  # nobody completes the ticket
         out = uploaded(comm, np.full(2, 7, np.int32))
-        comm.triton(kernels.get_and_wait, grid=1)(channel, start, 40, size, out)
+        pt.compile(comm, kernels.get_and_wait, grid=1)(channel, start, 40, size, out)
         moved = 0
         for low, high in ring[:3].tolist():
             trigger = Trigger.decode(low, high)
@@ -382,7 +382,7 @@ def test_a_ring_that_stays_full_is_reported() -> None:
     def body(comm: Communicator) -> None:
         channel, ring, kept = own_ring(comm, 2, 1 << 20)
         impatient(comm, 0.2)
-        comm.triton(kernels.signals, grid=1)(channel, 3)
+        pt.compile(comm, kernels.signals, grid=1)(channel, 3)
         assert np.count_nonzero(ring[:, 1]) == 2
         del kept
 
@@ -399,7 +399,7 @@ def test_stores_to_a_peer_s_memory_are_there_behind_the_signal(n: int) -> None:
         u = uploaded(comm, x)
         channels = comm.sm_channels(u)
         right, left = channels.to((rank + 1) % ranks), channels.to((rank - 1) % ranks)
-        comm.triton(kernels.sm_shift, grid=1)(right, left, u, n, BLOCK=128)
+        pt.compile(comm, kernels.sm_shift, grid=1)(right, left, u, n, BLOCK=128)
         comm.synchronize()
         assert u.numpy()[2 * n :].tolist() == [2 * (i + 1000 * ((rank - 1) % ranks)) for i in range(n)]
 
@@ -411,7 +411,7 @@ def test_packets_carry_values_and_flags() -> None:
         rank = comm.rank
         (channel,) = comm.sm_channels(buffer := comm.empty(64, "uint64").fill(0))
         own, out = uploaded(comm, np.arange(32, dtype=np.float32) + rank), comm.empty(32, "float32").fill(9)
-        kernel = comm.triton(kernels.packets, grid=1)
+        kernel = pt.compile(comm, kernels.packets, grid=1)
         kernel(channel, channel, own, out, 20, 16, 5, BLOCK=32)
         comm.synchronize()
         expected = np.arange(32, dtype=np.float32) + (1 - rank)
@@ -438,7 +438,7 @@ def test_packets_that_can_t_be_are_refused(offset: int, flag: int, text: str) ->
         (channel,) = comm.sm_channels(comm.empty(64, "uint64").fill(0))
         own, out = comm.empty(32, "float32").fill(1), comm.empty(32, "float32").fill(9)
         if comm.rank == 0:
-            comm.triton(kernels.packets, grid=1)(channel, channel, own, out, 20, offset, flag, BLOCK=32)
+            pt.compile(comm, kernels.packets, grid=1)(channel, channel, own, out, 20, offset, flag, BLOCK=32)
 
     for error in errors_of(2, body):
         assert isinstance(error, TriggerError)
@@ -451,7 +451,7 @@ def test_packets_that_never_come_are_reported() -> None:
         own, out = comm.empty(32, "float32").fill(1), comm.empty(32, "float32").fill(9)
         impatient(comm, 0.3)
         if comm.rank == 0:
-            comm.triton(kernels.packets, grid=1)(channel, channel, own, out, 20, 0, 5, BLOCK=32)
+            pt.compile(comm, kernels.packets, grid=1)(channel, channel, own, out, 20, 0, 5, BLOCK=32)
             comm.runtime.synchronize()
             assert not out.numpy().any()
 
@@ -464,7 +464,7 @@ def test_a_grid_meets_at_a_barrier() -> None:
         barrier = pt.GridBarrier(comm)
         for programs in (3, 1, 2):
             u, out = uploaded(comm, np.zeros(4, np.int32)), uploaded(comm, np.zeros(4, np.int32))
-            comm.triton(kernels.grid_sums, grid=(programs,))(barrier, u, out, 2)
+            pt.compile(comm, kernels.grid_sums, grid=(programs,))(barrier, u, out, 2)
             comm.synchronize()
             total = 2 * sum(range(programs)) + programs
             assert out.numpy()[:programs].tolist() == [total] * programs
@@ -478,7 +478,7 @@ def test_all_ranks_choose_the_same_configuration() -> None:
     def body(comm: Communicator) -> tuple[Any, int]:
         u = uploaded(comm, np.arange(24, dtype=np.float32))
         (channel,) = comm.proxy_channels(u)
-        kernel = comm.triton(kernels.exchange, grid=1, configs=configs, key=["n"])
+        kernel = pt.compile(comm, kernels.exchange, grid=1, configs=configs, key=["n"])
         kernel(channel, u, 8)
         comm.synchronize()
         (chosen,) = kernel.chosen.values()
@@ -497,7 +497,7 @@ def test_a_launch_comes_behind_what_its_stream_holds() -> None:
     def body(comm: Communicator) -> None:
         x, stream = comm.empty(300, "float32").fill(1), comm.runtime.create_stream()
         comm.all_reduce(x, stream=stream)
-        comm.triton(kernels.scale, grid=lambda given: (triton.cdiv(given["n"], given["BLOCK"]),))(
+        pt.compile(comm, kernels.scale, grid=lambda given: (triton.cdiv(given["n"], given["BLOCK"]),))(
             x, 300, 3.0, BLOCK=128, stream=stream
         )
         comm.all_reduce(x, stream=stream)
@@ -520,7 +520,7 @@ def test_kernels_are_rewritten_by_one_thread_at_a_time(monkeypatch: pytest.Monke
 
     def body(comm: Communicator) -> None:
         channel = comm.proxy_channels(uploaded(comm, np.arange(8, dtype=np.int64)), peers=[0])
-        comm.triton(kernels.laps, grid=1)(channel[0], 1, 0)
+        pt.compile(comm, kernels.laps, grid=1)(channel[0], 1, 0)
 
     run_ranks(1, body)
     assert set(in_turn) == {True}
@@ -530,19 +530,19 @@ def test_wrong_arguments_are_named() -> None:
     def body(comm: Communicator) -> None:
         x = comm.empty(8, "float32").fill(1)
         with pytest.raises(ArgumentError, match=r"kernel: expected a function decorated by @triton\.jit"):
-            comm.triton(lambda: None, grid=1)
+            pt.compile(comm, lambda: None, grid=1)
         with pytest.raises(ArgumentError, match="grid: must be one to three positive integers"):
-            comm.triton(kernels.scale, grid=(0,))(x, 8, 1.0, BLOCK=8)
+            pt.compile(comm, kernels.scale, grid=(0,))(x, 8, 1.0, BLOCK=8)
         with pytest.raises(ArgumentError, match="args: kernel scale: missing a required argument: 'BLOCK'"):
-            comm.triton(kernels.scale, grid=1)(x, 8, 1.0)
+            pt.compile(comm, kernels.scale, grid=1)(x, 8, 1.0)
         with pytest.raises(ArgumentError, match="n of kernel scale: 18446744073709551616 does not fit in 64 bits"):
-            comm.triton(kernels.scale, grid=1)(x, 1 << 64, 1.0, BLOCK=8)
+            pt.compile(comm, kernels.scale, grid=1)(x, 1 << 64, 1.0, BLOCK=8)
         with pytest.raises(ArgumentError, match="x of kernel scale: Triton has no type complex64"):
-            comm.triton(kernels.scale, grid=1)(comm.empty(8, "complex64"), 8, 1.0, BLOCK=8)
+            pt.compile(comm, kernels.scale, grid=1)(comm.empty(8, "complex64"), 8, 1.0, BLOCK=8)
         with pytest.raises(ArgumentError, match="key: scale has no parameter 'm'"):
-            comm.triton(kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})], key=["m"])
+            pt.compile(comm, kernels.scale, grid=1, configs=[triton.Config({"BLOCK": 8})], key=["m"])
         with pytest.raises(ArgumentError, match="channel of kernel waits: expected a ProxyChannel, an SmChannel"):
-            comm.triton(kernels.waits, grid=1)(comm.handler_channel(lambda trigger: None), x)
+            pt.compile(comm, kernels.waits, grid=1)(comm.handler_channel(lambda trigger: None), x)
 
     run_ranks(1, body)
 
@@ -552,7 +552,7 @@ def test_a_channel_of_the_wrong_kind_is_refused_before_anything_moves() -> None:
     def body(comm: Communicator) -> None:
         channels = comm.proxy_channels(uploaded(comm, np.zeros(4, np.int32)))
         with pytest.raises(KernelError, match="kernel wrong_kind raised AssertionError: expected an SmChannel"):
-            comm.triton(kernels.wrong_kind, grid=1)(channels)
+            pt.compile(comm, kernels.wrong_kind, grid=1)(channels)
 
     run_ranks(2, body)
 

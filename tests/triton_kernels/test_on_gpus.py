@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import proxyccl.triton as pt
 from proxyccl import ArgumentError, Communicator
 from support import triton_kernels as kernels
 from support.running import run_ranks
@@ -20,7 +21,7 @@ def test_a_captured_launch_is_replayed() -> None:
         x = torch.zeros(24, device=device)
         x[:8] = torch.arange(8) + comm.rank
         (channel,) = comm.proxy_channels(x)
-        kernel = comm.triton(kernels.exchange, grid=1)
+        kernel = pt.compile(comm, kernels.exchange, grid=1)
         stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             kernel(channel, x, 8, BLOCK=16)
@@ -45,7 +46,7 @@ def test_a_variant_that_was_not_compiled_is_refused_in_a_capture() -> None:
     def body(comm: Communicator) -> None:
         torch.cuda.set_device(comm.runtime.device)
         x = torch.ones(300, device="cuda")
-        kernel = comm.triton(kernels.scale, grid=1)
+        kernel = pt.compile(comm, kernels.scale, grid=1)
         with (
             torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
             pytest.raises(ArgumentError, match="was not called with such arguments before"),

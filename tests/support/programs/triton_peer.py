@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import numpy as np
 
+import proxyccl.triton as pt
 from proxyccl import Communicator, CommunicatorError
 from support import triton_kernels as kernels
 from support.processes import FileBootstrap
@@ -23,7 +24,7 @@ with Communicator(bootstrap, timeout=60) as comm:
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        comm.triton(kernels.waits, grid=1)(channel, out)
+        pt.compile(comm, kernels.waits, grid=1)(channel, out)
         comm.synchronize()
     except CommunicatorError as error:
         print(type(error).__name__, error.peer, out.numpy()[0])
