@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
@@ -35,6 +34,7 @@ from proxyccl.channels.expert_parallel.geometry import OutputLayout
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
+from proxyccl.channels.expert_parallel.recording import Recorder, recorder_of
 from proxyccl.channels.expert_parallel.survivors import SurvivingExperts, experts_left, lost_ranks_of
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -485,8 +485,7 @@ class EPAll2AllLayer:
             # What torch keeps for the backward pass must not be written over.
             kept = self._keeps_outputs
             call = lambda: self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=kept)  # noqa: E731
-            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, input, weight)
-            return recorded
+            return autograd.dispatch(self, call, input, weight)
         return self._dispatch(input, exp_indices, weight, full_scatter_indices, stream, buffered=True)
 
     def _dispatch(
@@ -547,11 +546,10 @@ class EPAll2AllLayer:
         if pending is not self._sent or pending is None:
             raise ArgumentError("pending", "is not the dispatch of this layer that is under way")
         given = pending.recorded or ()
-        autograd = _recording(*given)
+        autograd = recorder_of(*given)
         if autograd is not None:
             call = lambda: self.dispatch_recv(pending, stream=stream)  # noqa: E731
-            recorded: tuple[Any, Any, EPAllToAllLayoutDesc] = autograd.dispatch(self, call, *given)
-            return recorded
+            return autograd.dispatch(self, call, *given)
         stream = pending.stream if stream is None else stream
         if pending.output is not None:
             self._sent = None
@@ -757,7 +755,7 @@ class EPAll2AllLayer:
         if pending is not self._returned or pending is None:
             raise ArgumentError("pending", "is not the combine of this layer that is under way")
         given = pending.recorded or ()
-        autograd = _recording(*given)
+        autograd = recorder_of(*given)
         if autograd is not None:
             _refuse_recorded_output(out)
             call = lambda: self.combine_recv(pending, stream=stream)  # noqa: E731
@@ -928,14 +926,14 @@ class EPAll2AllLayer:
         scales = None if weights is None else self._input(weights, "weights", leading, "float32")
         return desc, rows, scales, self.ctx.stream_for(stream, input)
 
-    def _recording_dispatch(self, *inputs: Any) -> ModuleType | None:
-        autograd = None if self.quantized else _recording(*inputs)
+    def _recording_dispatch(self, *inputs: Any) -> Recorder | None:
+        autograd = None if self.quantized else recorder_of(*inputs)
         if autograd is not None and self.layout == "padded":
             raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
         return autograd
 
-    def _recording_combine(self, input: Any, weights: Any, topk_weights: Any) -> ModuleType | None:
-        autograd = _recording(input, weights, topk_weights)
+    def _recording_combine(self, input: Any, weights: Any, topk_weights: Any) -> Recorder | None:
+        autograd = recorder_of(input, weights, topk_weights)
         if autograd is not None and (topk_weights is not None or self.layout == "padded"):
             argument = "input" if topk_weights is None else "topk_weights"
             raise ArgumentError(argument, "can't be given if torch records the call for a backward pass")
@@ -1004,15 +1002,3 @@ def _none_of(view: ArrayView) -> ArrayView:
 def _refuse_recorded_output(out: Any) -> None:
     if out is not None:
         raise ArgumentError("out", "can't be given if torch records the call for a backward pass")
-
-
-def _recording(*inputs: Any) -> ModuleType | None:
-    """The module that records a call for torch's backward pass, if one of its inputs requires a gradient; else None."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
-        return None
-    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
-        return None
-    from proxyccl.channels.expert_parallel import autograd
-
-    return autograd

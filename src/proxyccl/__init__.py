@@ -4,6 +4,7 @@ A kernel pushes 128-bit triggers into a ring in pinned host memory. A proxy on t
 data. This module holds the public names and nothing else. DESIGN.md describes the packages that define them.
 """
 
+from proxyccl.channels import array_libraries
 from proxyccl.channels.collectives.selection import Selector, SizeTable
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -52,6 +53,8 @@ from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_dev
 from proxyccl.proxy.verbs.options import RdmaOptions
 
 __version__: str
+
+array_libraries.provide("torch: gradients of experts", "proxyccl.torch_tensors.expert_gradients")
 
 MemoryChannel = SmChannel
 """MSCCL++'s name of `SmChannel` since 2025."""

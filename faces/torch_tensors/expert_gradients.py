@@ -1,4 +1,4 @@
-"""Dispatch and combine for torch's backward pass, where each is the other's adjoint. Imported only if torch is loaded.
+"""Dispatch and combine for torch's backward pass, where each is the other's adjoint: a `Recorder` of experts.
 
 Every rank that records a call must run its backward pass, as every rank must make the call. With `max_recv_tokens`,
 rows past the received ones are zero here, and so are their gradients, since experts compute their own gradients from
@@ -16,10 +16,9 @@ from torch.autograd.function import once_differentiable
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.recording import Dispatched
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.runtime import StreamLike
-
-Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 
 
 class Layer(Protocol):
@@ -40,19 +39,24 @@ class Layer(Protocol):
         ...
 
 
+def is_recording() -> bool:
+    """See `Recorder`."""
+    return bool(torch.is_grad_enabled())
+
+
 def dispatch(layer: Layer, call: Callable[[], Dispatched], tokens: Any, weights: Any) -> Dispatched:
-    """Makes a call that dispatches these tokens and weights, and records it."""
+    """See `Recorder`."""
     rows, row_weights, desc = _Dispatch.apply(layer, call, tokens, weights)
     return rows, row_weights, desc
 
 
 def redispatch(layer: Layer, call: Callable[[], Any], tokens: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """Makes a call that dispatches these tokens by an existing layout, and records it."""
+    """See `Recorder`."""
     return _Redispatch.apply(layer, call, tokens, desc)
 
 
 def combine(layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc: EPAllToAllLayoutDesc) -> Any:
-    """Makes a call that combines these rows by these weights, and records it."""
+    """See `Recorder`."""
     return _Combine.apply(layer, call, rows, weights, desc)
 
 
