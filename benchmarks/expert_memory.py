@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from proxyccl import EPConfig
 from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, aligned, blocks_for
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
-from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import lib
+from proxyccl.device.memory.places import own_segment_bytes
 from proxyccl.tools.tables import Column, Table
 
 HIDDEN, TOPK, EXPERTS, NUM_SMS = 7168, 8, 256, 24

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
 
-from proxyccl.channels import kernel_languages, proxy_channel, sm_channel
+from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
 from proxyccl.channels.collectives import tuned, tuning
 from proxyccl.channels.collectives.all_gather import all_gather
@@ -26,7 +26,7 @@ from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gat
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.group import Group, close_at_exit
 from proxyccl.channels.handles import ChannelSet
-from proxyccl.channels.joining.bootstrap import TorchBootstrap, as_bootstrap, require_mpi
+from proxyccl.channels.joining.bootstrap import as_bootstrap, of_process_group, require_mpi
 from proxyccl.channels.joining.meeting import meet
 from proxyccl.channels.joining.proxy_options import ProxyOptions
 from proxyccl.channels.joining.proxy_place import requested_place
@@ -37,7 +37,6 @@ from proxyccl.channels.proxy_channel import HandlerChannel, ProxyChannel
 from proxyccl.channels.reports.reporter import Reporter
 from proxyccl.channels.segment.control import Presence
 from proxyccl.channels.sm_channel import SmChannel
-from proxyccl.channels.torch_pool import pool_for
 from proxyccl.device.arrays.array import Array
 from proxyccl.device.errors import ArgumentError, ClosedError, CommunicatorError, ProxyCCLError, ResourceError
 from proxyccl.device.kernel import Kernel, Module
@@ -323,7 +322,7 @@ class Communicator:
     @classmethod
     def from_torch(cls, group: Any = None, **options: Any) -> Communicator:
         """A communicator of the ranks of a torch process group (None: the world). Options as for the constructor."""
-        return cls(TorchBootstrap(group), **options)
+        return cls(of_process_group(group), **options)
 
     def __enter__(self) -> Communicator:
         return self
@@ -468,7 +467,8 @@ class Communicator:
             RuntimeUnavailableError: torch is missing, older than 2.8 or built for another vendor, or the communicator
                 uses the host runtime.
         """
-        return pool_for(self._group)
+        pool: AbstractContextManager[Any] = array_libraries.load("torch: pools").pool_for(self._group)
+        return pool
 
     def sm_channels(
         self, dst: Any, src: Any = None, *, packet_buffer: Any = None, peers: Sequence[int] | None = None

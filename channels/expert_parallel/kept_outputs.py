@@ -8,17 +8,38 @@ work that uses an array may still be queued when it goes, on several streams. to
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
-from proxyccl.channels import torch_pool
+from proxyccl.channels import array_libraries
 from proxyccl.channels.expert_parallel.arrays import MemoryPart
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, OutputBuffers, TakenBuffer
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.base_runtime import BaseRuntime, Memory
-from proxyccl.device.errors import RuntimeUnavailableError
-from proxyccl.device.memory import places
 
 KEPT_OUTPUTS = 2
 """Outputs that callers have at once as a rule: those of two halves of a batch overlap."""
+
+
+class OutputPlaces(Protocol):
+    """Parts of the workspace that an array library's allocator hands out."""
+
+    def take(self, like: Any) -> tuple[int, Any] | None:
+        """The number of a free place, from 0, and an array of its bytes; None where there is none."""
+        ...
+
+    def close(self) -> None:
+        """Ends the use of the memory."""
+        ...
+
+
+class PlaceOpener(Protocol):
+    """The module of an array library that opens places."""
+
+    def open_places(
+        self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int
+    ) -> OutputPlaces | None:
+        """`count` places of `nbytes` each, from an offset of a memory on; None if the library has none."""
+        ...
 
 
 class KeptOutputs(OutputBuffers):
@@ -31,9 +52,7 @@ class KeptOutputs(OutputBuffers):
         super().__init__(runtime, memory, experts)
         self._memory, self._at = memory, int(experts.outputs)
         self._free = set(range(1, self._count))  # on the host runtime
-        self._torch: Any = None
-        self._pool: Any = None
-        self._places: places.Places | None = None
+        self._places: OutputPlaces | None = None
         self._was_opened = False
 
     @property
@@ -44,7 +63,7 @@ class KeptOutputs(OutputBuffers):
     def take(self, like: Any, *, on_current_stream: bool) -> TakenBuffer:
         """A free buffer, or the last one, which rows only pass."""
         if self._runtime.name != "host":
-            return self._take_from_torch(like) if on_current_stream and hasattr(like, "new_empty") else self._passed()
+            return self._take_place(like) if on_current_stream and libraries[type(like)].is_torch else self._passed()
         try:
             number = self._free.pop()
         except KeyError:
@@ -60,7 +79,6 @@ class KeptOutputs(OutputBuffers):
 
     def close(self) -> None:
         """Ends the use of the memory. Arrays that are still there keep it."""
-        self._pool = None  # torch then frees the places whose arrays are gone; others when it next empties its cache
         if self._places is not None:
             self._places.close()
             self._places = None
@@ -68,28 +86,10 @@ class KeptOutputs(OutputBuffers):
     def _passed(self) -> TakenBuffer:
         return TakenBuffer(self._count, passed=True)
 
-    def _take_from_torch(self, like: Any) -> TakenBuffer:
+    def _take_place(self, like: Any) -> TakenBuffer:
         if not self._was_opened:
             self._was_opened = True
-            self._open_pool()
-        if self._pool is None or self._places is None or _fills_new_tensors(self._torch):
-            return self._passed()
-        with self._places.chosen(), self._torch.cuda.use_mem_pool(self._pool, device=like.device):
-            whole = like.new_empty(self._nbytes, dtype=self._torch.uint8)
-        number = self._places.number_at(whole.data_ptr())
-        return self._passed() if number is None else TakenBuffer(number + 1, whole)
-
-    def _open_pool(self) -> None:
-        try:
-            self._torch = torch_pool.require_torch(self._runtime.name)
-        except RuntimeUnavailableError:
-            return
-        made = torch_pool.allocator(self._torch, places.ALLOCATE, places.FREE).allocator()
-        self._places = places.Places(self._runtime, self._memory, self._at, self._nbytes, self._count - 1)
-        with self._torch.cuda.device(self._runtime.device):
-            self._pool = self._torch.cuda.MemPool(made)
-
-
-def _fills_new_tensors(torch: Any) -> bool:
-    """Whether torch writes to every tensor that it makes, be it a place or not."""
-    return bool(torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory)
+            opener: PlaceOpener = array_libraries.load("torch: places of outputs")
+            self._places = opener.open_places(self._runtime, self._memory, self._at, self._nbytes, self._count - 1)
+        taken = None if self._places is None else self._places.take(like)
+        return self._passed() if taken is None else TakenBuffer(taken[0] + 1, taken[1])

@@ -13,9 +13,9 @@ from proxyccl.channels.group import Group
 from proxyccl.channels.joining.topology import Topology
 from proxyccl.channels.memory import allocate, register
 from proxyccl.channels.proxy_channel import ProxyChannel, connect_handles, free_handles
-from proxyccl.channels.torch_pool import own_segment_bytes
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.errors import ResourceError
+from proxyccl.device.memory.places import own_segment_bytes
 from proxyccl.proxy.codec import Codec
 
 _FLAG = Codec(bool, 16, "flag")

@@ -9,15 +9,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 
+from proxyccl.channels import array_libraries
 from proxyccl.channels.liveness.program_end import watch_mpi
 from proxyccl.device.errors import ArgumentError, PeerLostError, WaitTimeoutError
 from proxyccl.device.integers import as_integer
-from proxyccl.device.interrupts import wait_elsewhere
 
 MOST_RANKS = 1 << 20
 """Of a communicator: more than any machine has GPUs, and few enough that a list of them fits in memory."""
@@ -287,57 +286,10 @@ class ThreadBootstrap:
         """Nothing to free."""
 
 
-class TorchBootstrap:
-    """Ranks of a torch.distributed process group, by default the world.
-
-    A call of torch's can't be ended. One that was given up goes on in a thread of its own, until the ranks have come or
-    the group's own time-out has passed; the group can't be used meanwhile.
-    """
-
-    def __init__(self, group: Any = None) -> None:
-        import torch
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            raise ArgumentError("group", "torch.distributed is not initialised; call init_process_group first")
-        self._cuda, self._dist = torch.cuda, dist
-        self._group = group if group is not None else dist.group.WORLD
-        self.rank: int = dist.get_rank(self._group)
-        self.world_size: int = dist.get_world_size(self._group)
-        if self.rank < 0:
-            raise ArgumentError("group", "this process is not a member of the group")
-
-    def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`."""
-        give_up()
-        out: list[Any] = [None] * self.world_size
-        deadline = time.monotonic() + timeout
-        # Each thread has a current device, which NCCL's groups use.
-        device = self._cuda.current_device() if self._cuda.is_initialized() else None
-
-        def call() -> None:
-            with nullcontext() if device is None else self._cuda.device(device):
-                self._dist.all_gather_object(out, data, group=self._group)
-
-        def look() -> None:
-            give_up()
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(
-                    "the bootstrap's all_gather over torch.distributed: not all ranks came in time",
-                    rank=self.rank,
-                    operation="bootstrap",
-                )
-
-        try:
-            wait_elsewhere(call, look)
-        except RuntimeError as error:  # torch tells time-outs and lost peers by this type alone
-            raise WaitTimeoutError(
-                f"the bootstrap's all_gather over torch.distributed: {error}", rank=self.rank, operation="bootstrap"
-            ) from error
-        return out
-
-    def close(self) -> None:
-        """The group stays the caller's."""
+def of_process_group(group: Any = None) -> Bootstrap:
+    """A bootstrap of the ranks of a torch process group (None: the world)."""
+    made: Bootstrap = array_libraries.load("torch: bootstrap").TorchBootstrap(group)
+    return made
 
 
 def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
@@ -357,7 +309,7 @@ def as_bootstrap(value: Any) -> tuple[Bootstrap, bool]:
     if module == "mpi4py":
         return MpiBootstrap(value), True
     if module == "torch":
-        return TorchBootstrap(value), True
+        return of_process_group(value), True
     raise ArgumentError(
         "bootstrap", f"a Bootstrap, an MPI communicator or a torch process group is wanted, not {type(value).__name__}"
     )

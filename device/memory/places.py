@@ -13,6 +13,15 @@ from proxyccl.device.errors import ResourceError
 
 ALLOCATE, FREE = "proxyccl_place_allocate", "proxyccl_place_free"
 """The names of the library's functions, which are exported where those of `memory_pool` are."""
+_MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
+
+
+def own_segment_bytes(nbytes: int) -> int:
+    """The least size, from `nbytes` on, of an array that torch's caching allocator gives an allocation of its own.
+
+    It cuts smaller ones out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge).
+    """
+    return -(-max(nbytes, _MIN_LARGE) // _ROUND_LARGE) * _ROUND_LARGE
 
 
 class Places:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from proxyccl.channels.communicator import Communicator
-from proxyccl.channels.torch_pool import allocator, require_torch
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.torch.endpoints import Endpoints
+from proxyccl.torch_tensors.pools import allocator, require_torch
 
 
 def allocates(endpoints: Endpoints, device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from proxyccl.channels.expert_parallel.context import DispatchCombineContext
 from proxyccl.channels.expert_parallel.dispatch_combine import DispatchCombine
 from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
-from proxyccl.channels.joining.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap, TorchBootstrap
+from proxyccl.channels.joining.bootstrap import Bootstrap, MpiBootstrap, ThreadBootstrap
 from proxyccl.channels.joining.file_bootstrap import FileBootstrap
 from proxyccl.channels.memory import RegisteredMemory
 from proxyccl.channels.proxy_channel import ProxyChannel
@@ -51,10 +51,14 @@ from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.trigger import Operation, Trigger
 from proxyccl.proxy.verbs.devices import RdmaDevice, RdmaGid, RdmaPort, rdma_devices
 from proxyccl.proxy.verbs.options import RdmaOptions
+from proxyccl.torch_tensors.bootstrap import TorchBootstrap
 
 __version__: str
 
+array_libraries.provide("torch: bootstrap", "proxyccl.torch_tensors.bootstrap")
 array_libraries.provide("torch: gradients of experts", "proxyccl.torch_tensors.expert_gradients")
+array_libraries.provide("torch: places of outputs", "proxyccl.torch_tensors.places")
+array_libraries.provide("torch: pools", "proxyccl.torch_tensors.pools")
 
 MemoryChannel = SmChannel
 """MSCCL++'s name of `SmChannel` since 2025."""

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from proxyccl import Array, ClosedError, Communicator, RuntimeUnavailableError
-from proxyccl.channels.torch_pool import PoolUse, require_torch
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.memory.memory_pool import MemoryPool
+from proxyccl.torch_tensors.pools import PoolUse, require_torch
 from support.devices import RUNTIME, world_sizes
 from support.memory import registered, wait_until
 from support.running import run_ranks

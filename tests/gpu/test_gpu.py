@@ -33,13 +33,13 @@ from proxyccl import (
     open_runtime,
 )
 from proxyccl.channels.memory import allocate
-from proxyccl.channels.torch_pool import PoolUse
 from proxyccl.device.arrays.array import as_view
 from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.gpu.memory import MemoryHandle
 from proxyccl.device.memory.memory_pool import MemoryPool
 from proxyccl.device.stream_operations import StreamOperations, WaitValue, WriteValue
 from proxyccl.proxy.trigger import MAX_CHANNELS
+from proxyccl.torch_tensors.pools import PoolUse
 from support.daemons import running_daemon
 from support.device_arrays import on_device, on_host
 from support.devices import RUNTIME, device_count, rank_runtime

@@ -1,7 +1,4 @@
-"""A pool for torch: tensors that are allocated in it lie in memory that peers reach.
-
-torch is imported when a pool is first asked for.
-"""
+"""A pool for torch: tensors that are allocated in it lie in memory that peers reach."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from proxyccl.channels.group import Group
 from proxyccl.device.errors import RuntimeUnavailableError
 from proxyccl.device.memory import memory_pool
 
-_MIN_LARGE, _ROUND_LARGE = 10 << 20, 2 << 20
 NEEDED = "torch 2.8 or later is needed, where a pool's memory is freed by the pool's own allocator"
 
 
@@ -63,14 +59,6 @@ def allocator(torch: Any, allocate: str = memory_pool.ALLOCATE, free: str = memo
     long as the process: torch calls it, by address, for as long as there is memory that it allocated.
     """
     return torch.cuda.memory.CUDAPluggableAllocator(memory_pool.library(), allocate, free)
-
-
-def own_segment_bytes(nbytes: int) -> int:
-    """The least size, from `nbytes` on, of an array that torch's caching allocator gives an allocation of its own.
-
-    It cuts smaller ones out of larger allocations (c10/cuda/CUDACachingAllocator.cpp, kMinLargeAlloc and kRoundLarge).
-    """
-    return -(-max(nbytes, _MIN_LARGE) // _ROUND_LARGE) * _ROUND_LARGE
 
 
 class PoolUse:

@@ -1,0 +1,49 @@
+"""Places of an expert-parallel layer's memory that torch's caching allocator hands out, one for each output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from proxyccl.device.base_runtime import BaseRuntime, Memory
+from proxyccl.device.errors import RuntimeUnavailableError
+from proxyccl.device.memory import places
+from proxyccl.torch_tensors.pools import allocator, require_torch
+
+
+def open_places(runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> OutputPlaces | None:
+    """`count` places of `nbytes` each, from an offset of a memory on; None if this torch has no pools."""
+    try:
+        require_torch(runtime.name)
+    except RuntimeUnavailableError:
+        return None
+    return OutputPlaces(runtime, memory, offset, nbytes, count)
+
+
+class OutputPlaces:
+    """See `open_places`. A place is free again when no tensor is left in it and the work queued on it has run."""
+
+    def __init__(self, runtime: BaseRuntime, memory: Memory, offset: int, nbytes: int, count: int) -> None:
+        self._nbytes = nbytes
+        made = allocator(torch, places.ALLOCATE, places.FREE).allocator()
+        self._places = places.Places(runtime, memory, offset, nbytes, count)
+        with torch.cuda.device(runtime.device):
+            self._pool: Any = torch.cuda.MemPool(made)
+
+    def take(self, like: torch.Tensor) -> tuple[int, torch.Tensor] | None:
+        """The number of a free place, from 0, and a tensor of its bytes; None where there is none.
+
+        There is none either while torch is set to fill every tensor that it makes.
+        """
+        if torch.are_deterministic_algorithms_enabled() and torch.utils.deterministic.fill_uninitialized_memory:
+            return None
+        with self._places.chosen(), torch.cuda.use_mem_pool(self._pool, device=like.device):
+            whole = like.new_empty(self._nbytes, dtype=torch.uint8)
+        number = self._places.number_at(whole.data_ptr())
+        return None if number is None else (number, whole)
+
+    def close(self) -> None:
+        """Ends the use. torch frees the places whose tensors are gone; others when it next empties its cache."""
+        self._pool = None
+        self._places.close()
