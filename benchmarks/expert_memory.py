@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from proxyccl import EPConfig
-from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, aligned, blocks_for
+from proxyccl.channels.expert_parallel.geometry import Geometry, OutputLayout, WorkspaceShape, aligned, blocks_for
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
 from proxyccl.device._native import lib
 from proxyccl.device.memory.places import own_segment_bytes
@@ -63,9 +63,11 @@ def workspace(world: World, layout: str) -> int:
     """Bytes of a layer with this layout."""
     config = EPConfig(world.tokens, HIDDEN, TOPK, EXPERTS, 0, world.ranks, world.local_size)
     per_rank, rows = config.num_experts_per_rank, world.ranks * world.tokens
-    geometry = Geometry(
+    shape = WorkspaceShape(
         replace(config, num_experts=world.ranks) if layout == "rank" else config,
-        OutputLayout(
+        blocks=blocks_for(world.tokens, NUM_SMS),
+        threads=lib.PROXYCCL_EXPERT_THREADS,
+        layout=OutputLayout(
             chosen_per_rank=per_rank if layout == "rank" else 0,
             padded_rows=rows if layout == "padded" else 0,
             expert_alignment=1 if layout == "expert" else 0,
@@ -73,13 +75,9 @@ def workspace(world: World, layout: str) -> int:
             buffer_rows=rows,
             exact_rows=True,
         ),
-        nodes=world.nodes,
-        local_size=world.local_size,
-        blocks=blocks_for(world.tokens, NUM_SMS),
-        threads=lib.PROXYCCL_EXPERT_THREADS,
         local_combine=layout == "expert" and world.nodes == 1,
-        output_room=own_segment_bytes,
     )
+    geometry = Geometry(shape, nodes=world.nodes, local_size=world.local_size, output_room=own_segment_bytes)
     return geometry.workspace_bytes
 
 

@@ -18,13 +18,15 @@ from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
     DISPATCH_KERNELS,
     OutputLayout,
+    WorkspaceShape,
     blocks_for,
     dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
-from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace, Nodes
+from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
 from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
@@ -139,20 +141,12 @@ class DispatchCombineContext:
         quantize = shipped("experts/quantize.h", "expert_quantize", config.token.name) if quantizes else None
         self._pack = shipped("experts/quantize.h", "expert_pack") if scale_elements else None
         self._scale_bytes = 4 * config.hidden // scale_elements if scale_elements else 0
+        self.nodes = Nodes.of_group(group, config, proxied=proxied)
+        shape = WorkspaceShape(config, self.blocks, threads, layout, local_combine, self._scale_bytes)
         with group.exchange.telling():
-            self.workspace = ExpertWorkspace(
-                group,
-                config,
-                layout,
-                blocks=self.blocks,
-                threads=threads,
-                local_combine=local_combine,
-                proxied=proxied,
-                scale_bytes=self._scale_bytes,
-            )
+            self.workspace = ExpertWorkspace(group, self.nodes, shape)
         self.workspace.experts.dropping_ids = dropping_ids
         self.layout = layout
-        self.nodes = Nodes(config, group.topology, self.workspace.members)
         group.keep(self.workspace)  # a rank may finish a call and drop its layer before its peers have finished
         self._capacity = capacity * config.max_tokens * config.topk
         self._output_buf: tuple[Array, Array] | None = None
@@ -390,7 +384,7 @@ class DispatchCombineContext:
         call = self._fill_dispatch(SEND | RECEIVE, tokens, desc)
         call.redispatch = 1
         self._fill_output(call, desc.rows, (output, None, scales))
-        own = desc.pointer("expert_ids") + 4 * self.workspace.node * self.ep_config.max_tokens * self.ep_config.topk
+        own = desc.pointer("expert_ids") + 4 * self.nodes.own * self.ep_config.max_tokens * self.ep_config.topk
         call.expert_ids, call.id_bytes = ffi.cast("char *", own), 4
         self._agree("redispatch", tokens.dtype.name, desc.number)
         kept = (tokens.owner, output.owner, scales and scales.owner)

@@ -85,16 +85,33 @@ BY_EXPERT = OutputLayout()
 """The rows of one expert behind those of another."""
 
 
+@dataclass(frozen=True)
+class WorkspaceShape:
+    """What a workspace has room for.
+
+    Attributes:
+        config: of the layer.
+        blocks, threads: of the kernels.
+        layout: of the outputs.
+        local_combine: whether a combine sums the rows of a rank there.
+        scale_bytes: of a row in float8. Rows of output buffers have that much more, or are as long as tokens, whichever
+            is more.
+    """
+
+    config: EPConfig
+    blocks: int
+    threads: int
+    layout: OutputLayout = BY_EXPERT
+    local_combine: bool = False
+    scale_bytes: int = 0
+
+
 class Geometry:
     """The geometry of one rank's workspace. It is the same on all ranks, and needs neither a device nor a peer.
 
     Args:
-        config: of the layer.
-        layout: of the outputs.
+        shape: of the workspace.
         nodes, local_size: the kernels' nodes, and the ranks of each.
-        blocks, threads: of the kernels.
-        local_combine: whether a combine sums the rows of a rank there.
-        scale_bytes: of a row in float8.
         output_room: the size of an output buffer that is to hold so many bytes.
 
     Attributes:
@@ -105,23 +122,18 @@ class Geometry:
 
     def __init__(
         self,
-        config: EPConfig,
-        layout: OutputLayout,
+        shape: WorkspaceShape,
         *,
         nodes: int,
         local_size: int,
-        blocks: int,
-        threads: int,
-        local_combine: bool = False,
-        scale_bytes: int = 0,
         output_room: Callable[[int], int] = aligned,
     ) -> None:
-        ranks = nodes * local_size
+        config, layout, blocks, ranks = shape.config, shape.layout, shape.blocks, nodes * local_size
         e = self.experts = ffi.new("ProxycclExperts *")
         e.world_size, e.local_size, e.nodes = ranks, local_size, nodes
         e.experts_per_rank, e.topk, e.max_tokens = config.num_experts_per_rank, config.topk, config.max_tokens
-        e.local_combine, e.chosen_per_rank, e.padded_rows = local_combine, layout.chosen_per_rank, layout.padded_rows
-        e.expert_alignment = layout.expert_alignment
+        e.local_combine, e.chosen_per_rank = shape.local_combine, layout.chosen_per_rank
+        e.padded_rows, e.expert_alignment = layout.padded_rows, layout.expert_alignment
         e.output_buffers, e.output_rows = (layout.buffers, layout.buffer_rows) if nodes == 1 else (0, 0)
         e.weight_bytes = ffi.sizeof("ProxycclExpertChoice") if layout.chosen_per_rank else config.weight.itemsize
         e.blocks = blocks
@@ -145,7 +157,7 @@ class Geometry:
         e.segment_bytes = e.segment_tokens * row_bytes
         e.slab_bytes = aligned(e.segments * (e.routing_bytes + e.segment_bytes))
 
-        groups = threads  # at most, as only a kernel knows how many threads make a group
+        groups = shape.threads  # at most, as only a kernel knows how many threads make a group
         areas, crossing = Areas(), 2 * nodes if nodes > 1 else 0
         e.routed = areas.take(8 * ranks * e.segments)
         e.sent = areas.take(8 * ranks * blocks * groups)
@@ -156,12 +168,12 @@ class Geometry:
         e.inbox = areas.take((2 if self.announces in ("ids", "masks") else 1) * local_size * e.slab_bytes)
         e.rail, e.outbox = areas.take(crossing * e.slab_bytes), areas.take(crossing * e.slab_bytes)
         places = min(local_size, config.topk) if layout.chosen_per_rank else config.topk  # of a token's rows
-        e.returns = areas.take((local_size if local_combine else places) * e.partial_bytes)
+        e.returns = areas.take((local_size if shape.local_combine else places) * e.partial_bytes)
         e.return_rails = areas.take(nodes * places * e.partial_bytes if crossing else 0)
         e.partial_in, e.partial_out = areas.take(crossing * e.partial_bytes), areas.take(crossing * e.partial_bytes)
         e.loadable = areas.take(2 * 8 * local_size * blocks)
         e.output_scales = aligned(e.output_rows * config.hidden)  # behind rows in float8
-        scaled = e.output_scales + e.output_rows * scale_bytes if scale_bytes else 0
+        scaled = e.output_scales + e.output_rows * shape.scale_bytes if shape.scale_bytes else 0
         e.output_bytes = output_room(max(e.output_rows * config.hidden * config.token.itemsize, scaled))
         e.outputs = areas.take(e.output_buffers * e.output_bytes)
         self.workspace_bytes = areas.end

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays, part_of
 from proxyccl.channels.expert_parallel.config import EPConfig
+from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
-from proxyccl.channels.expert_parallel.workspace import Nodes
 from proxyccl.device._native import ffi
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.errors import ArgumentError

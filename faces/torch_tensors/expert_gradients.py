@@ -60,7 +60,7 @@ def combine(layer: Layer, call: Callable[[], Any], rows: Any, weights: Any, desc
     return _Combine.apply(layer, call, rows, weights, desc)
 
 
-class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
+class _Dispatch(torch.autograd.Function):
     """A token's gradient is the sum of its rows' gradients; a weight's is that of its row's weight."""
 
     @staticmethod
@@ -74,7 +74,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
         return rows, row_weights, desc
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, rows_grad: Any, row_weights_grad: Any, _: None) -> tuple[Any, ...]:
         layer, desc = ctx.layer, ctx.desc
         tokens_grad = weights_grad = None
@@ -85,7 +85,7 @@ class _Dispatch(torch.autograd.Function):  # type: ignore[misc]
         return None, None, tokens_grad, weights_grad
 
 
-class _Redispatch(torch.autograd.Function):  # type: ignore[misc]
+class _Redispatch(torch.autograd.Function):
     """A token's gradient is the sum of its rows' gradients."""
 
     @staticmethod
@@ -96,12 +96,12 @@ class _Redispatch(torch.autograd.Function):  # type: ignore[misc]
         return rows
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, rows_grad: Any) -> tuple[Any, ...]:
         return None, None, ctx.layer.combine(rows_grad.contiguous().resolve_neg(), ctx.desc), None
 
 
-class _Combine(torch.autograd.Function):  # type: ignore[misc]
+class _Combine(torch.autograd.Function):
     """A row's gradient is its token's, times its weight; a weight's is the product of that gradient and its row."""
 
     @staticmethod
@@ -114,7 +114,7 @@ class _Combine(torch.autograd.Function):  # type: ignore[misc]
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, output_grad: Any) -> tuple[Any, ...]:
         layer, desc = ctx.layer, ctx.desc
         rows, weights = ctx.saved_tensors

@@ -306,14 +306,9 @@ def test_blocks_announce_shares_of_many_tokens(max_recv_tokens: int | None) -> N
 def test_masks_are_for_as_many_ranks_as_a_word_has_bits() -> None:
     def packets(ranks: int, tokens: int, buffers: int = 0) -> int:
         config = EPConfig(tokens, 8, 4, ranks, 0, ranks, ranks)
-        made = geometry.Geometry(
-            config,
-            geometry.OutputLayout(chosen_per_rank=2, buffers=buffers, buffer_rows=ranks * tokens),
-            nodes=1,
-            local_size=ranks,
-            blocks=4,
-            threads=512,
-        )
+        layout = geometry.OutputLayout(chosen_per_rank=2, buffers=buffers, buffer_rows=ranks * tokens)
+        shape = geometry.WorkspaceShape(config, blocks=4, threads=512, layout=layout)
+        made = geometry.Geometry(shape, nodes=1, local_size=ranks)
         return int(made.experts.choice_packets)
 
     assert packets(64, 8) == 1 + 64
