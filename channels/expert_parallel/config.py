@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,10 @@ from proxyccl.device.errors import ArgumentError
 TOKEN_DTYPES = WEIGHT_DTYPES = tuple(token_dtypes())
 SCALED_DTYPES = ("float16", "bfloat16")
 """Of tokens that a dispatch makes float8 rows of while it stores them."""
+NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
+MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
+SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
+"""Elements of a float8 row of the layer's own making that share a scale."""
 MAX_TOPK: int = lib.PROXYCCL_MAX_TOPK
 MAX_CHOSEN_PER_RANK: int = lib.PROXYCCL_EXPERT_COUNTERS - 2 * lib.PROXYCCL_MAX_EXPERT_RANKS
 """Experts of a rank, where each rank gets one row of a token: a block counts them in shared memory."""
@@ -99,6 +104,12 @@ class EPConfig:
                 f"asks for {rows} rows of {self.hidden} elements ({self.token}); expected at most "
                 f"{_MAX_BYTES >> 40} TiB of rows",
             )
+
+    def compared(self, names: Mapping[str, str] = {}) -> dict[str, int | float | bool | str | None]:
+        """What must be the same on all ranks. `names`: what the caller calls some of the fields."""
+        fields = {name: value for name, value in asdict(self).items() if name != "rank"}
+        fields |= {"token_dtype": self.token.name, "weight_dtype": self.weight.name, "offset_dtype": "int32"}
+        return {names.get(name, name): value for name, value in fields.items()}
 
     @property
     def num_experts_per_rank(self) -> int:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.arguments import input_view
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.arrays import ExpertArrays
 from proxyccl.channels.expert_parallel.calls import call_name
-from proxyccl.channels.expert_parallel.config import MAX_SLOTS, SCALED_DTYPES, EPConfig
+from proxyccl.channels.expert_parallel.config import MAX_SLOTS, NUMBER_DROPS, SCALED_DTYPES, SCALED_ELEMENTS, EPConfig
 from proxyccl.channels.expert_parallel.geometry import (
     BY_EXPERT,
     DISPATCH_KERNELS,
@@ -23,11 +22,11 @@ from proxyccl.channels.expert_parallel.geometry import (
     dispatch_file,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
-from proxyccl.channels.group import Group
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
@@ -35,20 +34,13 @@ from proxyccl.device.arrays.array import Array, ArrayView
 from proxyccl.device.errors import ArgumentError, ClosedError, WaitTimeoutError
 from proxyccl.device.kernel import Launch
 from proxyccl.device.runtime import StreamLike
-from proxyccl.proxy.codec import Codec
 
 ROUTE: int = lib.PROXYCCL_EXPERT_ROUTE
 GATHER: int = lib.PROXYCCL_EXPERT_GATHER
 SEND: int = lib.PROXYCCL_EXPERT_SEND
 RECEIVE: int = lib.PROXYCCL_EXPERT_RECEIVE
 LAYOUT: int = lib.PROXYCCL_EXPERT_LAYOUT
-SCALED_ELEMENTS: int = lib.PROXYCCL_SCALED_ELEMENTS
-NUMBER_DROPS: int = lib.PROXYCCL_NUMBER_DROPS
-MINUS_ONE_DROPS: int = lib.PROXYCCL_MINUS_ONE_DROPS
 
-_ARGUMENTS = Codec[dict[str, int | float | bool | str | None]](
-    dict[str, int | float | bool | str | None], 64 << 10, name="arguments"
-)
 _SPINS = 2000  # polls of the count between two looks at the group; on a GPU a count takes about 20 us
 _HOST_THREADS = 16
 
@@ -88,26 +80,24 @@ class DispatchCombineContext:
 
     Attributes:
         ep_config: sizes and types.
-        communicator: the ranks.
+        members: the ranks.
         group: the same ranks, for the library's own modules.
         arrays: makes the arrays of results.
         nodes: who is on which node.
         workspace: memory that peers reach.
         layout: of the outputs.
         grid: blocks of the kernels and their threads.
-        owns_communicator: whether `finalize` closes the communicator.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
+        members: Members,
         config: EPConfig,
         *,
         capacity: int = 2,
         num_sm: int = 20,
         local_combine: bool = False,
         proxied: bool = False,
-        owns_communicator: bool = False,
         use_aot: bool = False,
         scale_elements: int = 0,
         layout: OutputLayout = BY_EXPERT,
@@ -116,15 +106,14 @@ class DispatchCombineContext:
         capacity = whole_number("capacity", capacity, 1, MAX_SLOTS // (config.max_tokens * config.topk))
         config.require_room(capacity * config.max_tokens * config.topk, "capacity")
         num_sm = whole_number("num_sm", num_sm, 1)
-        runtime = communicator.runtime
+        self.members = members
+        self.group = group = members.group
+        runtime = group.runtime
         # Some steps take a thread for each rank of a node, or for each node.
         threads = max(_HOST_THREADS, config.world_size) if runtime.name == "host" else lib.PROXYCCL_EXPERT_THREADS
         self.blocks = min(runtime.launch_defaults.blocks, blocks_for(config.max_tokens, num_sm))
         self.ep_config = config
-        self.communicator = communicator
-        self.group = group = communicator.group
         self.arrays = ExpertArrays(group)
-        self.owns_communicator = owns_communicator
         self.runtime_name = runtime.name
         shipped = functools.partial(runtime.shipped, compiled_only=use_aot)
         if use_aot:  # load now what is used later, or by some layers
@@ -182,10 +171,20 @@ class DispatchCombineContext:
             ArgumentError: an argument is wrong, or differs between ranks.
             ResourceError: no memory or channel ids are left.
         """
-        communicator, owned = as_communicator(ep_group, ep_config)
-        with closing_on_error(communicator, owned=owned):
-            agree_on(communicator.group, ep_config)
-            return cls(communicator, ep_config, capacity=capacity, owns_communicator=owned)
+        members = Members.of(ep_group, ep_config)
+        with members.closed_on_error():
+            members.agree_on(ep_config.compared())
+            return cls(members, ep_config, capacity=capacity)
+
+    @property
+    def communicator(self) -> Communicator:
+        """The ranks."""
+        return self.members.communicator
+
+    @property
+    def owns_communicator(self) -> bool:
+        """Whether `finalize` closes the communicator."""
+        return self.members.owned
 
     def finalize(self) -> None:
         """Releases the buffers. All ranks call it together; calling it twice does nothing."""
@@ -199,8 +198,7 @@ class DispatchCombineContext:
             group.exchange.barrier("finalize")  # nobody frees what a peer may still write to
             group.let_go(self.workspace)
             self.workspace.close()
-        if self.owns_communicator:
-            self.communicator.close()
+        self.members.close()
 
     def require_usable(self) -> None:
         """Raises ClosedError after `finalize`, or the error that ended the communicator."""
@@ -568,73 +566,3 @@ class DispatchCombineContext:
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
         self.group.runtime.fill(ptr, 0xFF, nbytes, handle)
-
-
-def as_communicator(group: Any, config: EPConfig) -> tuple[Communicator, bool]:
-    """The communicator of a group, and whether it was made here. See `EPAll2AllLayer` for the types of groups.
-
-    Raises:
-        ArgumentError: rank, world_size or local_world_size are not the group's.
-    """
-    owned = not isinstance(group, Communicator)
-    communicator = group if not owned else _open(group, config.local_world_size)
-    with closing_on_error(communicator, owned=owned):
-        for argument, mine, actual in (
-            ("rank", config.rank, communicator.rank),
-            ("world_size", config.world_size, communicator.world_size),
-            ("local_world_size", config.local_world_size, node_size(communicator)),
-        ):
-            if mine != actual:
-                raise ArgumentError(argument, f"is {mine}; expected the group's, {actual}")
-        communicator.group.failure.require_usable()
-    return communicator, owned
-
-
-def node_size(communicator: Communicator) -> int:
-    """Ranks of a node, as all ranks see it: 1 if nodes differ in size, as every rank counts as a node then."""
-    sizes = {len(members) for members in communicator.group.topology.node_members()}
-    return sizes.pop() if len(sizes) == 1 else 1
-
-
-@contextlib.contextmanager
-def closing_on_error(communicator: Communicator, *, owned: bool) -> Iterator[None]:
-    """Closes the communicator if the block raises and the communicator is `owned`, that is, was made for it."""
-    try:
-        yield
-    except BaseException:
-        if owned:
-            communicator.group.close(collective=False)
-        raise
-
-
-def _open(group: Any, local_world_size: int) -> Communicator:
-    kind = type(group).__module__.split(".")[0]
-    if kind == "torch":
-        return Communicator.from_torch(group, local_world_size=local_world_size)
-    if group is None or kind == "mpi4py":
-        return Communicator.from_mpi(group, local_world_size=local_world_size)
-    raise ArgumentError(
-        "ep_group", f"must be a Communicator, an MPI communicator or a torch process group, not {type(group).__name__}"
-    )
-
-
-def agree_on(group: Group, config: EPConfig, others: Mapping[str, Any] = {}, names: Mapping[str, str] = {}) -> None:
-    """Refuses arguments that differ between ranks, on all of them and by name. All ranks call it together.
-
-    Args:
-        group: the ranks.
-        config: compared but for `rank`.
-        others: further arguments that must be equal.
-        names: what the caller calls some of the configuration's fields.
-    """
-    fields: dict[str, Any] = {name: value for name, value in asdict(config).items() if name != "rank"}
-    fields |= {"token_dtype": config.token.name, "weight_dtype": config.weight.name, "offset_dtype": "int32"}
-    mine = dict(others) | {names.get(name, name): value for name, value in fields.items()}
-    everyone = group.exchange.all_gather(mine, _ARGUMENTS, "an expert-parallel layer")
-    for rank, theirs in enumerate(everyone):
-        for argument, value in everyone[0].items():
-            if theirs.get(argument) != value:
-                raise ArgumentError(
-                    argument,
-                    f"is {value!r} on rank 0 and {theirs.get(argument)!r} on rank {rank}; give all ranks the same",
-                )

@@ -20,9 +20,9 @@ from proxyccl.channels.expert_parallel.context import (
     SEND,
     DispatchCombineContext,
     DispatchInputs,
-    agree_on,
 )
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.members import Members
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import as_dtype
@@ -117,8 +117,9 @@ class DispatchCombine:
             token_dtype=element,
         )
         others = {"experts_per_rank": experts_per_rank, "algorithm": algorithm, "num_sm": num_sm}
-        agree_on(communicator.group, config, others, {"token_dtype": "dtype"})
-        self._ctx = DispatchCombineContext(communicator, config, num_sm=num_sm, proxied=algorithm == "proxy")
+        members = Members(communicator)
+        members.agree_on(others | config.compared({"token_dtype": "dtype"}))
+        self._ctx = DispatchCombineContext(members, config, num_sm=num_sm, proxied=algorithm == "proxy")
         self.hidden, self.max_tokens, self.topk = config.hidden, config.max_tokens, config.topk
         self.experts_per_rank = experts_per_rank
         self.dtype = element

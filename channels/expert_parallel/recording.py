@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from proxyccl.channels import array_libraries
 from proxyccl.channels.expert_parallel.layout import EPAllToAllLayoutDesc
+from proxyccl.channels.expert_parallel.options import LayerOptions
 from proxyccl.device.arrays.libraries import libraries
+from proxyccl.device.errors import ArgumentError
 
 Dispatched = tuple[Any, Any, EPAllToAllLayoutDesc]
 """The rows, their weights or None, and the descriptor."""
@@ -33,6 +35,36 @@ class Recorder(Protocol):
         ...
 
 
+class Recording:
+    """Finds the recorders of a layer's calls, and refuses calls that can't be recorded.
+
+    Args:
+        options: of the layer.
+    """
+
+    def __init__(self, options: LayerOptions) -> None:
+        self._quantized, self._padded = options.quantized, options.layout == "padded"
+
+    def of_dispatch(self, *inputs: Any) -> Recorder | None:
+        """The recorder of a dispatch of these inputs; None if nothing records it, as where rows are in float8.
+
+        Raises:
+            ArgumentError: the layout can't be recorded.
+        """
+        recorder = None if self._quantized else recorder_of(*inputs)
+        if recorder is not None and self._padded:
+            raise ArgumentError("input", 'requires a gradient, which is not recorded with layout="padded"')
+        return recorder
+
+    def of_combine(self, input: Any, weights: Any, topk_weights: Any) -> Recorder | None:
+        """The recorder of a combine of these inputs; None if nothing records it. Raises as `of_dispatch`."""
+        recorder = recorder_of(input, weights, topk_weights)
+        if recorder is not None and (topk_weights is not None or self._padded):
+            argument = "input" if topk_weights is None else "topk_weights"
+            raise ArgumentError(argument, "can't be given if torch records the call for a backward pass")
+        return recorder
+
+
 def recorder_of(*inputs: Any) -> Recorder | None:
     """The recorder of a call, if one of its inputs requires a gradient and its library records calls; else None."""
     for x in inputs:
@@ -40,3 +72,9 @@ def recorder_of(*inputs: Any) -> Recorder | None:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")
             return recorder if recorder.is_recording() else None
     return None
+
+
+def refuse_output(out: Any) -> None:
+    """Raises ArgumentError if the caller of a recorded call gives an array for the result."""
+    if out is not None:
+        raise ArgumentError("out", "can't be given if torch records the call for a backward pass")

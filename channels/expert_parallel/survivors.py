@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class SurvivingExperts:
     def __init__(
         self,
         group: Group,
-        lost: tuple[int, ...],
+        lost: Sequence[int],
         experts_per_rank: int,
         *,
         dropping_ids: int,

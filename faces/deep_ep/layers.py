@@ -14,7 +14,8 @@ from typing import Any
 
 from proxyccl.channels.communicator import Communicator
 from proxyccl.channels.expert_parallel.kept_outputs import KEPT_OUTPUTS
-from proxyccl.channels.expert_parallel.layer import MOST_BUFFERS, EPAll2AllLayer
+from proxyccl.channels.expert_parallel.layer import EPAll2AllLayer
+from proxyccl.channels.expert_parallel.options import MOST_BUFFERS
 from proxyccl.device.errors import ArgumentError, CapacityError
 from proxyccl.proxy.codec import Codec
 

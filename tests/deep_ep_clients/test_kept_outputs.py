@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 import deep_ep  # noqa: E402
 
 from proxyccl import Communicator  # noqa: E402
+from proxyccl.device.arrays.array import as_view  # noqa: E402
 from support.devices import ON_HOST, runtime_with_blocks, torch_device  # noqa: E402
 from support.ranks import Ranks  # noqa: E402
 
@@ -49,7 +50,7 @@ def holds(rows: Any, value: float) -> bool:
 def lies_in_buffer(rows: Any, handle: Any) -> bool:
     """Whether the rows were written where they are, and not copied there."""
     layer = handle.routing.layer
-    return layer.ctx.workspace.outputs.holding(layer._view(rows)) != 0
+    return layer.ctx.workspace.outputs.holding(as_view(rows, "rows")) != 0
 
 
 def test_outputs_stay_and_their_memory_comes_back(pair: Ranks) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, ClosedError, Communicator, EPAll2AllLayer
+from proxyccl.device.arrays.array import as_view
 from support.device_arrays import on_device, on_host
 from support.ranks import Ranks
 
@@ -36,8 +37,8 @@ def arguments(comm: Communicator) -> tuple[Any, Any]:
 
 def calls_with(layer: EPAll2AllLayer, comm: Communicator, desc: Any) -> dict[str, Callable[[], object]]:
     """Every call that takes a descriptor, with arrays as an unfilled descriptor would have them."""
-    rows = on_device(comm, np.ones((*layer._leading(desc.rows), HIDDEN), np.float32))
-    values = on_device(comm, np.ones((*layer._leading(desc.rows),), np.float32))
+    rows = on_device(comm, np.ones((*layer._parts.leading(desc.rows), HIDDEN), np.float32))
+    values = on_device(comm, np.ones((*layer._parts.leading(desc.rows),), np.float32))
     tokens = arguments(comm)[0]
     weights = on_device(comm, np.ones((TOKENS, TOPK), np.float32))
     return {
@@ -111,7 +112,7 @@ def test_phases_by_hand_need_a_descriptor_in_the_right_state(pair: Ranks) -> Non
         with layer_on(comm) as layer:
             ctx = layer.ctx
             pending = layer.dispatch_send(*arguments(comm))
-            rows = layer._view(on_device(comm, np.ones((4, HIDDEN), np.float32)))
+            rows = as_view(on_device(comm, np.ones((4, HIDDEN), np.float32)), "rows")
             for call in (
                 lambda: ctx.combine("combine", 4 | 8, pending.desc, rows, None, rows, None),
                 lambda: ctx.repeat(pending.desc, rows, rows, None),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from proxyccl import ArgumentError, Communicator, EPAll2AllLayer
+from proxyccl.device.arrays.array import as_view
 from support.device_arrays import on_device, on_host
 from support.devices import most_ranks
 from support.ranks import Ranks
@@ -40,7 +41,7 @@ def expected(comm: Communicator, seed: int) -> Any:
 
 def lies_in_buffer(layer: EPAll2AllLayer, rows: Any) -> bool:
     outputs = layer.ctx.workspace.outputs
-    return outputs is not None and outputs.holding(layer._view(rows)) != 0
+    return outputs is not None and outputs.holding(as_view(rows, "rows")) != 0
 
 
 @pytest.mark.parametrize("options", [{}, {"max_recv_tokens": 5 * TOKENS}], ids=repr)

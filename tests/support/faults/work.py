@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proxyccl import Communicator, EPAll2AllLayer
-from proxyccl.channels.expert_parallel.context import node_size
+from proxyccl.channels.expert_parallel.members import node_size
 from support.device_arrays import on_host
 
 Values = NDArray[Any]
@@ -176,7 +176,7 @@ class Work:
     def _experts(self) -> None:
         comm, tokens, hidden, topk, experts = self.comm, 6, 16, 2, 2 * self.comm.world_size
         if self._layer is None:
-            sizes = (tokens, hidden, topk, comm.rank, experts, node_size(comm), comm.world_size)
+            sizes = (tokens, hidden, topk, comm.rank, experts, node_size(comm.group), comm.world_size)
             self._layer = EPAll2AllLayer(comm, *sizes, dtype="float32")
         values = self._everyone(tokens, hidden)[comm.rank]
         ids = self._numbers.integers(0, experts, (comm.world_size, tokens, topk)).astype(np.int32)

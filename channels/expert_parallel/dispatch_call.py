@@ -1,0 +1,266 @@
+"""One dispatch of a layer, from the caller's arrays to the rows that came."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from proxyccl.channels.arguments import input_view
+from proxyccl.channels.expert_parallel.arguments import index_array, input_array
+from proxyccl.channels.expert_parallel.arrays import first_rows
+from proxyccl.channels.expert_parallel.config import SCALED_ELEMENTS
+from proxyccl.channels.expert_parallel.context import GATHER, LAYOUT, RECEIVE, ROUTE, SEND, DispatchInputs
+from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER
+from proxyccl.channels.expert_parallel.parts import LayerParts
+from proxyccl.channels.expert_parallel.recording import Dispatched
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.errors import ArgumentError, CapacityError, ProxyCCLError
+from proxyccl.device.runtime import StreamLike
+
+
+@dataclass(frozen=True)
+class Output:
+    """Arrays for the caller.
+
+    Attributes:
+        rows, weights: as a dispatch returns them.
+        views: where the dispatch puts rows, weights and scales.
+        copies: copies to make then, each with its target's address, its source's, and its number of bytes.
+    """
+
+    rows: Any
+    weights: Any
+    views: tuple[ArrayView | None, ...]
+    copies: tuple[tuple[int, int, int], ...] = ()
+
+    def first(self, rows: int) -> Output:
+        """The first rows alone, of arrays that are not copied."""
+        pair = isinstance(self.rows, tuple)
+        values = tuple(first_rows(part, rows) for part in self.rows) if pair else first_rows(self.rows, rows)
+        weights = None if self.weights is None else first_rows(self.weights, rows)
+        views = tuple(view and replace(view, shape=(rows, *view.shape[1:])) for view in self.views)
+        return Output(values, weights, views)
+
+
+class DispatchCall:
+    """A dispatch whose arguments are checked, on this rank and against the other ranks' calls.
+
+    It is made by `run`, or in two halves by `send` and `receive`; the rows of halves are new arrays.
+
+    Args:
+        parts: of the layer.
+        input, exp_indices, weight, full_scatter_indices, stream: see `EPAll2AllLayer.dispatch`.
+        halves: whether it is made in two halves.
+        buffered: whether the rows of a whole call may lie in an output buffer.
+
+    Attributes:
+        inputs: the arrays that kernels read.
+        desc: the descriptor, filled when the rows are received.
+        stream: of the call.
+        output: with a fixed number of rows, the arrays that the call fills and returns; else None.
+        recorded: the caller's tokens and weights, if a library records a call in halves.
+
+    Raises:
+        ArgumentError: an argument is wrong.
+        MismatchError: another rank makes another call.
+    """
+
+    def __init__(
+        self,
+        parts: LayerParts,
+        input: Any,
+        exp_indices: Any,
+        weight: Any,
+        full_scatter_indices: Any,
+        stream: StreamLike,
+        *,
+        halves: bool = False,
+        buffered: bool = False,
+    ) -> None:
+        ctx = parts.ctx
+        self._parts, self._taken = parts, NO_BUFFER
+        self.recorded: tuple[Any, ...] = ()
+        self.inputs = self._take(input, exp_indices, weight, full_scatter_indices, stream, buffered=buffered)
+        if not halves:
+            self.refuse_capture(self.stream)
+        self._like = self.inputs.tokens.owner
+        outputs, rows = ctx.workspace.outputs, parts.options.fixed_rows
+        if buffered and outputs is not None:
+            # In the exact mode a capture was refused above.
+            on_current = stream is None and (rows is None or parts.outlives_no_graph(self.stream))
+            self._taken = outputs.take(self._like, on_current_stream=on_current)
+        self.desc = ctx.describe("dispatch_send" if halves else "dispatch", self.inputs, self._taken)
+        self.output: Output | None = None
+        if rows is not None:
+            self.desc.num_recv_tokens = ctx.arrays.new(self._like, (1,), "int32")
+            self.desc.size_rows(rows)
+            self.output = self._new_output(rows)
+
+    def run(self) -> Dispatched:
+        """Makes the whole call."""
+        if self.output is not None:
+            return self._receive_fixed(ROUTE | SEND | GATHER | RECEIVE, self.output, self.stream)
+        self._parts.ctx.begin(ROUTE | GATHER, self.desc, self.inputs, self.stream)
+        return self._receive_exact(SEND | RECEIVE, self.stream)
+
+    def send(self) -> None:
+        """Makes the first half."""
+        self._parts.ctx.begin(ROUTE | SEND, self.desc, self.inputs, self.stream)
+
+    def receive(self, stream: StreamLike) -> Dispatched:
+        """Makes the second half on a stream."""
+        if self.output is not None:
+            return self._receive_fixed(GATHER | RECEIVE, self.output, stream)
+        self._parts.ctx.begin(GATHER, self.desc, self.inputs, stream)
+        return self._receive_exact(RECEIVE, stream)
+
+    def refuse_capture(self, stream: StreamLike) -> None:
+        """Raises ArgumentError if the call would wait for its number of rows on a stream that is being captured."""
+        if self._parts.options.fixed_rows is None and self._parts.is_capturing(stream):
+            raise ArgumentError(
+                "max_recv_tokens",
+                "is needed to capture a dispatch in a graph, which can't wait for its size",
+            )
+
+    # -- the caller's arrays ---
+
+    def _take(
+        self,
+        input: Any,
+        exp_indices: Any,
+        weight: Any,
+        full_scatter_indices: Any,
+        stream: StreamLike,
+        *,
+        buffered: bool,
+    ) -> DispatchInputs:
+        """Checks the caller's arrays. Returns what kernels read: with float8 packed tokens, and ids of experts that are
+        left.
+        """
+        ctx, options, surviving = self._parts.ctx, self._parts.options, self._parts.surviving
+        tokens, scales = self._parts.given_rows(input, -1)
+        slots = (tokens.shape[0], options.config.topk)
+        self._check_tokens(slots[0], scaled=scales is not None)
+        if options.takes_wide_ids:
+            ids = index_array(ctx.group, exp_indices, "exp_indices", slots)
+        else:
+            ids = input_array(ctx.group, exp_indices, "exp_indices", slots, "int32")
+        weights = scatter = lost = None
+        if weight is not None:
+            weights = input_array(ctx.group, weight, "weight", slots, options.config.weight.name)
+        if full_scatter_indices is not None:
+            scatter = self._scatter(full_scatter_indices)
+        wanted = 0
+        if slots[0] > options.config.max_tokens:  # nothing is sent but the number, so that all ranks raise the same
+            wanted = slots[0]
+            tokens, ids = _none_of(tokens), _none_of(ids)
+            scales, weights = scales and _none_of(scales), weights and _none_of(weights)
+        self.stream = ctx.stream_for(stream, tokens.owner)
+        if scales is not None:
+            tokens = ctx.pack(tokens, scales, self.stream)
+        elif options.quantized and not (buffered and ctx.scales_while_storing):
+            tokens = ctx.quantize(tokens, self.stream)
+        if surviving is not None:
+            ids, lost = surviving.renumber(ids, self.stream)
+        return DispatchInputs(tokens, ids, weights, scatter, lost, wanted)
+
+    def _check_tokens(self, count: int, *, scaled: bool) -> None:
+        options = self._parts.options
+        most = options.config.max_tokens
+        if count > most and not (options.grows and options.fixed_rows is None):
+            raise ArgumentError("input", f"has {count} tokens; expected at most max_tokens, {most}")
+        if options.quantized and not scaled and options.scale_elements != SCALED_ELEMENTS:
+            raise ArgumentError("input", f"must be a pair with scale_elements={options.scale_elements}")
+
+    def _scatter(self, full_scatter_indices: Any) -> ArrayView:
+        options = self._parts.options
+        if options.layout != "expert":
+            raise ArgumentError("full_scatter_indices", f'can\'t be given with layout="{options.layout}"')
+        if options.expert_alignment:
+            raise ArgumentError("full_scatter_indices", "can't be given with expert_alignment")
+        shape = (-1, options.config.topk)
+        return input_array(self._parts.ctx.group, full_scatter_indices, "full_scatter_indices", shape, "int32")
+
+    # -- the rows ---
+
+    def _receive_exact(self, phases: int, stream: StreamLike) -> Dispatched:
+        ctx, options, desc, made = self._parts.ctx, self._parts.options, self.desc, None
+        if options.by_rank and self._taken.whole is not None:  # done while the counts are on their way
+            desc.reserve_rows(options.most_tokens)
+            made = self._new_output(options.most_tokens)
+        rows = ctx.await_rows(desc)
+        if options.by_rank or options.expert_alignment:
+            desc.chosen_rows = ctx.workspace.chosen_rows
+        bad: ProxyCCLError | None = ctx.bad_expert("exp_indices", options.all_experts)
+        wanted = ctx.wanted_tokens
+        if wanted:
+            most = options.config.max_tokens
+            bad = CapacityError(f"a rank dispatches {wanted} tokens; max_tokens is {most}", wanted)
+        if bad is not None:
+            end = RECEIVE if phases == RECEIVE else LAYOUT  # rows that were sent must still be received
+            ctx.receive(end, desc, self.inputs, 0, None, None, stream)
+            raise bad
+        output = self._new_output(rows) if made is None else made.first(rows)
+        ctx.receive(phases, desc, self.inputs, rows, output.views, None, stream)
+        return self._received(output, stream)
+
+    def _receive_fixed(self, phases: int, output: Output, stream: StreamLike) -> Dispatched:
+        ctx, desc = self._parts.ctx, self.desc
+        received = input_view(ctx.group, desc.num_recv_tokens, "out")
+        ctx.receive(phases, desc, self.inputs, desc.rows, output.views, received, stream)
+        return self._received(output, stream)
+
+    def _received(self, output: Output, stream: StreamLike) -> Dispatched:
+        if output.copies:
+            self._parts.ctx.copy(output.copies, stream, (output.rows,))
+        if stream is None and self._parts.ctx.runtime_name == "host":  # the call has waited for its end
+            check_ended(self._parts)
+        return output.rows, output.weights, self.desc
+
+    def _new_output(self, rows: int) -> Output:
+        parts, config, taken = self._parts, self._parts.options.config, self._taken
+        outputs, group = parts.ctx.workspace.outputs, parts.ctx.group
+        leading = parts.leading(rows)
+        shape = (*leading, config.topk) if parts.options.by_rank else leading
+        weights = None if self.inputs.weights is None else parts.ctx.arrays.new(self._like, shape, config.weight)
+        output = parts.new_rows(self._like, rows, float8=parts.options.quantized, taken=taken)
+        made = output if parts.options.quantized else (output, None)
+        arrays = (made[0], weights, made[1])
+        views = [None if array is None else input_view(group, array, "out") for array in arrays]
+        copies = []
+        if taken.passed and outputs is not None:
+            for place, address in ((0, outputs.address(taken.number)), (2, outputs.scales_address(taken.number))):
+                view = views[place]
+                if view is not None:
+                    copies.append((view.ptr, address, view.nbytes))
+                    views[place] = replace(view, ptr=address)
+        return Output(output, weights, tuple(views), tuple(copies))
+
+
+def check_ended(parts: LayerParts) -> None:
+    """See `EPAll2AllLayer.check`."""
+    ctx, options = parts.ctx, parts.options
+    most, bad = ctx.most_rows(), ctx.bad_expert("exp_indices", options.all_experts)
+    if ctx.bad_indices():
+        raise ArgumentError(
+            "full_scatter_indices", "must be a permutation of this rank's rows, for the tokens of all ranks"
+        )
+    if options.fixed_rows is None:
+        return
+    if bad is not None:
+        raise bad
+    if options.padded_rows and most > options.padded_rows:
+        raise CapacityError(
+            f"an expert received {most} rows, as tokens chose it more than once; those beyond its room of "
+            f"{options.padded_rows} rows were left out",
+            most,
+        )
+    if not options.padded_rows and most > options.fixed_rows:
+        raise CapacityError(
+            f"a rank received {most} rows; those beyond max_recv_tokens, {options.fixed_rows}, were left out", most
+        )
+
+
+def _none_of(view: ArrayView) -> ArrayView:
+    """The same array without any row."""
+    return replace(view, shape=(0, *view.shape[1:]))

@@ -1,0 +1,248 @@
+"""The options of an expert-parallel layer, checked, and what follows from them. Needs neither a device nor a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from proxyccl.channels.expert_parallel.config import (
+    MAX_CHOSEN_PER_RANK,
+    MAX_SLOTS,
+    MINUS_ONE_DROPS,
+    NUMBER_DROPS,
+    EPConfig,
+)
+from proxyccl.channels.expert_parallel.geometry import OutputLayout
+from proxyccl.channels.expert_parallel.numbers import whole_number
+from proxyccl.channels.expert_parallel.survivors import experts_left, lost_ranks_of
+from proxyccl.device.arrays.dtypes import as_dtype
+from proxyccl.device.errors import ArgumentError
+
+FLOAT8 = "float8_e4m3fn"
+MOST_BUFFERS = 64
+"""The most output buffers of a layer."""
+_SCALES_ALIGNMENT = 16  # where a row's scales begin
+_LAYOUTS = ("expert", "rank", "padded")
+_CONFIG_NAMES = {"token_dtype": "dtype", "num_experts": "num_tot_experts"}  # the layer's names for fields of EPConfig
+_MAY_DIFFER = {"rank", "use_aot", "capacity", "config"}  # between ranks
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The arguments of an `EPAll2AllLayer` except its group; see there.
+
+    Attributes:
+        config: sizes and types, of the ranks that are left. Tokens choose its experts.
+
+    Raises:
+        ArgumentError: a value is out of range, or does not fit another one.
+    """
+
+    max_tokens: int
+    hidden: int
+    topk: int
+    rank: int
+    num_tot_experts: int
+    local_world_size: int
+    world_size: int
+    dtype: Any
+    weight_dtype: Any
+    num_sm: int
+    enable_local_combine: bool
+    use_aot: bool
+    max_recv_tokens: int | None
+    dispatch_dtype: Any
+    scale_elements: int
+    layout: str
+    grows: bool
+    lost_ranks: Sequence[int]  # a tuple, in order, when checked
+    expert_alignment: int | None
+    output_buffers: int
+    keeps_outputs: bool
+    minus_one_drops: bool
+    capacity: int
+    config: EPConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._set("world_size", whole_number("world_size", self.world_size, 1))
+        self._set("lost_ranks", lost_ranks_of(self.lost_ranks, self.world_size))
+        for name in ("enable_local_combine", "use_aot", "grows", "keeps_outputs", "minus_one_drops"):
+            self._set(name, bool(getattr(self, name)))
+        self._set("config", self._make_config())
+        self._check_sizes()
+        self._check_float8()
+        self._check_layout()
+        self._check_buffers()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _make_config(self) -> EPConfig:
+        experts = self.num_tot_experts
+        if self.lost_ranks:
+            experts = whole_number("num_tot_experts", experts, 1)
+            experts = experts_left(experts, self.world_size, len(self.lost_ranks))
+        try:
+            return EPConfig(
+                max_tokens=self.max_tokens,
+                hidden=self.hidden,
+                topk=self.topk,
+                num_experts=experts,
+                rank=self.rank,
+                world_size=self.world_size,
+                local_world_size=self.local_world_size,
+                token_dtype=self.dtype,
+                weight_dtype=self.weight_dtype,
+            )
+        except ArgumentError as error:
+            if error.argument not in _CONFIG_NAMES:
+                raise
+            message = str(error).removeprefix(f"{error.argument}: ")
+            raise ArgumentError(_CONFIG_NAMES[error.argument], message) from None
+
+    def _check_sizes(self) -> None:
+        self._set("num_sm", whole_number("num_sm", self.num_sm, 1))
+        if self.enable_local_combine and not self.config.is_intra_node:
+            raise ArgumentError("enable_local_combine", "is only for one node; across nodes each node sends a sum")
+        if self.max_recv_tokens is not None:
+            self._set("max_recv_tokens", whole_number("max_recv_tokens", self.max_recv_tokens, 1, MAX_SLOTS))
+            self.config.require_room(self.max_recv_tokens, "max_recv_tokens")
+
+    def _check_float8(self) -> None:
+        self._set("scale_elements", whole_number("scale_elements", self.scale_elements, 1))
+        if self.dispatch_dtype is None:
+            return
+        if as_dtype(self.dispatch_dtype, "dispatch_dtype").name != FLOAT8:
+            raise ArgumentError("dispatch_dtype", f"must be None or {FLOAT8}, not {self.dispatch_dtype!r}")
+        self._set("dispatch_dtype", FLOAT8)
+        if self.config.hidden % self.scale_elements or self.config.hidden % _SCALES_ALIGNMENT:
+            raise ArgumentError(
+                "hidden",
+                f"must be a multiple of {_SCALES_ALIGNMENT}, and of {self.scale_elements}, the elements that share a "
+                f"scale, not {self.config.hidden}",
+            )
+
+    def _check_layout(self) -> None:
+        if not isinstance(self.layout, str) or self.layout not in _LAYOUTS:
+            raise ArgumentError("layout", f"must be one of {', '.join(_LAYOUTS)}, not {self.layout!r}")
+        if self.expert_alignment is not None:
+            self._check_alignment(whole_number("expert_alignment", self.expert_alignment, 1))
+        if self.layout == "padded":
+            self._check_padding()
+        if self.layout == "rank":
+            self._check_rank_rows()
+
+    def _check_alignment(self, alignment: int) -> None:
+        self._set("expert_alignment", alignment)
+        if self.layout != "expert":
+            raise ArgumentError("expert_alignment", f'needs layout="expert", not "{self.layout}"')
+        slots = self.most_tokens * self.config.topk
+        if self.config.num_experts_per_rank * alignment > MAX_SLOTS - slots:
+            raise ArgumentError("expert_alignment", f"{alignment} makes too many rows")
+
+    def _check_padding(self) -> None:
+        if self.max_recv_tokens is not None:
+            raise ArgumentError("max_recv_tokens", 'can\'t be given with layout="padded", which has its own')
+        experts = self.config.num_experts_per_rank
+        rows = experts * self.padded_rows
+        if rows > MAX_SLOTS:
+            raise ArgumentError(
+                "max_tokens",
+                f"{self.config.max_tokens} tokens of {self.all_ranks} ranks for each of {experts} experts make "
+                f"too many padded rows; expected at most {MAX_SLOTS}",
+            )
+        self.config.require_room(rows, "max_tokens")
+
+    def _check_rank_rows(self) -> None:
+        if self.config.weight.name != "float32":
+            raise ArgumentError("weight_dtype", f'must be float32 with layout="rank", not {self.config.weight}')
+        experts = self.config.num_experts_per_rank
+        if experts > MAX_CHOSEN_PER_RANK:
+            raise ArgumentError(
+                "num_tot_experts",
+                f'must be at most {MAX_CHOSEN_PER_RANK} of each rank with layout="rank", not {experts}',
+            )
+
+    def _check_buffers(self) -> None:
+        self._set("output_buffers", whole_number("output_buffers", self.output_buffers, 0, MOST_BUFFERS))
+        if self.output_buffers and self.layout != "rank":
+            raise ArgumentError("output_buffers", 'needs layout="rank"')
+        if self.keeps_outputs and not self.output_buffers:
+            raise ArgumentError("keeps_outputs", "needs output_buffers")
+
+    # -- what follows from them ---
+
+    @property
+    def compared(self) -> dict[str, int | float | bool | str | None]:
+        """What must be the same on all ranks, by the layer's names."""
+        given = {name: value for name, value in asdict(self).items() if name not in _MAY_DIFFER}
+        given["lost_ranks"] = str(self.lost_ranks)
+        return given | self.config.compared(_CONFIG_NAMES)
+
+    @property
+    def all_ranks(self) -> int:
+        """Number of ranks, with those that are lost."""
+        return self.world_size + len(self.lost_ranks)
+
+    @cached_property
+    def all_experts(self) -> int:
+        """Number of experts, with those of lost ranks."""
+        return self.config.num_experts_per_rank * self.all_ranks
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """The most tokens of all ranks in one dispatch."""
+        return self.world_size * self.config.max_tokens
+
+    @cached_property
+    def padded_rows(self) -> int:
+        """Rows that each expert has room for, if they are padded; else 0."""
+        return self.all_ranks * self.config.max_tokens if self.layout == "padded" else 0
+
+    @cached_property
+    def fixed_rows(self) -> int | None:
+        """The number of rows of every output; None for outputs of the exact size."""
+        return self.config.num_experts_per_rank * self.padded_rows or self.max_recv_tokens
+
+    @cached_property
+    def by_rank(self) -> bool:
+        """Whether a rank gets one row for each token that has an expert there."""
+        return self.layout == "rank"
+
+    @cached_property
+    def quantized(self) -> bool:
+        """Whether tokens are sent in float8."""
+        return self.dispatch_dtype is not None
+
+    @cached_property
+    def takes_wide_ids(self) -> bool:
+        """Whether expert ids may have 64 bits."""
+        return self.minus_one_drops or self.by_rank
+
+    @property
+    def dropping_ids(self) -> int:
+        """Which expert ids drop a slot."""
+        if self.minus_one_drops:
+            return MINUS_ONE_DROPS
+        return NUMBER_DROPS | MINUS_ONE_DROPS if self.by_rank else NUMBER_DROPS
+
+    @property
+    def kernel_config(self) -> EPConfig:
+        """The configuration of the kernels. With a row for each rank, their experts are the ranks."""
+        return replace(self.config, num_experts=self.world_size) if self.by_rank else self.config
+
+    @property
+    def output_layout(self) -> OutputLayout:
+        """How the kernels lay out the rows."""
+        return OutputLayout(
+            chosen_per_rank=self.config.num_experts_per_rank if self.by_rank else 0,
+            padded_rows=self.padded_rows,
+            expert_alignment=self.expert_alignment or 0,
+            # One more: for combine_input, or to pass rows through.
+            buffers=self.output_buffers + 1 if self.output_buffers else 0,
+            buffer_rows=self.fixed_rows or self.most_tokens,
+            exact_rows=self.fixed_rows is None,
+            stays=self.keeps_outputs,
+        )

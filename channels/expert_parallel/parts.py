@@ -1,0 +1,76 @@
+"""What the calls of a layer share: its launches and options, and the arrays that its calls take and return."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from proxyccl.channels.expert_parallel.arguments import input_array
+from proxyccl.channels.expert_parallel.context import DispatchCombineContext
+from proxyccl.channels.expert_parallel.options import FLOAT8, LayerOptions
+from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
+from proxyccl.channels.expert_parallel.survivors import SurvivingExperts
+from proxyccl.device.arrays.array import ArrayView
+from proxyccl.device.errors import ArgumentError
+from proxyccl.device.runtime import StreamLike
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """The parts of a layer.
+
+    Attributes:
+        ctx: the buffers and launches.
+        options: of the layer.
+        surviving: renumbers expert ids where ranks are lost; None if none are.
+    """
+
+    ctx: DispatchCombineContext
+    options: LayerOptions
+    surviving: SurvivingExperts | None
+
+    def leading(self, rows: int) -> tuple[int, ...]:
+        """The shape of that many rows without their elements."""
+        padded = self.options.padded_rows
+        return (self.options.config.num_experts_per_rank, padded) if padded else (rows,)
+
+    def given_rows(self, input: Any, count: int) -> tuple[ArrayView, ArrayView | None]:
+        """Views of a caller's tokens and, of a pair, of their scales. -1 for any number of tokens."""
+        options, group = self.options, self.ctx.group
+        config = options.config
+        if not isinstance(input, tuple):
+            return input_array(group, input, "input", (count, config.hidden), config.token.name), None
+        if not options.quantized or len(input) != 2:
+            raise ArgumentError("input", "a pair of rows and scales needs a layer with dispatch_dtype")
+        rows = input_array(group, input[0], "input", (count, config.hidden), FLOAT8)
+        shape = (rows.shape[0], config.hidden // options.scale_elements)
+        return rows, input_array(group, input[1], "input", shape, "float32")
+
+    def new_rows(self, like: Any, rows: int, *, float8: bool, taken: TakenBuffer = NO_BUFFER) -> Any:
+        """New rows, or those of an output buffer; in float8 a pair of them and their scales."""
+        config, leading, outputs = self.options.config, self.leading(rows), self.ctx.workspace.outputs
+        new: Callable[..., Any] = functools.partial(self.ctx.arrays.new, like)
+        new_scales = functools.partial(new, dtype="float32")
+        if taken.whole is not None and outputs is not None:
+            new, new_scales = functools.partial(outputs.rows, taken), functools.partial(outputs.scales, taken)
+        if not float8:
+            return new((*leading, config.hidden), config.token)
+        scales = new_scales((*leading, config.hidden // self.options.scale_elements))
+        return new((*leading, config.hidden), FLOAT8), scales
+
+    def is_capturing(self, stream: StreamLike) -> bool:
+        """Whether a stream is being captured in a graph."""
+        runtime = self.ctx.group.runtime
+        return runtime.name != "host" and runtime.is_capturing(runtime.stream_handle(stream))
+
+    def outlives_no_graph(self, stream: StreamLike) -> bool:
+        """Whether what a call makes on a stream is needed no longer than its arrays: a graph needs it longer."""
+        return not self.options.keeps_outputs or not self.is_capturing(stream)
+
+    @property
+    def sums_on_own_node(self) -> bool:
+        """Whether a token's rows are all summed by its own rank."""
+        experts = self.ctx.workspace.experts
+        return experts.nodes == 1 and not experts.local_combine
