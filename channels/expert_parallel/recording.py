@@ -68,7 +68,7 @@ class Recording:
 def recorder_of(*inputs: Any) -> Recorder | None:
     """The recorder of a call, if one of its inputs requires a gradient and its library records calls; else None."""
     for x in inputs:
-        if libraries[type(x)].is_torch and x.requires_grad:
+        if x is not None and libraries[type(x)].is_torch and x.requires_grad:
             recorder: Recorder = array_libraries.load("torch: gradients of experts")
             return recorder if recorder.is_recording() else None
     return None
