@@ -37,25 +37,34 @@ def input_view(group: Group, x: Any, argument: str) -> ArrayView:
 
 
 def output_view(
-    group: Group, out: Any, default: Any, source: ArrayView, shape: tuple[int, ...]
+    group: Group, out: Any, x: Any, source: ArrayView, shape: tuple[int, ...] | None
 ) -> tuple[Any, ArrayView]:
-    """What the caller gets back, and where it lies: `out`, else `default` (a call in place), else a new array.
+    """What the caller gets back, and where it lies: `out`, which may be `x`, or a new array.
+
+    Args:
+        group: the ranks.
+        out, x: the caller's.
+        source: where `x` lies.
+        shape: of the result; None if any is right, for an `out` that is given.
 
     Raises:
         ArgumentError: it has another shape or type than wanted, or is read-only.
     """
-    argument = "out"
-    if out is None:
-        argument = "x" if default is not None else "out"
-        out = default if default is not None else new_like(group, source, shape)
-    view = input_view(group, out, argument)
-    if not view.writable:
-        raise ArgumentError(argument, "the array is read-only")
+    if out is None and shape is not None:
+        out = new_like(group, source, shape)
+    argument, view = ("x", source) if out is x else ("out", input_view(group, out, "out"))
+    require_writable(view, argument)
     if view.dtype != source.dtype:
         raise ArgumentError(argument, f"has element type {view.dtype}; expected that of x, {source.dtype}")
-    if view.shape != shape:
+    if shape not in (None, view.shape):
         raise ArgumentError(argument, f"has shape {view.shape}; expected {shape}")
     return out, view
+
+
+def require_writable(view: ArrayView, argument: str) -> None:
+    """Raises ArgumentError for an array that is read-only."""
+    if not view.writable:
+        raise ArgumentError(argument, "the array is read-only")
 
 
 def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
@@ -69,6 +78,11 @@ def new_like(group: Group, source: ArrayView, shape: tuple[int, ...]) -> Any:
     return allocate(group, shape, source.dtype)
 
 
+def rows_of_all(group: Group, source: ArrayView) -> tuple[int, ...]:
+    """The shape of all ranks' `x` one after the other."""
+    return (group.world_size * source.shape[0], *source.shape[1:]) if source.shape else (group.world_size,)
+
+
 def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
     """The shape of one rank's share of `x`. Raises ArgumentError if its first dimension does not divide evenly."""
     ranks = group.world_size
@@ -79,12 +93,18 @@ def share_shape(group: Group, source: ArrayView) -> tuple[int, ...]:
     return (source.shape[0] // ranks, *source.shape[1:])
 
 
-def refuse_partial_overlap(whole: ArrayView, part: ArrayView, *, in_place: int = 0) -> None:
-    """Input and output must be apart, or lie as those of a call in place do: `part` begins `in_place` bytes into
-    `whole`. Raises ArgumentError.
+def overlap(a: ArrayView, b: ArrayView) -> bool:
+    """Whether two arrays share memory."""
+    return a.ptr < b.ptr + b.nbytes and b.ptr < a.ptr + a.nbytes
+
+
+def refuse_partial_overlap(rank: int, source: ArrayView, target: ArrayView) -> None:
+    """Input and output must be apart, or lie as those of a call in place do: they begin together, or the smaller is the
+    rank's share of the larger. Raises ArgumentError.
     """
-    apart = part.ptr + part.nbytes <= whole.ptr or whole.ptr + whole.nbytes <= part.ptr
-    if not apart and part.ptr != whole.ptr + in_place:
+    part, whole = (target, source) if target.nbytes < source.nbytes else (source, target)
+    share = rank * part.nbytes if part.nbytes < whole.nbytes else 0
+    if part.ptr != whole.ptr + share and overlap(part, whole):
         raise ArgumentError("out", "overlaps x in part; it must be apart from it or the same array")
 
 

@@ -12,15 +12,17 @@ from typing import Any
 from proxyccl.channels import array_libraries, kernel_languages, proxy_channel, sm_channel
 from proxyccl.channels.arguments import as_rank, as_ranks, as_seconds
 from proxyccl.channels.collectives import tuned, tuning
-from proxyccl.channels.collectives.all_gather import all_gather
-from proxyccl.channels.collectives.all_reduce import all_reduce
-from proxyccl.channels.collectives.all_to_all import all_to_all
+from proxyccl.channels.collectives.all_gather import ALL_GATHER
+from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
+from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
 from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.collectives.broadcast import broadcast
+from proxyccl.channels.collectives.broadcast import BROADCAST
 from proxyccl.channels.collectives.collectives import Collectives
+from proxyccl.channels.collectives.planned import EXECUTE
 from proxyccl.channels.collectives.reduce import reduce
-from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
+from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
 from proxyccl.channels.collectives.request import CtaPolicy, requested_policy
+from proxyccl.channels.collectives.run import run
 from proxyccl.channels.collectives.selection import Selector
 from proxyccl.channels.collectives.transfers import Transfers, all_to_all_v, gather, recv, scatter, send
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
@@ -609,10 +611,7 @@ class Communicator:
             MismatchError: ranks called with different arguments.
             CommunicatorError: a peer failed; see its subclasses.
         """
-        if isinstance(algorithm, ExecutionPlan):
-            return self._collectives.execution_plans.collective("all_reduce", algorithm, x, out, stream, op=op)
-        request = self._collectives.request("all_reduce", algorithm, cta_policy, symmetric)
-        return all_reduce(self._collectives, x, op, out, request, stream)
+        return run(self._collectives, ALL_REDUCE, x, out, op, None, algorithm, cta_policy, symmetric, stream)
 
     def reduce_scatter(
         self,
@@ -638,10 +637,7 @@ class Communicator:
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
-        if isinstance(algorithm, ExecutionPlan):
-            return self._collectives.execution_plans.collective("reduce_scatter", algorithm, x, out, stream, op=op)
-        request = self._collectives.request("reduce_scatter", algorithm, cta_policy, symmetric)
-        return reduce_scatter(self._collectives, x, op, out, request, stream)
+        return run(self._collectives, REDUCE_SCATTER, x, out, op, None, algorithm, cta_policy, symmetric, stream)
 
     def all_gather(
         self,
@@ -664,10 +660,7 @@ class Communicator:
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
-        if isinstance(algorithm, ExecutionPlan):
-            return self._collectives.execution_plans.collective("all_gather", algorithm, x, out, stream)
-        request = self._collectives.request("all_gather", algorithm, cta_policy, symmetric)
-        return all_gather(self._collectives, x, out, request, stream)
+        return run(self._collectives, ALL_GATHER, x, out, None, None, algorithm, cta_policy, symmetric, stream)
 
     def all_to_all(
         self,
@@ -690,10 +683,7 @@ class Communicator:
         Returns:
             `out`, or the new array. Raises as `all_reduce`.
         """
-        if isinstance(algorithm, ExecutionPlan):
-            return self._collectives.execution_plans.collective("all_to_all", algorithm, x, out, stream)
-        request = self._collectives.request("all_to_all", algorithm, cta_policy, symmetric)
-        return all_to_all(self._collectives, x, out, request, stream)
+        return run(self._collectives, ALL_TO_ALL, x, out, None, None, algorithm, cta_policy, symmetric, stream)
 
     def broadcast(
         self,
@@ -718,8 +708,7 @@ class Communicator:
         Returns:
             `out`, or `x`. Raises as `all_reduce`.
         """
-        request = self._collectives.request("broadcast", algorithm, cta_policy, symmetric)
-        return broadcast(self._collectives, x, root, out, request, stream)
+        return run(self._collectives, BROADCAST, x, out, None, root, algorithm, cta_policy, symmetric, stream)
 
     def reduce(
         self,
@@ -744,8 +733,7 @@ class Communicator:
         Returns:
             `out`, or `x`, on `root`; None on the others. Raises as `all_reduce`.
         """
-        request = self._collectives.request("all_reduce", algorithm, None, False)
-        return reduce(self._collectives, x, op, root, out, request, stream)
+        return reduce(self._collectives, x, op, root, out, algorithm, stream)
 
     def gather(self, x: Any, root: int = 0, *, out: Any = None, stream: StreamLike = None) -> Any:
         """Concatenates `x` of all ranks along the first dimension, in rank order, on rank `root`.
@@ -826,7 +814,7 @@ class Communicator:
             CommunicatorError: a rank failed; see its subclasses. A wait that was too long names the rank waited for,
                 threadblock and operation.
         """
-        return self._collectives.execution_plans.execute(ExecutionPlan.load(plan), x, out, stream)
+        return run(self._collectives, EXECUTE, x, out, algorithm=ExecutionPlan.load(plan), stream=stream)
 
     # -- transfers between pairs of ranks ---
 

@@ -18,6 +18,7 @@ from proxyccl.channels.segment.calls import CALL_FIELDS, SHAPED, CollectiveCall,
 from proxyccl.channels.segment.error_record import DIFFERENT_CALL
 from proxyccl.device._native import ffi, lib
 from proxyccl.device.arrays.array import Array, current_stream
+from proxyccl.device.arrays.libraries import libraries
 from proxyccl.device.errors import KernelError
 from proxyccl.device.interrupts import forget, when_interrupted
 from proxyccl.device.kernel import Launch
@@ -26,8 +27,14 @@ from proxyccl.device.runtime import Runtime, Stream, StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 from proxyccl.device.thread_streams import ThreadStream, identify_stream, reachable_stream
 
-Plan = Callable[[StreamLike], None]
-"""Launches what a call needs, on a stream."""
+Launchable = Launch | StreamOperations
+"""A prepared call that can be launched, again and again."""
+
+
+class CurrentStream(int):
+    """The handle of the stream on which torch works now. It reuses memory that it gave out there in the stream's order,
+    so tensors need not be kept alive for a launch on this stream.
+    """
 
 
 class Launches:
@@ -59,11 +66,17 @@ class Launches:
         if synchronize := runtime.launch_target().synchronize:
             call_log.wait_on(self._default_handle, synchronize)
 
-    def stream_for(self, stream: StreamLike, x: Any) -> StreamLike:
-        """The stream that a call without one means: on a GPU the one where the library that owns `x` works now."""
-        if stream is None and not self._on_host:
-            return current_stream(x)
-        return stream
+    def stream_for(self, stream: StreamLike, x: Any, *others: Any) -> StreamLike:
+        """The stream that a call without one means: on a GPU the one where the library that owns `x` works now.
+
+        A `CurrentStream` if the call's other arrays are torch's too.
+        """
+        if stream is not None or self._on_host:
+            return stream
+        found = current_stream(x)
+        if isinstance(found, int) and all(libraries[type(each)].is_torch for each in (x, *others)):
+            return CurrentStream(found)
+        return found
 
     def agree(self, call: CollectiveCall) -> tuple[int, ...]:
         """Logs a call and compares it with what the peers have logged. Returns its encoded fields.
@@ -81,24 +94,28 @@ class Launches:
             self._check(self._call_log.agree(native), native)
         return fields
 
-    def launch(self, plan: Plan, stream: StreamLike, owners: tuple[object, ...]) -> None:
-        """Launches a plan on a stream, behind the group's earlier launches on any stream.
+    def launch(
+        self,
+        launchable: Callable[[StreamLike], None],
+        stream: StreamLike,
+        owners: tuple[object, ...],
+        kept: tuple[object, ...] = (),
+    ) -> None:
+        """Launches on a stream, after the group's earlier launches on any stream.
 
         Without a stream the call waits on the host runtime: plain numpy arrays have no streams. With one, `owners` are
-        kept alive until the stream has got past them.
+        kept alive until the stream has got past them, unless it is a `CurrentStream`; `kept` are in any case.
         """
         with self._lock:
             handle = self._next_stream(stream)
             # The last look before the driver is called: since the call was agreed on, a module may have been loaded,
             # and what peers free after a failure no kernel that begins later may use.
             self._failure.require_usable()
-            plan(handle)
-        self._launched(stream, handle, owners)
+            launchable(handle)
+        self._launched(stream, handle, kept if isinstance(stream, CurrentStream) else (*owners, *kept))
 
-    def issue(
-        self, call: Any, launch: Launch | StreamOperations, stream: StreamLike, owners: tuple[object, ...] = ()
-    ) -> None:
-        """`agree` and `launch` for a call whose fields (`encode_fields`) and launch, or operations, are prepared.
+    def issue(self, call: Any, launch: Launchable, stream: StreamLike, owners: tuple[object, ...] = ()) -> None:
+        """`agree` and `launch` for a call whose fields (`encode_fields`) are encoded, too.
 
         It is one call into C, the wait included.
         """
@@ -121,7 +138,7 @@ class Launches:
         if owners and stream is not None:
             self._runtime.in_flight.add(owners, stream, handle)
 
-    def keep(self, call: Any, launch: Launch | StreamOperations, x: Any, out: Any, options: tuple[Any, ...]) -> None:
+    def keep(self, call: Any, launch: Launchable, x: Any, out: Any, options: tuple[Any, ...]) -> None:
         """Keeps a call without a stream that `issue` has made, for ``prepared_calls.repeat(x, out, options)``."""
         issue, callers = self._call_log.addresses(operations=not isinstance(launch, Launch))
         prepared, fields = (int(ffi.cast("uintptr_t", each)) for each in (launch.prepared, call))
@@ -161,7 +178,7 @@ class Launches:
         self.default_stream.close()
         forget(self._default_handle)
 
-    def _refuse(self, status: int, kept: tuple[Any, Launch | StreamOperations]) -> None:
+    def _refuse(self, status: int, kept: tuple[Any, Launchable]) -> None:
         """Raises what a call's status means that is not 0."""
         call, launch = kept
         if status > 0:

@@ -13,7 +13,8 @@ import msgspec
 
 from proxyccl.channels.group import Group
 from proxyccl.channels.symmetric import Announced
-from proxyccl.device.arrays.array import Array, ArrayView, as_view
+from proxyccl.device.arrays import libraries
+from proxyccl.device.arrays.array import Array, ArrayView, as_view, current_stream, fingerprint
 from proxyccl.device.arrays.dtypes import DType, as_dtype
 from proxyccl.device.errors import ArgumentError, ClosedError, ProxyCCLError, ResourceError
 from proxyccl.device.integers import as_integer, find_extents, find_integer
@@ -317,6 +318,13 @@ class RegisteredMemory:
             raise ArgumentError("memory", f"rank {rank} can't share its memory: {reason}")
         return offer.handle
 
+    def fingerprint(self) -> tuple[Any, ...] | None:
+        """As that of an array; None too if `require_current` would refuse it."""
+        if self._closed or self._group.runtime.allocations(self.ptr, self.nbytes) != self._allocations:
+            return None
+        array = fingerprint(self._owner)
+        return None if array is None else (self.digest, array)
+
     def require_current(self) -> None:
         """Raises ArgumentError if the array was freed, and ClosedError if this is closed."""
         self._require_open()
@@ -354,3 +362,6 @@ class RegisteredMemory:
                 self._group.mappings.release(self._offers[peer].handle)
         self._opened.clear()
         self._owner = None
+
+
+libraries.register(RegisteredMemory, RegisteredMemory.fingerprint, lambda memory: current_stream(memory.array))

@@ -3,92 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from proxyccl.channels.arguments import input_view, output_view, refuse_partial_overlap
+from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.plans import call_key, copy_plan
 from proxyccl.channels.collectives.reduce_plans import prepare_all_reduce
-from proxyccl.channels.collectives.reductions import require_op, require_reducible
-from proxyccl.channels.collectives.request import Request
 from proxyccl.channels.collectives.selection import PACKET_ALGORITHMS
 from proxyccl.channels.collectives.table import ALL_REDUCE_KERNELS, COLLECTIVES
 from proxyccl.channels.collectives.team import Team
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Plan
-from proxyccl.channels.segment.calls import CollectiveCall
+from proxyccl.channels.launches import Launchable
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.kernel import Launch
-from proxyccl.device.runtime import StreamLike
 from proxyccl.device.stream_operations import StreamOperations
 
 
-def all_reduce(
-    collectives: Collectives,
-    x: Any,
-    op: str,
-    out: Any,
-    request: Request,
-    stream: StreamLike,
-    *,
-    root: int | None = None,
-) -> Any:
-    """See `Communicator.all_reduce`. With a root it is what `reduce` is made of."""
-    name = "all_reduce" if root is None else "reduce"
-    given = x if out is None else out
-    options = (name, op, request.name, root)
-    if stream is None and collectives.repeat_prepared(x, given, options):
-        return given
-    require_op(op)
-    key = call_key(options, x, given)
-    if collectives.repeat(key, x, given, stream):
-        return given
-    group = collectives.group
-    source = input_view(group, x, "x")
-    require_reducible(source, op)
-    result, target = output_view(group, out, x, source, source.shape)
-    refuse_partial_overlap(source, target)
-    stream = group.launches.stream_for(stream, x)
-    chosen = collectives.execution_plan("all_reduce", request, source, target, op)
-    if chosen is not None:
-        collectives.execution_plans.run(chosen, name, source, target, stream, op=op, root=root or 0, key=key)
-        return result
-    collectives.plans.run(
-        CollectiveCall(name, source.dtype.name, op, request.name, root=root or 0, count=source.size),
-        (source, target),
-        lambda: _plan(collectives, source, target, op, request),
-        stream,
-        key,
-    )
-    return result
+class AllReduce(Collective):
+    """The reduction on every rank."""
+
+    name = "all_reduce"
+    reduces = in_place = True
+
+    def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        """See `Collective.launch`."""
+        group, source, target, op = collectives.group, call.source, call.target, call.op
+        assert op is not None
+        chosen = collectives.choose(self.table, call.request, source.dtype, call.nbytes)
+        if chosen == "hierarchical":
+            return _prepare_by_levels(collectives, source, target, op)
+        team = collectives.team()
+        if chosen in PACKET_ALGORITHMS and team.packets is None:
+            chosen = "two_shot"
+        if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
+            return prepare_all_reduce(collectives.by_proxy(), source, target, op)
+        if chosen == "two_shot":
+            reached_at = group.symmetric.reached(target)
+            return _prepare_two_shot(group, team, source.dtype, op, source.ptr, target.ptr, source.size, reached_at)
+        kernel = ALL_REDUCE_KERNELS[chosen]
+        shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
+        arrays = (source.ptr, target.ptr, source.size)
+        if chosen in PACKET_ALGORITHMS and team.packets is not None:
+            blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
+            return shipped.prepare(blocks, threads, parameter, *arrays)
+        return shipped.prepare(team.grid(source.nbytes), team.threads, team.parameter(), *arrays)
 
 
-def _plan(collectives: Collectives, source: ArrayView, target: ArrayView, op: str, request: Request) -> Plan:
-    group = collectives.group
-    if group.world_size == 1:
-        return copy_plan(group, source, target)
-    chosen = collectives.choose("all_reduce", request, source.dtype, source.nbytes)
-    if chosen == "hierarchical":
-        return _plan_by_levels(collectives, source, target, op)
-    team = collectives.team()
-    if chosen in PACKET_ALGORITHMS and team.packets is None:
-        chosen = "two_shot"
-    if chosen in ("two_shot", "proxy") and collectives.goes_by_plan(chosen):
-        return prepare_all_reduce(collectives.by_proxy(), source, target, op)
-    if chosen == "two_shot":
-        reached_at = group.symmetric.reached(target)
-        return _plan_two_shot(group, team, source.dtype, op, source.ptr, target.ptr, source.size, reached_at)
-    kernel = ALL_REDUCE_KERNELS[chosen]
-    shipped = group.runtime.shipped(kernel.file, kernel.name, source.dtype.name, op)
-    arrays = (source.ptr, target.ptr, source.size)
-    if chosen in PACKET_ALGORITHMS and team.packets is not None:
-        blocks, threads, parameter = team.packets.launch(chosen, source.dtype, source.size)
-        return shipped.prepare(blocks, threads, parameter, *arrays)
-    return shipped.prepare(team.grid(source.nbytes), team.threads, team.parameter(), *arrays)
+ALL_REDUCE = AllReduce()
+"""See `Communicator.all_reduce`."""
 
 
-def _plan_two_shot(
+def _prepare_two_shot(
     group: Group,
     team: Team,
     dtype: DType,
@@ -104,7 +68,7 @@ def _plan_two_shot(
     return shipped.prepare(blocks, team.threads, parameter, source, target, count)
 
 
-def _plan_by_levels(collectives: Collectives, source: ArrayView, target: ArrayView, op: str) -> Plan:
+def _prepare_by_levels(collectives: Collectives, source: ArrayView, target: ArrayView, op: str) -> Launchable:
     """Each share is reduced inside the node, then between the ranks of one number on all nodes, then gathered inside
     the node, so a node's data crosses to the others once. Elements left over by even shares go through all ranks
     together.
@@ -138,11 +102,11 @@ def _plan_by_levels(collectives: Collectives, source: ArrayView, target: ArrayVi
     team = inside.parameter()
     launches = [
         scatter.prepare(inside.grid(even * dtype.itemsize), inside.threads, team, source.ptr, own, share),
-        _plan_two_shot(group, across, dtype, op, own, own, share),
+        _prepare_two_shot(group, across, dtype, op, own, own, share),
         gather.prepare(inside.grid(nbytes), inside.threads, team, own, target.ptr, nbytes),
     ]
     if even < source.size:
         offset = even * dtype.itemsize
         pointers = (source.ptr + offset, target.ptr + offset)
-        launches.append(_plan_two_shot(group, collectives.team(), dtype, op, *pointers, source.size - even))
+        launches.append(_prepare_two_shot(group, collectives.team(), dtype, op, *pointers, source.size - even))
     return StreamOperations(group.runtime, launches)

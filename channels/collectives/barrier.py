@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from proxyccl.channels.collectives.collectives import Collectives
 from proxyccl.channels.collectives.plans import Key
-from proxyccl.channels.launches import Plan
+from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.runtime import StreamLike
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 
 def barrier(collectives: Collectives, stream: StreamLike, *, intra_node_only: bool = False) -> None:
-    """See `Communicator.barrier`. With `intra_node_only` the ranks of each node wait for one another only."""
+    """See `Communicator.barrier`. With `intra_node_only` the ranks of each node wait for one another only.
+
+    It has no arrays, so `run` is not for it.
+    """
     group = collectives.group
     inside = intra_node_only and group.topology.node_count > 1
     key: Key = ("barrier", inside)
     if collectives.plans.repeat(key, None, None, stream):
         return
 
-    def plan() -> Plan:
+    def prepare() -> Launchable:
         if (group.topology.local_world_size if inside else group.world_size) == 1:
-            return lambda _: None
+            return StreamOperations(group.runtime, [CopyBytes(0, 0, 0)])
         team = collectives.levels()[0] if inside else collectives.team()
         return group.runtime.shipped("moves.h", "barrier").prepare(1, team.threads, team.parameter())
 
-    collectives.plans.run(CollectiveCall("barrier", root=int(inside), count=1), (), plan, stream, key)
+    collectives.plans.run(CollectiveCall("barrier", root=int(inside), count=1), (), prepare, stream, key)

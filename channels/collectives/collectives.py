@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from proxyccl.channels.collectives import tuned
 from proxyccl.channels.collectives.by_proxy import ByProxy
 from proxyccl.channels.collectives.flows import Flows
-from proxyccl.channels.collectives.plans import Key, Plans
+from proxyccl.channels.collectives.plans import Plans
 from proxyccl.channels.collectives.request import CtaPolicy, Request, request
 from proxyccl.channels.collectives.selection import (
     ALGORITHMS_BY_COLLECTIVE,
@@ -22,7 +20,7 @@ from proxyccl.channels.group import Group
 from proxyccl.device.arrays.array import ArrayView
 from proxyccl.device.arrays.dtypes import DType
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.runtime import Memory, StreamLike
+from proxyccl.device.runtime import Memory
 from proxyccl.proxy.codec import Codec, Message
 
 
@@ -43,7 +41,7 @@ _START = Codec(_Start, 1 << 20, "start of collectives")
 
 
 class Collectives:
-    """The state of one group's collectives. A collective is a function that takes it (all_reduce.py and the others).
+    """The state of one group's collectives, with which `run` runs them.
 
     Args:
         group: the ranks.
@@ -54,16 +52,17 @@ class Collectives:
         plans: calls that were made before.
         execution_plans: what executes MSCCL++'s plans.
         repeat_prepared: issues a call without a stream as `repeat` does, without Python: repeat_prepared(x, out,
-            options). False if it can't; then `repeat` may.
+            options). False if it can't; then `Plans.repeat` may.
+        unspecified: the request of calls that name neither an algorithm nor a policy nor symmetric memory.
     """
 
     def __init__(self, group: Group, cta_policy: CtaPolicy = "default") -> None:
         self.group = group
         self.plans = Plans(group)
-        self.execution_plans = ExecutionPlans(group)
+        self.execution_plans = ExecutionPlans(group, self.plans.clear)
         self.repeat_prepared = group.launches.prepared_calls.repeat
         self._cta_policy = cta_policy
-        self._unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
+        self.unspecified = request("all_reduce", None, None, False, cta_policy)  # the same for all collectives
         self._team: Team | None = None
         self._levels: tuple[Team, Team] | None = None
         self._by_proxy: ByProxy | None = None
@@ -142,14 +141,8 @@ class Collectives:
         works.update(dict.fromkeys(PACKET_ALGORITHMS, team.packets is not None))
         return tuple(name for name in ALGORITHMS_BY_COLLECTIVE[collective] if works.get(name, True))
 
-    def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
-        """Issues a call that was made before with arrays of the same fingerprints. False if there was none."""
-        return self.plans.repeat(key, x, out, stream) or self.execution_plans.repeat(key, x, out, stream)
-
     def request(self, collective: str, algorithm: str | None, cta_policy: str | None, symmetric: bool) -> Request:
         """What a call asks for, by the caller's arguments and the standing policy. Raises ArgumentError."""
-        if algorithm is None and cta_policy is None and symmetric is False:
-            return self._unspecified
         return request(collective, algorithm, cta_policy, symmetric, self._cta_policy)
 
     def choose(self, collective: str, request: Request, dtype: DType, nbytes: int) -> str:
@@ -225,7 +218,6 @@ class Collectives:
             self.execution_plans.require_executable(plan)
         self._selector = selector
         self.plans.clear()  # plans made by size hold the old choice
-        self.execution_plans.forget_calls()
 
     def close(self) -> None:
         """Frees what the kernels work in. No kernel of any rank may use it any more."""

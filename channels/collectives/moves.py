@@ -2,57 +2,51 @@
 
 from __future__ import annotations
 
+import functools
+from abc import abstractmethod
+
+from proxyccl.channels.collectives.collective import Call, Collective
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.move_plans import Part, prepare_move
-from proxyccl.channels.collectives.plans import Key, copy_plan
-from proxyccl.channels.collectives.request import Request
+from proxyccl.channels.collectives.move_plans import Exchange, prepare_move
 from proxyccl.channels.collectives.table import COLLECTIVES
-from proxyccl.channels.launches import Plan
-from proxyccl.channels.segment.calls import CollectiveCall
-from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.runtime import StreamLike
+from proxyccl.channels.group import Group
+from proxyccl.channels.launches import Launchable
 
 
-def run_move(
-    collectives: Collectives,
-    name: str,
-    source: ArrayView,
-    target: ArrayView,
-    share: int,
-    *,
-    request: Request,
-    stream: StreamLike,
-    key: Key | None,
-    part: Part,
-    root: int | None = None,
-    reads_output: bool = False,
-) -> None:
-    """Runs a collective whose kernel takes (team, source, target, share in bytes[, root]).
+class Move(Collective):
+    """A collective whose kernel takes (team, source, target, share in bytes[, root]).
 
-    The proxies do it instead, by this rank's `part`, where `Collectives.goes_by_plan`.
-    With `reads_output` the rank reads what peers would overwrite, so nobody stores to its output.
+    The proxies do it instead, by each rank's `part`, where `Collectives.goes_by_plan`.
+
+    Attributes:
+        rereads_output: whether a rank in place reads what peers would overwrite, so nobody may store to its output.
     """
-    group = collectives.group
-    chosen = collectives.execution_plan(name, request, source, target)
-    if chosen is not None:
-        collectives.execution_plans.run(chosen, name, source, target, stream, key=key)
-        return
 
-    def plan() -> Plan:
-        if group.world_size == 1:
-            return copy_plan(group, source, target)
-        algorithm = collectives.choose(name, request, source.dtype, max(source.nbytes, target.nbytes))
+    rereads_output = False
+
+    @abstractmethod
+    def part(self, group: Group, root: int | None, share: int, begin: int, nbytes: int) -> Exchange:
+        """This rank's part in moving some bytes of each share.
+
+        Args:
+            group: the ranks.
+            root: the call's.
+            share: size of a share in bytes.
+            begin, nbytes: offset in the share, and number.
+        """
+
+    def launch(self, collectives: Collectives, call: Call) -> Launchable:
+        """See `Collective.launch`."""
+        group, source, target = collectives.group, call.source, call.target
+        share = self.share(group.world_size, call) * source.dtype.itemsize
+        algorithm = collectives.choose(self.name, call.request, source.dtype, call.nbytes)
         if collectives.goes_by_plan(algorithm):
+            part = functools.partial(self.part, group, call.root, share)
             return prepare_move(collectives.by_proxy(), source, target, share, part)
         team = collectives.team()
-        (kernel,) = COLLECTIVES[name]
-        extra = () if root is None else (root,)
-        reached_at = None if reads_output else group.symmetric.reached(target)
-        arguments = (team.parameter(nbytes=share, reached_at=reached_at), source.ptr, target.ptr, share, *extra)
+        (kernel,) = COLLECTIVES[self.name]
+        root = () if call.root is None else (call.root,)
+        staged = self.rereads_output and source.ptr == target.ptr
+        reached_at = None if staged else group.symmetric.reached(target)
+        arguments = (team.parameter(nbytes=share, reached_at=reached_at), source.ptr, target.ptr, share, *root)
         return group.runtime.shipped(kernel.file, kernel.name).prepare(team.grid(share), team.threads, *arguments)
-
-    count = share // source.dtype.itemsize
-    call = CollectiveCall(
-        name, source.dtype.name, algorithm=request.name, root=root or 0, count=count, shape=source.shape
-    )
-    collectives.plans.run(call, (source, target), plan, stream, key)

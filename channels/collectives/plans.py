@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Plan
+from proxyccl.channels.launches import Launchable
 from proxyccl.channels.segment.call_log import encode_fields
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device.arrays.array import ArrayView
-from proxyccl.device.arrays.libraries import libraries
-from proxyccl.device.kernel import Launch
+from proxyccl.device.arrays.libraries import current_stream, libraries
 from proxyccl.device.memory.allocation_guard import AllocationGuard
 from proxyccl.device.runtime import StreamLike
-from proxyccl.device.stream_operations import StreamOperations
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
 Key = tuple[Any, ...]
 
@@ -41,12 +40,9 @@ def call_key(options: tuple[Any, ...], x: Any, out: Any) -> Key | None:
     return None if source is None or target is None else (options, source, target)
 
 
-def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> Plan:
+def copy_plan(group: Group, source: ArrayView, target: ArrayView) -> StreamOperations:
     """What a collective of one rank does: a copy, or nothing in place."""
-    runtime = group.runtime
-    if source.ptr == target.ptr:
-        return lambda _: None
-    return lambda stream: runtime.copy(target.ptr, source.ptr, source.nbytes, stream)
+    return StreamOperations(group.runtime, [CopyBytes(target.ptr, source.ptr, source.nbytes)])
 
 
 @dataclass(slots=True)
@@ -61,7 +57,7 @@ class _Prepared:
     """
 
     fields: Any
-    launch: Launch | StreamOperations
+    launch: Launchable
     guard: AllocationGuard | None
     ranges: tuple[tuple[int, int], ...]
 
@@ -74,7 +70,7 @@ class Plans:
         self._runtime = group.runtime
         self._on_host = group.runtime.name == "host"
         # A guard is of arrays that their owner may free, and another take the place of, while they are registered.
-        self._plans: dict[Key, tuple[Plan, AllocationGuard | None]] = {}
+        self._plans: dict[Key, tuple[Launchable, AllocationGuard | None]] = {}
         self._prepared: dict[Key, _Prepared] = {}
         self._changes = 0  # of what is known of arrays
         self._lock = threading.RLock()  # of these three; of an array's end one may hear anywhere, also in here
@@ -99,7 +95,8 @@ class Plans:
         # On a GPU nothing need be kept alive: an array's memory is freed behind all work (gpu.py), a tensor's reused
         # in the order of its stream.
         owners = (x, out) if self._on_host and x is not None else ()
-        stream = stream if self._on_host else self._launches.stream_for(stream, x)
+        if stream is None and not self._on_host:
+            stream = current_stream(x)
         self._launches.issue(prepared.fields, prepared.launch, stream, owners)
         if owners and stream is None and guard is None:
             with self._lock:
@@ -111,7 +108,7 @@ class Plans:
         self,
         call: CollectiveCall,
         arrays: tuple[ArrayView, ...],
-        make_plan: Callable[[], Plan],
+        make_plan: Callable[[], Launchable],
         stream: StreamLike,
         key: Key | None,
     ) -> None:
@@ -135,7 +132,7 @@ class Plans:
             else:
                 key = None
         self._launches.launch(plan, stream, tuple(view.owner for view in arrays))
-        if key is not None and isinstance(plan, Launch | StreamOperations):
+        if key is not None:
             ranges = tuple((view.ptr, view.nbytes) for view in arrays)
             self._keep(self._prepared, key, _Prepared(encode_fields(fields), plan, guard, ranges), changes)
 
@@ -162,8 +159,9 @@ class Plans:
                     self._prepared.pop(key, None)
 
     def clear(self) -> None:
-        """Forgets all plans."""
+        """Forgets all plans, also one that is being made."""
         with self._lock:
+            self._changes += 1
             self._plans.clear()
             self._prepared.clear()
             self._launches.prepared_calls.clear()

@@ -7,6 +7,7 @@ import os
 from typing import Literal, NamedTuple
 
 from proxyccl.channels.collectives.selection import require_algorithm
+from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.segment.calls import ANY_ALGORITHM, register_names
 from proxyccl.device.errors import ArgumentError
 
@@ -23,7 +24,7 @@ class Request(NamedTuple):
 
     Attributes:
         name: says the rest in words; registered for the call log.
-        algorithm: the one that they chose; None leaves it to the library.
+        algorithm: the one that they chose, or the name of an execution plan; None leaves it to the library.
         cta_policy: what the library may choose from.
         symmetric: they promise that all ranks' arrays are symmetric memory. Only the choice relies on that.
     """
@@ -32,6 +33,11 @@ class Request(NamedTuple):
     algorithm: str | None = None
     cta_policy: CtaPolicy = "default"
     symmetric: bool = False
+
+
+def request_for(plan: ExecutionPlan) -> Request:
+    """The request of a call that a plan executes."""
+    return Request(plan.call_name, plan.call_name)
 
 
 def requested_policy(argument: str | None) -> CtaPolicy:

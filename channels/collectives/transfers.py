@@ -10,7 +10,10 @@ from proxyccl.channels.arguments import (
     as_rank,
     input_view,
     output_view,
+    overlap,
     refuse_partial_overlap,
+    require_writable,
+    rows_of_all,
     share_shape,
 )
 from proxyccl.channels.collectives.collectives import Collectives
@@ -58,8 +61,7 @@ class Transfers:
     def recv(self, out: Any, peer: int) -> None:
         """Receives from a rank. Arguments as of `send`; the array must be writable."""
         view = input_view(self._group, out, "out")
-        if not view.writable:
-            raise ArgumentError("out", "the array is read-only")
+        require_writable(view, "out")
         peer = self._peer(peer)
         if peer == self._group.rank:
             self._own_receives.append(view)
@@ -103,7 +105,8 @@ def run_transfers(
     if not transfers:
         return
     views = [view for transfer in transfers for view in (transfer.source, transfer.target) if view is not None]
-    stream, owners = group.launches.stream_for(stream, views[0].owner), tuple(view.owner for view in views)
+    owners = tuple(view.owner for view in views)
+    stream = group.launches.stream_for(stream, *owners)
     if group.world_size > 1:
         flows.run(transfers, stream, owners)
     else:
@@ -152,7 +155,7 @@ def all_to_all_v(
     recv_counts = _counts(group.world_size, recv_counts, "recv_counts")
     if not source.shape or source.shape[0] != sum(send_counts):
         raise ArgumentError("x", f"has shape {source.shape}; expected {sum(send_counts)} rows, the sum of send_counts")
-    result, target = output_view(group, out, None, source, (sum(recv_counts), *source.shape[1:]))
+    result, target = output_view(group, out, x, source, (sum(recv_counts), *source.shape[1:]))
     _refuse_overlap(source, target)
     sends, receives = _rows(source, send_counts), _rows(target, recv_counts)
     own = group.rank
@@ -177,9 +180,8 @@ def gather(collectives: Collectives, x: Any, root: int, out: Any, stream: Stream
     if group.rank != root:
         run_transfers(collectives, [Transfer(root, source=source)], stream, call)
         return None
-    shape = (ranks * source.shape[0], *source.shape[1:]) if source.shape else (ranks,)
-    result, target = output_view(group, out, None, source, shape)
-    refuse_partial_overlap(target, source, in_place=root * source.nbytes)
+    result, target = output_view(group, out, x, source, rows_of_all(group, source))
+    refuse_partial_overlap(root, source, target)
     parts = _rows(target, [target.shape[0] // ranks] * ranks)
     transfers = [Transfer(peer, target=part) for peer, part in enumerate(parts) if peer != root]
     run_transfers(collectives, [*transfers, Transfer(root, source, parts[root])], stream, call)
@@ -195,14 +197,13 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
         if out is None:
             raise ArgumentError("out", f"expected an array: this rank gets its share of rank {root}'s")
         target = input_view(group, out, "out")
-        if not target.writable:
-            raise ArgumentError("out", "the array is read-only")
+        require_writable(target, "out")
         call = CollectiveCall("scatter", target.dtype.name, root=root, count=target.size, shape=target.shape)
         run_transfers(collectives, [Transfer(root, target=target)], stream, call)
         return out
     source = input_view(group, x, "x")
-    result, target = output_view(group, out, None, source, share_shape(group, source))
-    refuse_partial_overlap(source, target, in_place=root * target.nbytes)
+    result, target = output_view(group, out, x, source, share_shape(group, source))
+    refuse_partial_overlap(root, source, target)
     parts = _rows(source, [target.shape[0]] * ranks)
     transfers = [Transfer(peer, source=part) for peer, part in enumerate(parts) if peer != root]
     call = CollectiveCall("scatter", source.dtype.name, root=root, count=target.size, shape=target.shape)
@@ -211,7 +212,7 @@ def scatter(collectives: Collectives, x: Any, root: int, out: Any, stream: Strea
 
 
 def _refuse_overlap(a: ArrayView, b: ArrayView) -> None:
-    if a.nbytes and b.nbytes and a.ptr < b.ptr + b.nbytes and b.ptr < a.ptr + a.nbytes:
+    if a.nbytes and b.nbytes and overlap(a, b):
         raise ArgumentError("out", "overlaps x; it must be apart from it")
 
 

@@ -10,13 +10,14 @@ from itertools import pairwise
 from typing import Any
 
 from proxyccl.channels.arguments import as_seconds
-from proxyccl.channels.collectives.all_gather import all_gather
-from proxyccl.channels.collectives.all_reduce import all_reduce
-from proxyccl.channels.collectives.all_to_all import all_to_all
+from proxyccl.channels.collectives.all_gather import ALL_GATHER
+from proxyccl.channels.collectives.all_reduce import ALL_REDUCE
+from proxyccl.channels.collectives.all_to_all import ALL_TO_ALL
 from proxyccl.channels.collectives.barrier import barrier
-from proxyccl.channels.collectives.broadcast import broadcast
+from proxyccl.channels.collectives.broadcast import BROADCAST
 from proxyccl.channels.collectives.collectives import Collectives
-from proxyccl.channels.collectives.reduce_scatter import reduce_scatter
+from proxyccl.channels.collectives.reduce_scatter import REDUCE_SCATTER
+from proxyccl.channels.collectives.run import run
 from proxyccl.channels.collectives.selection import (
     CASES,
     PACKET_ALGORITHMS,
@@ -40,6 +41,7 @@ _TIMES = Codec[list[list[float]]](list[list[float]], 1 << 24, name="times")
 _GOES_ON = Codec(bool, 16, "flag")
 _LARGEST_BY_PACKETS = 4 << 20
 """Bytes beyond which packet algorithms, which send twice the data, are not tried."""
+_COLLECTIVES = {each.name: each for each in (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL, BROADCAST)}
 _SMALLEST = 10  # powers of two
 _LARGEST = {"host": 22, "cuda": 26, "hip": 26}
 
@@ -210,28 +212,26 @@ def _dtype(case: Case) -> DType:
 def _call(collectives: Collectives, arrays: _Arrays, case: Case, algorithm: str, size: int) -> Callable[[], object]:
     ranks = collectives.group.world_size
     x, out = _in_and_out(arrays, case, max(1, size // _dtype(case).itemsize // ranks), ranks)
-    request = collectives.request(case.collective, algorithm, None, case.symmetric)
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: all_reduce(collectives, x, "sum", out, request, None),
-        "reduce_scatter": lambda: reduce_scatter(collectives, x, "sum", out, request, None),
-        "all_gather": lambda: all_gather(collectives, x, out, request, None),
-        "all_to_all": lambda: all_to_all(collectives, x, out, request, None),
-        "broadcast": lambda: broadcast(collectives, x, 0, out, request, None),
-    }
-    return calls[case.collective]
+    return _run(collectives, case, x, out, algorithm)
+
+
+def _run(collectives: Collectives, case: Case, x: Array, out: Array, algorithm: Algorithm) -> Callable[[], object]:
+    collective = _COLLECTIVES[case.collective]
+    op, root = "sum" if collective.reduces else None, 0 if collective.rooted else None
+    return lambda: run(collectives, collective, x, out, op, root, algorithm, None, case.symmetric)
 
 
 def _execution(
     collectives: Collectives, arrays: _Arrays, case: Case, plan: ExecutionPlan, size: int
 ) -> Callable[[], object] | None:
     """The call of a plan, of the nearest size below that its chunks divide; None if it can't execute it."""
-    ranks, dtype, collective = collectives.group.world_size, _dtype(case), case.collective
+    ranks, dtype = collectives.group.world_size, _dtype(case)
     unit = plan.document.buffer_alignment * plan.document.gpus[0].input_chunks * ranks
     x, out = _in_and_out(arrays, case, size // unit * unit // dtype.itemsize // ranks, ranks)
-    op = "sum" if collective in ("all_reduce", "reduce_scatter") else None
+    op = "sum" if _COLLECTIVES[case.collective].reduces else None
     if x.size == 0 or plan.refusal(x.size, out.size, dtype, op) is not None:
         return None
-    return lambda: collectives.execution_plans.collective(collective, plan, x, out, None, op=op)
+    return _run(collectives, case, x, out, plan)
 
 
 def table_from(times: Times, beyond: SizeTable | None = None) -> SizeTable:

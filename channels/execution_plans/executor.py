@@ -7,57 +7,54 @@ when a larger size comes. Ranks do so alike, since the call log has compared pla
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from proxyccl.channels.arguments import input_view, new_like, refuse_partial_overlap
+from proxyccl.channels.arguments import overlap
 from proxyccl.channels.execution_plans.document import BufferName
 from proxyccl.channels.execution_plans.plan import ExecutionPlan
 from proxyccl.channels.execution_plans.program import ChannelEnd
 from proxyccl.channels.execution_plans.steps import Layout, Writer
 from proxyccl.channels.group import Group
-from proxyccl.channels.launches import Plan
+from proxyccl.channels.launches import Launchable
 from proxyccl.channels.memory import RegisteredMemory, allocate, register
 from proxyccl.channels.proxy_channel import connect_handles
-from proxyccl.channels.segment.call_log import encode_fields
-from proxyccl.channels.segment.calls import CollectiveCall, register_names
 from proxyccl.channels.sm_channel import SmSemaphores
 from proxyccl.device._native import ffi, lib
-from proxyccl.device.arrays.array import Array, ArrayView, fingerprint
-from proxyccl.device.arrays.dtypes import DTYPES, DType
+from proxyccl.device.arrays.array import Array, ArrayView
+from proxyccl.device.arrays.dtypes import DTYPES
 from proxyccl.device.errors import ArgumentError
-from proxyccl.device.kernel import Launch
-from proxyccl.device.runtime import Memory, StreamLike
+from proxyccl.device.runtime import Memory
+from proxyccl.device.stream_operations import CopyBytes, StreamOperations
 
-if TYPE_CHECKING:
-    from proxyccl.proxy._engine import ProxycclCallPointer  # the stub's; cffi has no such name
-
-EXECUTE = "execute"
-"""The call's name in the call log."""
 LEAST_THREADS = 32
 _LINE = 128
-_KEPT_LAUNCHES = 512
 _BARRIER_BYTES = 8  # a DeviceSyncer
-Key = tuple[Any, ...]
 Reached = dict[BufferName, RegisteredMemory]
 _ARRAYS: dict[BufferName, int] = {"i": 0, "o": 1}
 
-register_names(EXECUTE)
-
 
 class ExecutionPlans:
-    """The plans that one group has executed."""
+    """The plans that one group has executed.
 
-    def __init__(self, group: Group) -> None:
+    Args:
+        group: the ranks.
+        forget: called when memory of a plan has moved, after which what `prepare` returned must not be launched.
+    """
+
+    def __init__(self, group: Group, forget: Callable[[], None]) -> None:
         self._group = group
+        self._forget = forget
         self._resources: dict[str, _Resources] = {}
-        self._calls: dict[Key, _Call] = {}
         group.keep(self)
 
     def require_executable(self, plan: ExecutionPlan) -> None:
         """Raises ArgumentError for a plan of another number of ranks, or one whose kernels touch memory that they
         can't reach: that of another node, or of a device that is no peer.
         """
+        if plan.digest in self._resources:
+            return
         group = self._group
         if plan.world_size != group.world_size:
             raise ArgumentError("plan", f"{plan!r}; expected one for the communicator's {group.world_size}")
@@ -69,187 +66,27 @@ class ExecutionPlans:
                         "channels between nodes, and between devices that are no peers"
                     )
 
-    def execute(self, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike) -> Any:
-        """See `Communicator.execute`."""
-        return self._execute(plan, EXECUTE, x, out, stream)
-
-    def collective(
-        self, collective: str, plan: ExecutionPlan, x: Any, out: Any, stream: StreamLike, *, op: str | None = None
-    ) -> Any:
-        """A collective of the communicator, by a plan instead of an algorithm.
+    def prepare(self, plan: ExecutionPlan, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
+        """What launches a plan on arrays that are apart, or lie as those of a call in place. By all ranks together.
 
         Args:
-            collective: its name.
-            plan: stands for the algorithm.
-            x, out, stream: the call's.
-            op: the call's operator, if it reduces.
+            plan: one that executes such a call.
+            source, target: input and output.
+            given: the registered arrays that peers reach where they lie, the same on all ranks.
 
         Raises:
-            ArgumentError: the plan is for another collective or operator; otherwise as `execute`.
+            ArgumentError: the plan is not executable here.
         """
-        plan.require_collective(collective, "algorithm")
-        if out is None and collective == "all_reduce":
-            out = x
-        return self._execute(plan, collective, x, out, stream, op)
-
-    def _execute(
-        self, plan: ExecutionPlan, name: str, x: Any, out: Any, stream: StreamLike, op: str | None = None
-    ) -> Any:
-        gpu = plan.document.gpus[0]
-        if out is None and plan.in_place and gpu.input_chunks == gpu.output_chunks:
-            out = x
-        key = _call_key(plan, name, op, x, out)
-        if self.repeat(key, x, out, stream):
-            return out
-        self._group.failure.require_usable()
-        if plan.digest not in self._resources:
-            self.require_executable(plan)
-        source = input_view(self._group, _array(x), "x")
-        result, target = _output(self._group, plan, source, out)
-        given = _reached(plan, x, result, source, target)
-        self.run(plan, name, source, target, self._group.launches.stream_for(stream, x), op=op, given=given, key=key)
-        return result
-
-    def repeat(self, key: Key | None, x: Any, out: Any, stream: StreamLike) -> bool:
-        """Issues a call that `run` has kept under a key, with one call into C. False if there is none."""
-        kept = self._calls.get(key) if key is not None else None
-        if kept is None or kept.moves != kept.resources.moves:
-            return False
-        for each in (x, out):
-            if isinstance(each, RegisteredMemory):
-                each.require_current()
-        launches = self._group.launches
-        owners = (x, out) if self._group.runtime.name == "host" else ()  # as in Plans.repeat
-        launches.issue(kept.fields, kept.launch, launches.stream_for(stream, x), owners)
-        return True
-
-    def forget_calls(self) -> None:
-        """Forgets the calls that `repeat` issues."""
-        self._calls.clear()
-
-    def run(
-        self,
-        plan: ExecutionPlan,
-        name: str,
-        source: ArrayView,
-        target: ArrayView,
-        stream: StreamLike,
-        *,
-        op: str | None = None,
-        root: int = 0,
-        given: Reached | None = None,
-        key: Key | None = None,
-    ) -> None:
-        """Executes a plan for a call whose arrays were checked: they are apart, or lie as those of a call in place.
-
-        Args:
-            plan: one that is executable here.
-            name: the call's, for the call log.
-            source, target: input and output.
-            stream: a stream, as `Launches.stream_for` gives it.
-            op: the call's operator; None for what the plan works out.
-            root: the call's, for the call log.
-            given: the registered arrays that peers reach where they lie, the same on all ranks; none by default.
-            key: under which the call is kept for `repeat`, if it is one launch.
-
-        Raises as `Communicator.execute`.
-        """
-        group, given = self._group, given or {}
-        refusal = plan.refusal(source.size, target.size, source.dtype, op)
-        if refusal is not None:
-            raise refusal
-        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes
-        group.runtime.stream_handle(stream)  # refuses what is no stream before anything is agreed
-        call = CollectiveCall(
-            name,
-            source.dtype.name,
-            op or "sum",
-            plan.call_name,
-            root=root,
-            count=source.size,
-            shape=source.shape,
-            registered=tuple(memory.digest for memory in given.values()),
-        )
-        fields = group.launches.agree(call)
-        if source.size == 0:
-            return
         resources = self._resources.get(plan.digest)
-        with group.exchange.telling():
-            if resources is None:
-                resources = self._resources[plan.digest] = _Resources(group, plan)
-            launch, owners = resources.prepare(source, target, dtype, given)
-        group.launches.launch(launch, stream, (source.owner, target.owner, *owners))
-        if key is not None and isinstance(launch, Launch):
-            _keep(self._calls, key, _Call(resources, resources.moves, encode_fields(fields), launch))
+        if resources is None:
+            resources = self._resources[plan.digest] = _Resources(self._group, plan, self._forget)
+        return resources.prepare(source, target, given)
 
     def close(self) -> None:
         """Frees what the plans use. No kernel of any rank may use it any more."""
-        self._calls.clear()
         for resources in self._resources.values():
             resources.close()
         self._resources.clear()
-
-
-def _array(x: Any) -> Any:
-    return x.array if isinstance(x, RegisteredMemory) else x
-
-
-def _call_key(plan: ExecutionPlan, name: str, op: str | None, x: Any, out: Any) -> Key | None:
-    """What makes two calls the same; None if the arrays' fingerprints can't tell."""
-    parts: list[Any] = [plan.digest, name, op]
-    for each in (x, out):
-        found = fingerprint(_array(each))
-        if found is None:
-            return None
-        parts += (found, each.digest if isinstance(each, RegisteredMemory) else 0)
-    return tuple(parts)
-
-
-def _reached(plan: ExecutionPlan, x: Any, out: Any, source: ArrayView, target: ArrayView) -> Reached:
-    """The registered arrays that peers reach where they lie; the same on all ranks, as the call log compares them.
-
-    Where a plan works in place, that is one array which holds input and output. Where it does not, an input that lies
-    in the output is none of them: the plan would overwrite it.
-    """
-    if plan.in_place:
-        reached = bool(plan.reached)
-        whole = isinstance(x, RegisteredMemory) and (out is x or _array(out) is x.array)
-        return {"i": x, "o": x} if reached and whole else {}
-    given: Reached = {}
-    for buffer, array in (("i", x), ("o", out)):
-        if isinstance(array, RegisteredMemory) and buffer in plan.reached:
-            array.require_current()
-            given["i" if buffer == "i" else "o"] = array
-    if _overlap(source, target):
-        given.pop("i", None)
-    return given
-
-
-def _overlap(one: ArrayView, other: ArrayView) -> bool:
-    return one.ptr < other.ptr + other.nbytes and other.ptr < one.ptr + one.nbytes
-
-
-def _output(group: Group, plan: ExecutionPlan, source: ArrayView, out: Any) -> tuple[Any, ArrayView]:
-    """The result, a new array if there is no `out`, and where it lies."""
-    if out is None:
-        gpu, lead = plan.document.gpus[0], source.shape[0] if source.shape else 1
-        if lead * gpu.output_chunks % gpu.input_chunks:
-            raise ArgumentError(
-                "out", f"expected an array: {gpu.output_chunks}/{gpu.input_chunks} of {lead} rows are no rows"
-            )
-        out = new_like(group, source, (lead * gpu.output_chunks // gpu.input_chunks, *source.shape[1:]))
-    target = input_view(group, _array(out), "out")
-    if not target.writable:
-        raise ArgumentError("out", "the array is read-only")
-    if target.dtype != source.dtype:
-        raise ArgumentError("out", f"has element type {target.dtype}; expected that of x, {source.dtype}")
-    if source.nbytes <= target.nbytes:
-        refuse_partial_overlap(
-            target, source, in_place=group.rank * source.nbytes if source.nbytes < target.nbytes else 0
-        )
-    else:
-        refuse_partial_overlap(source, target, in_place=group.rank * target.nbytes)
-    return out, target
 
 
 class _Buffer:
@@ -274,23 +111,6 @@ class _Buffer:
             array.free()
 
 
-def _keep(cache: dict[Key, Any], key: Key, value: object) -> None:
-    """Keeps a value, in the place of the oldest one if there are many."""
-    if len(cache) >= _KEPT_LAUNCHES and key not in cache:
-        del cache[next(iter(cache))]
-    cache[key] = value
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A call that was made before: what the call log compares, and its launch, good while the memory is not moved."""
-
-    resources: _Resources
-    moves: int
-    fields: ProxycclCallPointer
-    launch: Launch
-
-
 @dataclass(frozen=True)
 class _Sized:
     """The kernel's tables for one size, in device memory."""
@@ -303,14 +123,10 @@ class _Sized:
 
 
 class _Resources:
-    """What one plan uses on this rank. All ranks make it together.
+    """What one plan uses on this rank. All ranks make it together."""
 
-    Attributes:
-        moves: how often its memory was moved, behind which launches from before must not run.
-    """
-
-    def __init__(self, group: Group, plan: ExecutionPlan) -> None:
-        self._group, self._plan = group, plan
+    def __init__(self, group: Group, plan: ExecutionPlan, forget: Callable[[], None]) -> None:
+        self._group, self._plan, self._forget = group, plan, forget
         document, rank, runtime = plan.document, group.rank, group.runtime
         self._gpu = document.gpus[rank]
         defaults = runtime.launch_defaults
@@ -325,8 +141,6 @@ class _Resources:
         self._buffers["s"].reserve(1)
         self._sizes: dict[tuple[Any, ...], _Sized] = {}  # by bytes of the input, and the arrays that peers reach
         self._retired: list[_Sized] = []  # graphs may still use them
-        self._launches: dict[Key, tuple[Plan, tuple[object, ...]]] = {}  # by arrays and size
-        self.moves = 0
         self._privates: list[Memory] = []
         self._kept: list[object] = []
         self._semaphores: dict[ChannelEnd, Any] = {}
@@ -394,11 +208,9 @@ class _Resources:
 
     # -- launches ---
 
-    def prepare(
-        self, source: ArrayView, target: ArrayView, dtype: DType, given: Reached
-    ) -> tuple[Plan, tuple[object, ...]]:
-        """What launches the plan on these arrays, and what must live until it has run. By all ranks together."""
-        plan, group = self._plan, self._group
+    def prepare(self, source: ArrayView, target: ArrayView, given: Reached) -> Launchable:
+        """See `ExecutionPlans.prepare`."""
+        plan, runtime = self._plan, self._group.runtime
         chunk = source.nbytes // self._gpu.input_chunks
         half = self._scratch_bytes(chunk)
         moved = self._buffers["s"].reserve(2 * half if plan.document.use_double_scratch_buffer else half)
@@ -407,34 +219,20 @@ class _Resources:
             if buffer in self._buffers and buffer not in given:
                 nbytes = larger if plan.in_place else (source, target)[view].nbytes
                 moved = self._buffers[buffer].reserve(nbytes) or moved
-        if moved:
+        if moved and self._sizes:
             self._retired += self._sizes.values()
             self._sizes.clear()
-            self._launches.clear()
-            self.moves += 1
+            self._forget()
         key = (source.nbytes, *((buffer, memory.digest) for buffer, memory in given.items()))
         reached = {**self._registered(), **given}
         sized = self._sizes.get(key)
         if sized is None:
             sized = self._sizes[key] = self._tables(source, target, reached)
-        launched = (source.ptr, target.ptr, dtype.name, *key)
-        known = self._launches.get(launched)
-        if known is not None:
-            return known
         before, own_in, own_out, after = self._places(source, target, reached)
-        shipped = group.runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
+        dtype = source.dtype if plan.combinations else DTYPES["uint8"]  # one that combines nothing moves bytes
+        shipped = runtime.shipped("execute_plan.h", "execute_plan", dtype.name)
         kernel = shipped.prepare(sized.blocks, self._threads, self._parameter(sized, own_in, own_out))
-
-        def with_copies(stream: StreamLike) -> None:
-            for copy in before:
-                group.runtime.copy(*copy, stream)
-            kernel(stream)
-            for copy in after:
-                group.runtime.copy(*copy, stream)
-
-        prepared: Plan = with_copies if before or after else kernel
-        _keep(self._launches, launched, (prepared, (kernel,)))
-        return prepared, (kernel,)
+        return StreamOperations(runtime, (*before, kernel, *after)) if before or after else kernel
 
     def _scratch_bytes(self, chunk: int) -> int:
         """Bytes of scratch memory for one execution; the same on all ranks."""
@@ -486,7 +284,7 @@ class _Resources:
 
     def _places(
         self, source: ArrayView, target: ArrayView, reached: Reached
-    ) -> tuple[list[tuple[int, int, int]], int, int, list[tuple[int, int, int]]]:
+    ) -> tuple[list[CopyBytes], int, int, list[CopyBytes]]:
         """Copies before the kernel, where it finds input and output, and copies behind it.
 
         What the plan does not write of an output keeps what it held.
@@ -496,7 +294,7 @@ class _Resources:
             if "i" in reached:
                 own_in = reached["i"].ptr
             else:  # the plan would overwrite an input that lies in the output, so it reads a copy of that
-                own_in = self._private(source.nbytes) if _overlap(source, target) else source.ptr
+                own_in = self._private(source.nbytes) if overlap(source, target) else source.ptr
             own_out = reached["o"].ptr if "o" in reached else target.ptr
         else:
             in_share, out_share = (self._share(rank, buffer, source, target) for buffer in _ARRAYS)
@@ -504,11 +302,11 @@ class _Resources:
             if "i" not in reached and target.nbytes < source.nbytes:
                 whole = source.ptr if source.ptr + out_share == target.ptr else self._private(source.nbytes)
             own_in, own_out = whole + in_share, whole + out_share
-        before = [] if own_in == source.ptr else [(own_in, source.ptr, source.nbytes)]
+        before = [] if own_in == source.ptr else [CopyBytes(own_in, source.ptr, source.nbytes)]
         of_larger = self._plan.in_place and source.nbytes >= target.nbytes  # then the input's copy is the output's too
         if own_out != target.ptr and not of_larger and not self._plan.writes_whole_outputs:
-            before.insert(0, (own_out, target.ptr, target.nbytes))
-        after = [] if own_out == target.ptr else [(target.ptr, own_out, target.nbytes)]
+            before.insert(0, CopyBytes(own_out, target.ptr, target.nbytes))
+        after = [] if own_out == target.ptr else [CopyBytes(target.ptr, own_out, target.nbytes)]
         return before, own_in, own_out, after
 
     def _private(self, nbytes: int) -> int:

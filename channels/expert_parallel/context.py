@@ -27,6 +27,7 @@ from proxyccl.channels.expert_parallel.nodes import Nodes
 from proxyccl.channels.expert_parallel.numbers import whole_number
 from proxyccl.channels.expert_parallel.output_buffers import NO_BUFFER, TakenBuffer
 from proxyccl.channels.expert_parallel.workspace import ExpertWorkspace
+from proxyccl.channels.launches import CurrentStream
 from proxyccl.channels.memory import allocate
 from proxyccl.channels.segment.calls import CollectiveCall
 from proxyccl.device._native import ffi, lib
@@ -64,12 +65,6 @@ class DispatchInputs:
     scatter: ArrayView | None = None
     lost_slots: ArrayView | None = None
     wanted_tokens: int = 0
-
-
-class _CurrentStream(int):
-    """The handle of the stream on which the library of a call's arrays works now. It uses memory that it gave out there
-    again in the order of this stream, so that need not be kept for the call.
-    """
 
 
 class DispatchCombineContext:
@@ -526,7 +521,7 @@ class DispatchCombineContext:
         """The stream of a call. Refuses an invalid stream before the ranks compare the call."""
         found = self.group.launches.stream_for(stream, x)
         self.group.runtime.stream_handle(found)
-        return _CurrentStream(found) if stream is None and isinstance(found, int) else found
+        return found
 
     def _agree(self, call: str, dtype: str, number: int) -> None:
         call_of = CollectiveCall(call, dtype, root=number % 2**31, count=self.ep_config.hidden)
@@ -559,10 +554,10 @@ class DispatchCombineContext:
         owners: tuple[object, ...],
     ) -> None:
         """Queues a plan that uses arrays of `owners` and the tables of `desc`. Keeps those that need it until then."""
-        kept = () if isinstance(stream, _CurrentStream) else owners
-        if desc is not None and (desc.stream != stream or not isinstance(stream, _CurrentStream)):
-            kept = (*kept, desc, desc.table_owners)  # tables that were made on another stream
-        self.group.launches.launch(plan, stream, kept)
+        kept: tuple[object, ...] = ()
+        if desc is not None and (desc.stream != stream or not isinstance(stream, CurrentStream)):
+            kept = (desc, desc.table_owners)  # tables that were made on another stream
+        self.group.launches.launch(plan, stream, owners, kept)
 
     def _fill(self, ptr: int, nbytes: int, handle: StreamLike) -> None:
         self.group.runtime.fill(ptr, 0xFF, nbytes, handle)

@@ -152,9 +152,13 @@ libraries = _Libraries()
 """What is known of each type of arrays."""
 
 
-def register(kind: type, fingerprint: Callable[[Any], tuple[Any, ...] | None]) -> None:
-    """Makes an array type known that works on no stream of its own; see `fingerprint`."""
-    libraries[kind] = _Library(fingerprint, _nothing)
+def register(
+    kind: type,
+    fingerprint: Callable[[Any], tuple[Any, ...] | None],
+    stream: Callable[[Any], StreamLike] = _nothing,
+) -> None:
+    """Makes an array type known. See `fingerprint`, and `current_stream` for its stream; none by default."""
+    libraries[kind] = _Library(fingerprint, stream)
 
 
 def fingerprint(x: Any) -> tuple[Any, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class ArrayView:
     writable: bool
     owner: object
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -40,7 +41,7 @@ class ArrayView:
         runtime, number = self.device
         return runtime if number == -1 else f"{runtime}:{number}"
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.size * self.dtype.itemsize
