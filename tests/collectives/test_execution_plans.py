@@ -141,6 +141,25 @@ def test_calls_of_two_sizes_take_turns_and_scratch_memory_grows_meanwhile(ranks:
     ranks.run(body)
 
 
+def test_a_repeated_call_uses_the_memory_that_scratch_memory_has_grown_to(ranks: Ranks) -> None:
+    """A rank that repeats a call from before meets ranks whose arrays are new."""
+    plan = ExecutionPlan.load(all_reduce_by_packets(RANKS))
+    short, long = RANKS * 4, RANKS * 4096
+
+    def body(communicator: Communicator) -> None:
+        given, zeros = values(communicator.rank, short, seed=0), np.zeros(long, np.float32)
+        old, new, larger = (
+            [on_device(communicator, array) for array in (x, np.zeros_like(x))] for x in (given, given, zeros)
+        )
+        last = old if communicator.rank == 0 else new
+        for x, out in (old, old, old, larger, last):
+            communicator.execute(plan, x, out=out)
+        communicator.synchronize()
+        np.testing.assert_array_equal(on_host(last[1]), sum(inputs(RANKS, short, 0)))
+
+    ranks.run(body)
+
+
 # -- every other operation, between two ranks ---
 
 
