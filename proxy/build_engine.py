@@ -56,7 +56,7 @@ uint32_t proxyccl_trace_read(const ProxycclWorkerStats *stats, uint64_t *next, P
 
 typedef struct ProxycclConnection ProxycclConnection;
 typedef enum { PROXYCCL_EXIT_STOPPED, PROXYCCL_EXIT_HANDLER, PROXYCCL_EXIT_ERROR, PROXYCCL_EXIT_ABORTED,
-  PROXYCCL_EXIT_NO_WORKERS, ... } ProxycclExit;
+  PROXYCCL_EXIT_NO_WORKERS, ... } ProxycclOutcome;
 typedef struct ProxycclWorker ProxycclWorker;
 typedef struct {
   ProxycclWorker *worker;
@@ -114,7 +114,7 @@ void proxyccl_worker_handled(ProxycclWorker *worker);
 ProxycclThread *proxyccl_thread_create(const ProxycclIdlePolicy *idle);
 void proxyccl_thread_destroy(ProxycclThread *thread);
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
-ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
+ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 void proxyccl_thread_helped_by(ProxycclThread *thread, uintptr_t add_helper, uintptr_t remove_helper);
 int proxyccl_thread_help(ProxycclThread *thread, int waits);
 

@@ -24,7 +24,7 @@ ffi, lib = _engine.ffi, _engine.lib
 _LONGEST_US = 1e9
 
 OnExit = Callable[[int, "_engine.ProxycclExitInfoPointer"], None]
-"""Called in the thread with a ProxycclExit and a ProxycclExitInfo, which is good until it returns."""
+"""Called in the thread with a ProxycclOutcome and a ProxycclExitInfo, which is good until it returns."""
 
 
 @dataclass(frozen=True)

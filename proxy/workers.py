@@ -72,7 +72,7 @@ class Worker:
 
 
 OnEvent = Callable[[Worker, int, Any], None]
-"""Called in a worker's thread with a ProxycclExit and a ProxycclExitInfo, which is valid until it returns."""
+"""Called in a worker's thread with a ProxycclOutcome and a ProxycclExitInfo, which is valid until it returns."""
 
 
 def _begin(runtime: Runtime, unbound_threads: int) -> None:

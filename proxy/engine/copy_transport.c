@@ -64,7 +64,7 @@ static int copy_put_value(ProxycclConnection *base, const ProxycclMemory *dst, u
     store_value(dst->host + dst_offset, value, bytes);
     return 0;
   }
-  if (self->values_made - self->values_done == PROXYCCL_COPY_VALUES) return PROXYCCL_TRANSPORT_WAITS;
+  if (self->values_made - self->values_done == PROXYCCL_COPY_VALUES) return WAITS;
   const uint64_t place = self->values_made++ % PROXYCCL_COPY_VALUES;
   self->values[place] = value;
   self->issued = 1;

@@ -2,14 +2,14 @@
 #include "clock.h"
 #include "worker.h"
 
-static ProxycclExit refuse(ProxycclExitInfo *info, const char *reason) {
+static ProxycclOutcome refuse(ProxycclExitInfo *info, const char *reason) {
   return exit_with_error(info, PROXYCCL_ERROR_BAD_TRIGGER, 0, reason);
 }
 
 /* Refuses a transfer by the first check that it fails, the source's before the destination's. */
-static __attribute__((noinline)) ProxycclExit refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
-                                                              uint64_t src_offset, uint64_t bytes,
-                                                              ProxycclExitInfo *info) {
+static __attribute__((noinline)) ProxycclOutcome refuse_transfer(const ProxycclMemory *dst, const ProxycclMemory *src,
+                                                                 uint64_t src_offset, uint64_t bytes,
+                                                                 ProxycclExitInfo *info) {
   info->of_source = src->bytes == 0 || (dst->bytes != 0 && src_offset + bytes > src->bytes);
   if (src->bytes == 0) return refuse(info, "the source memory id is not registered");
   if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
@@ -22,9 +22,6 @@ static uint32_t value_bytes(ProxycclTrigger trigger) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_SRC_MEMORY_SHIFT, PROXYCCL_MEMORY_BITS);
   return id < PROXYCCL_MAX_MEMORIES ? 0 : 1u << (id - PROXYCCL_MAX_MEMORIES);
 }
-
-/* No exit: the trigger is left in its ring, as its transport has no room now. */
-#define HELD ((ProxycclExit) - 2)
 
 /* A route stays in registers only where nobody is given its address. */
 #define ALWAYS_INLINE inline __attribute__((always_inline))
@@ -89,8 +86,8 @@ static int copies_rdma_only(const ProxycclTransport *transport, const Route *rou
 }
 
 /* CONTINUE, or why the thread returns to Python. */
-static ALWAYS_INLINE ProxycclExit find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
-                                             ProxycclExitInfo *info) {
+static ALWAYS_INLINE ProxycclOutcome find_route(ProxycclService *service, ProxycclTrigger trigger, Route *route,
+                                                ProxycclExitInfo *info) {
   const uint32_t id = trigger_field(trigger.word1, PROXYCCL_CHANNEL_SHIFT, PROXYCCL_CHANNEL_BITS);
   route->op = trigger_field(trigger.word1, PROXYCCL_OP_SHIFT, PROXYCCL_OP_BITS);
   if (route->op & PROXYCCL_OP_DATA && value_bytes(trigger) == 0 && trigger.word0 >> PROXYCCL_GET_SHIFT & 1)
@@ -117,21 +114,20 @@ static void time_flush(ProxycclWorker *worker, const Channel *channel, uint64_t 
 }
 
 /* Puts the value that a trigger carries. Not inlined: values are seldom, and the loop has no registers to spare. */
-static __attribute__((noinline)) ProxycclExit put_value(ProxycclConnection *connection, const ProxycclMemory *dst,
-                                                        ProxycclTrigger trigger, ProxycclExitInfo *info) {
+static __attribute__((noinline)) ProxycclOutcome put_value(ProxycclConnection *connection, const ProxycclMemory *dst,
+                                                           ProxycclTrigger trigger, ProxycclExitInfo *info) {
   const uint64_t offset = trigger_field(trigger.word1, PROXYCCL_DST_OFFSET_SHIFT, PROXYCCL_OFFSET_BITS);
   const uint32_t bytes = value_bytes(trigger);
   if (dst->bytes == 0) return refuse(info, "the destination memory id is not registered");
   if (offset + bytes > dst->bytes) return refuse(info, "the value leaves the destination memory");
   const int status = connection->transport->put_value(connection, dst, offset, trigger.word0, bytes);
-  if (status == PROXYCCL_TRANSPORT_WAITS) return HELD;
+  if (status == WAITS) return WAITS;
   return status == 0 ? CONTINUE : exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "put of a value");
 }
 
-/* Acts on one trigger. CONTINUE, HELD, or why the thread returns to Python. A trigger is checked before anything moves.
- */
-static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
-                                          ProxycclTrigger trigger, ProxycclExitInfo *info) {
+/* Acts on one trigger, which is checked before anything moves. CONTINUE, WAITS, or why the thread returns to Python. */
+static ALWAYS_INLINE ProxycclOutcome execute(ProxycclWorker *worker, Route *route, uint64_t ticket,
+                                             ProxycclTrigger trigger, ProxycclExitInfo *info) {
   Channel *channel = route->channel;
   ProxycclConnection *connection = channel->connection;
   int status;
@@ -144,7 +140,7 @@ static ALWAYS_INLINE ProxycclExit execute(ProxycclWorker *worker, Route *route, 
     /* The fields have 32 bits, so no sum overflows. The ids of values are no memories, so their bytes are 0. */
     if (src->bytes == 0 || dst->bytes == 0 || src_offset + bytes > src->bytes || dst_offset + bytes > dst->bytes) {
       if (value_bytes(trigger) == 0) return refuse_transfer(dst, src, src_offset, bytes, info);
-      const ProxycclExit result = put_value(connection, dst, trigger, info);
+      const ProxycclOutcome result = put_value(connection, dst, trigger, info);
       if (result != CONTINUE) return result;
       route->bytes += value_bytes(trigger);
     } else {
@@ -188,14 +184,14 @@ static uint32_t room_of(const ProxycclConnection *connection) {
  * The compiler keeps the ring's copy in registers; through the pointer it would store and load the cursor for each
  * trigger. `info` is filled only at an exit, for the same reason. The function is compiled twice, so that a trigger
  * that is not traced costs no branch. */
-static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
-                                        uint32_t *progress, int *held, int traced) {
+static ALWAYS_INLINE ProxycclOutcome visit(ProxycclWorker *worker, Ring *shared, uint32_t limit, ProxycclExitInfo *info,
+                                           uint32_t *progress, int *held, int traced) {
   ProxycclTraceRecord *record = trace_next(&worker->trace, worker->stats);
   const uint32_t most = limit;
   Ring ring = *shared;
   Route route = {.names = ~0ull};
   ProxycclTrigger trigger;
-  ProxycclExit result = CONTINUE;
+  ProxycclOutcome result = CONTINUE;
   uint32_t taken = 0;
   while (taken < limit && ring_peek(&ring, &trigger)) {
     if (names_of(trigger) != route.names) {
@@ -212,7 +208,7 @@ static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, ui
     }
     if (traced) trace_trigger(record++, trigger);
     if (result == CONTINUE) result = execute(worker, &route, ring.next, trigger, info);
-    if (result == HELD) {
+    if (result == WAITS) {
       *held = 1;
       result = CONTINUE;
       break;
@@ -239,13 +235,13 @@ static ALWAYS_INLINE ProxycclExit visit(ProxycclWorker *worker, Ring *shared, ui
 
 /* Visits a ring in parts, each with as many triggers as share a reading of the clock. Not inlined: with both loops in
  * one function, the traced one finds no registers free. */
-static __attribute__((noinline)) ProxycclExit visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
-                                                           ProxycclExitInfo *info, uint32_t *progress, int *held) {
+static __attribute__((noinline)) ProxycclOutcome visit_traced(ProxycclWorker *worker, Ring *ring, uint64_t now,
+                                                              ProxycclExitInfo *info, uint32_t *progress, int *held) {
   const uint32_t before = *progress, number = (uint32_t)(ring - worker->rings);
   Trace *trace = &worker->trace;
   const uint64_t begin = trace->next;
   ProxycclTrigger trigger;
-  ProxycclExit result;
+  ProxycclOutcome result;
   if (!ring_peek(ring, &trigger)) return CONTINUE;
   trace_seen(trace, worker->stats, number, ring->next, now);
   for (;;) {
@@ -266,8 +262,8 @@ static __attribute__((noinline)) ProxycclExit visit_traced(ProxycclWorker *worke
   return result;
 }
 
-ProxycclExit proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info, uint32_t *progress,
-                                        int *held) {
+ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
+                                           uint32_t *progress, int *held) {
   const uint64_t now = trace_wanted(worker->stats);
   if (now != 0) return visit_traced(worker, ring, now, info, progress, held);
   return visit(worker, ring, POLL_INTERVAL, info, progress, held, 0);

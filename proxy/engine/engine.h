@@ -12,6 +12,7 @@
 #define PROXYCCL_ENGINE_H
 
 #include "observe.h"
+#include "outcome.h"
 #include "plan.h"
 #include "proxyccl/control.h"
 #include "proxyccl/trigger.h"
@@ -36,15 +37,6 @@ typedef struct ProxycclCounters {
 } __attribute__((aligned(128))) ProxycclCounters;
 
 enum { PROXYCCL_MAX_RINGS = 64 }; /* of one worker */
-
-/* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
-typedef enum ProxycclExit {
-  PROXYCCL_EXIT_STOPPED = 0,   /* the worker was stopped, and its rings are empty */
-  PROXYCCL_EXIT_HANDLER = 1,   /* `trigger` is for a Python handler: call it, then run the thread again */
-  PROXYCCL_EXIT_ERROR = 2,     /* ProxycclExitInfo says what failed */
-  PROXYCCL_EXIT_ABORTED = 3,   /* another rank or kernel set the abort word, or the worker was abandoned */
-  PROXYCCL_EXIT_NO_WORKERS = 4 /* the thread has no worker to run */
-} ProxycclExit;
 
 typedef struct ProxycclExitInfo {
   ProxycclWorker *worker;
@@ -120,7 +112,7 @@ void proxyccl_thread_destroy(ProxycclThread *thread);
 /* Adds a worker, also while the thread runs. No other thread may run it. */
 void proxyccl_thread_add_worker(ProxycclThread *thread, ProxycclWorker *worker);
 /* Runs its workers in turn until one of them exits or needs a handler. The caller must not hold the GIL. */
-ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
+ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info);
 /* Before it runs: others may help it. `add` and `remove` tell them that they may, and that they may not any more;
  * `remove` returns when nobody does. */
 void proxyccl_thread_take_help(ProxycclThread *thread, void (*add)(int (*help)(void *thread, int waits), void *thread),

@@ -48,10 +48,9 @@ static const char *fabric_refused(const void *given) {
 #include <rdma/fi_rma.h>
 
 enum {
-  COMPLETIONS = 16,   /* taken with one call */
-  RUNS = 4,           /* a window is asked for so many completions, so that it never empties to refill */
-  QUIET_NS = 1000000, /* a request that nothing follows has no completion for so long */
-  WAITS = -1          /* no status: there is no room now */
+  COMPLETIONS = 16,  /* taken with one call */
+  RUNS = 4,          /* a window is asked for so many completions, so that it never empties to refill */
+  QUIET_NS = 1000000 /* a request that nothing follows has no completion for so long */
 };
 
 typedef struct FabricConnection FabricConnection;

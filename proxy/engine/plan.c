@@ -160,8 +160,8 @@ static int has_room(const ProxycclConnection *connection) {
   return connection->transport->ready == NULL || connection->transport->ready(connection) > 0;
 }
 
-static ProxycclExit fail(ProxycclConnection *connection, uint32_t code, int status, const char *reason,
-                         ProxycclExitInfo *info) {
+static ProxycclOutcome fail(ProxycclConnection *connection, uint32_t code, int status, const char *reason,
+                            ProxycclExitInfo *info) {
   info->channel = PROXYCCL_MAX_CHANNELS;
   info->connection = connection;
   return exit_with_error(info, code, status, reason);
@@ -180,7 +180,7 @@ static const char *refusal(const ProxycclTransport *transport, const ProxycclMem
 }
 
 /* Not behind the copies of the connection's stream: nothing that is under way concerns the peer's plan. */
-static ProxycclExit issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
+static ProxycclOutcome issue_post(Step *step, Channel *channel, ProxycclExitInfo *info) {
   ProxycclConnection *connection = channel->connection;
   const uint64_t previous = channel->outbound, value = channel->outbound = next_post(previous, &step->post);
   int status = 0;
@@ -205,7 +205,7 @@ static Place destination(const Step *step) {
   return (Place){post >> OFFSET_BITS & (PROXYCCL_MEMORY_IDS - 1), send->dst_offset + (post & 0xffffffffu)};
 }
 
-static ProxycclExit issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
+static ProxycclOutcome issue_send(ProxycclService *service, Step *step, Channel *channel, ProxycclExitInfo *info) {
   const ProxycclPlanSend *send = &step->send;
   ProxycclConnection *connection = channel->connection;
   const ProxycclTransport *transport = connection->transport;
@@ -249,11 +249,11 @@ static void complete_receive(ProxycclService *service, Step *step) {
 }
 
 /* Takes a step as far as it can go now. Adds to *progress what it did. */
-static ProxycclExit take_step(ProxycclService *service, Step *step, uint32_t *progress, ProxycclExitInfo *info) {
+static ProxycclOutcome take_step(ProxycclService *service, Step *step, uint32_t *progress, ProxycclExitInfo *info) {
   Channel *channel = &service->channels[step->channel];
   const uint64_t *inbound = &service->semaphores[step->channel];
   const StepState before = step->state;
-  ProxycclExit result = CONTINUE;
+  ProxycclOutcome result = CONTINUE;
   if (channel->connection == NULL)
     return fail(NULL, PROXYCCL_ERROR_BAD_PLAN, 0, "a channel id of the plan is not in use", info);
   switch (step->kind) {
@@ -396,7 +396,7 @@ static void begin_part(ProxycclWorker *worker, Plan *plan) {
 }
 
 /* The plan that begins for this worker now, or NULL. Worker 0 takes it from the bell and tells the others. */
-static ProxycclExit find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitInfo *info) {
+static ProxycclOutcome find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitInfo *info) {
   ProxycclService *service = worker->service;
   *plan = NULL;
   if (worker->number != 0) {
@@ -423,7 +423,7 @@ static ProxycclExit find_plan(ProxycclWorker *worker, Plan **plan, ProxycclExitI
   return CONTINUE;
 }
 
-static ProxycclExit time_out(ProxycclWorker *worker, ProxycclExitInfo *info) {
+static ProxycclOutcome time_out(ProxycclWorker *worker, ProxycclExitInfo *info) {
   static const char *const reasons[] = {[PROXYCCL_WAIT_PLAN_POST] = "no post came",
                                         [PROXYCCL_WAIT_PLAN_DATA] = "no data came",
                                         [PROXYCCL_WAIT_PLAN_SEND] = "a send is not complete",
@@ -439,7 +439,7 @@ static ProxycclExit time_out(ProxycclWorker *worker, ProxycclExitInfo *info) {
 }
 
 /* What a turn without progress comes to. The clock is read now and then. */
-static ProxycclExit idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
+static ProxycclOutcome idle(ProxycclWorker *worker, ProxycclExitInfo *info) {
   PlanRun *run = &worker->run;
   if (++run->idle_polls % POLLS_PER_CLOCK != 0) return CONTINUE;
   const uint64_t now = now_ns();
@@ -461,9 +461,9 @@ static void end_part(ProxycclWorker *worker) {
   word_store(&worker->service->words->done, 1);
 }
 
-ProxycclExit proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
-                                      int *running) {
-  ProxycclExit result;
+ProxycclOutcome proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                         int *running) {
+  ProxycclOutcome result;
   uint32_t steps = 0;
   if (worker->run.plan == NULL) {
     Plan *plan;

@@ -42,8 +42,8 @@ static void show_progress(ProxycclWorker *worker, const ProxycclConnection *conn
              (uint64_t)connection->number << 32 | (outstanding & 0xffffffffu), *traced_ns);
 }
 
-ProxycclExit proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
-                                  int *outstanding) {
+ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                     int *outstanding) {
   const uint32_t connections = list_count(&worker->connection_count);
   uint64_t traced_ns = 0; /* time of the marks of this poll; 0: none yet */
   *outstanding = 0;

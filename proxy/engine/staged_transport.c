@@ -29,10 +29,7 @@
 #include "operations.h"
 #include "transports.h"
 
-enum {
-  MESSAGES = PROXYCCL_STAGED_MESSAGES,
-  WAITS = -1 /* no status: there is no room now */
-};
+enum { MESSAGES = PROXYCCL_STAGED_MESSAGES };
 
 /* The header of a message, which carries a piece of a put or of an answer, a signal behind it, both or neither; or it
  * is a request. */

@@ -31,7 +31,7 @@ struct ProxycclThread {
   void (*end_help)(void *);    /* NULL: nobody else may have the turn */
   int turn;                    /* pairing turn: 1 while somebody has it */
   int helped;                  /* HELPED_… since the thread looked last */
-  ProxycclExit found;          /* what a helper's round came to, for the thread to return, and … */
+  ProxycclOutcome found;       /* what a helper's round came to, for the thread to return, and … */
   ProxycclExitInfo found_info; /* … what it says of it */
 };
 
@@ -137,8 +137,8 @@ static void end_turns(ProxycclWorker *worker) {
 /* A worker's turn: steps of a plan, up to POLL_INTERVAL triggers of each ring, and a poll of its connections. CONTINUE,
  * or why the thread returns. Sets *progress if anything happened, *busy if triggers or steps were taken,
  * *any_outstanding if work is. */
-static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
-                              int *busy, int *any_outstanding) {
+static ProxycclOutcome take_turn(ProxycclThread *thread, ProxycclWorker *worker, ProxycclExitInfo *info, int *progress,
+                                 int *busy, int *any_outstanding) {
   const uint32_t rings = list_count(&worker->ring_count);
   const uint32_t drain = request_asked(&worker->drain), pause = request_asked(&worker->pause);
   const int stop = flags_load(&worker->stop);
@@ -158,16 +158,17 @@ static ProxycclExit take_turn(ProxycclThread *thread, ProxycclWorker *worker, Pr
   if (pause & 1) return CONTINUE;
   const int status = enter_context(thread, worker);
   if (status != 0) return exit_with_error(info, PROXYCCL_ERROR_TRANSPORT, status, "making the device current");
-  const ProxycclExit of_plan = proxyccl_worker_run_plan(worker, info, &done, &running);
+  const ProxycclOutcome of_plan = proxyccl_worker_run_plan(worker, info, &done, &running);
   if (of_plan != CONTINUE) return of_plan;
   for (uint32_t visited = 0; visited < rings; ++visited) {
-    const ProxycclExit result = proxyccl_worker_visit_ring(worker, &worker->rings[worker->current], info, &done, &held);
+    const ProxycclOutcome result =
+        proxyccl_worker_visit_ring(worker, &worker->rings[worker->current], info, &done, &held);
     if (result != CONTINUE) return result;
     worker->current = (worker->current + 1) % rings;
   }
 
   const int took = done != 0;
-  const ProxycclExit result = proxyccl_worker_poll(worker, info, &done, &outstanding);
+  const ProxycclOutcome result = proxyccl_worker_poll(worker, info, &done, &outstanding);
   if (result != CONTINUE) return result;
   *progress |= done != 0;
   *busy |= took;
@@ -185,10 +186,10 @@ typedef struct {
 } Round;
 
 /* A turn of each worker, by whoever has the thread's turn. CONTINUE, or why the thread returns. */
-static ProxycclExit run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
+static ProxycclOutcome run_round(ProxycclThread *thread, Round *round, ProxycclExitInfo *info) {
   do {
     ProxycclWorker *worker = *thread->at;
-    const ProxycclExit result = take_turn(thread, worker, info, &round->progress, &round->busy, &round->outstanding);
+    const ProxycclOutcome result = take_turn(thread, worker, info, &round->progress, &round->busy, &round->outstanding);
     if (result != CONTINUE) {
       info->worker = worker;
       if (result != PROXYCCL_EXIT_HANDLER) {
@@ -253,7 +254,7 @@ static uint64_t rest(ProxycclThread *thread, uint64_t idle_ns, int outstanding) 
   return slept;
 }
 
-ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
+ProxycclOutcome proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info) {
   /* A helper has run the workers, and since then the thread has found no triggers or steps itself. It leaves them to
    * helpers: where threads outnumber cores, one that wakes takes a core from those who have work. */
   int is_helped = 0;
@@ -265,14 +266,14 @@ ProxycclExit proxyccl_thread_run(ProxycclThread *thread, ProxycclExitInfo *info)
     const int helped = thread->helped;
     thread->helped = 0;
     if (thread->found != CONTINUE) {
-      const ProxycclExit found = thread->found;
+      const ProxycclOutcome found = thread->found;
       *info = thread->found_info;
       thread->found = CONTINUE;
       return found;
     }
     take_added(thread);
     if (thread->first == NULL) return PROXYCCL_EXIT_NO_WORKERS;
-    const ProxycclExit result = run_round(thread, &round, info);
+    const ProxycclOutcome result = run_round(thread, &round, info);
     if (result != CONTINUE) return result;
     is_helped = (is_helped || helped) && !round.busy;
     if (round.progress || helped & HELPED_ON) {

@@ -9,6 +9,7 @@
 
 #include <stdint.h>
 
+#include "outcome.h"
 #include "runtime_table.h"
 
 /* One memory id. A memory longer than a window has consecutive ids, one for each window. */
@@ -24,9 +25,6 @@ typedef struct ProxycclConnection ProxycclConnection;
 
 /* The sides of a transfer that a transport copies in this process: own memory, and the peer's. */
 enum { PROXYCCL_COPIES_OWN = 1, PROXYCCL_COPIES_PEER = 2 };
-
-/* No status: there is no room for a value now. The engine leaves the trigger in its ring. */
-enum { PROXYCCL_TRANSPORT_WAITS = -1 };
 
 typedef struct ProxycclTransport {
   const char *name;
@@ -46,7 +44,7 @@ typedef struct ProxycclTransport {
   int (*get)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, const ProxycclMemory *src,
              uint64_t src_offset, uint64_t bytes);
   /* Stores the low `bytes` bytes of a value, 1, 2, 4 or 8 of them: as a put, but nothing is read later. Or it returns
-   * PROXYCCL_TRANSPORT_WAITS, and has done nothing. */
+   * WAITS, and the engine leaves the trigger in its ring. */
   int (*put_value)(ProxycclConnection *self, const ProxycclMemory *dst, uint64_t dst_offset, uint64_t value,
                    uint32_t bytes);
   /* Stores `value` to the peer's semaphore word, which holds `previous`: some devices can only add. */

@@ -91,10 +91,7 @@ enum {
   POLL_INTERVAL = 256 /* most triggers of a ring between two polls of the connections, which call the driver */
 };
 
-/* No exit: the thread goes on. */
-#define CONTINUE ((ProxycclExit) - 1)
-
-static inline ProxycclExit exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
+static inline ProxycclOutcome exit_with_error(ProxycclExitInfo *info, uint32_t code, int status, const char *reason) {
   info->code = code;
   info->status = status;
   info->reason = reason;
@@ -103,18 +100,20 @@ static inline ProxycclExit exit_with_error(ProxycclExitInfo *info, uint32_t code
 
 /* Acts on up to POLL_INTERVAL triggers of a ring, and adds their number to *progress. If a trigger's connection has no
  * room, the trigger and all behind it stay in the ring, and *held is set. CONTINUE, or why the thread returns. */
-ProxycclExit proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info, uint32_t *progress,
-                                        int *held);
+ProxycclOutcome proxyccl_worker_visit_ring(ProxycclWorker *worker, Ring *ring, ProxycclExitInfo *info,
+                                           uint32_t *progress, int *held);
 
 /* Takes a plan as far as it can go now, after it has looked at the bell if none runs. Adds to *progress what it did,
  * and sets *running if a plan goes on. CONTINUE, or why the thread returns. */
-ProxycclExit proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *running);
+ProxycclOutcome proxyccl_worker_run_plan(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                         int *running);
 
 /* Shows observers what the plan that runs, if any, waits for: for each connection whether it is a part of that. */
 void proxyccl_worker_show_plan_waits(ProxycclWorker *worker);
 
 /* Polls every connection, or one in turn while a plan runs, and shows observers how far each has come. Adds completions
  * to *progress; *outstanding says whether work is outstanding. CONTINUE, or why the thread returns. */
-ProxycclExit proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress, int *outstanding);
+ProxycclOutcome proxyccl_worker_poll(ProxycclWorker *worker, ProxycclExitInfo *info, uint32_t *progress,
+                                     int *outstanding);
 
 #endif

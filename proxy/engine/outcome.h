@@ -1,0 +1,16 @@
+/* What an attempt in the engine comes to. */
+#ifndef PROXYCCL_OUTCOME_H
+#define PROXYCCL_OUTCOME_H
+
+typedef enum ProxycclOutcome {
+  WAITS = -1,   /* nothing is done, as there is no room now: the next poll may make some */
+  CONTINUE = 0, /* it is done, and the thread goes on */
+  /* Why proxyccl_thread_run returned. The worker does not run again, except after PROXYCCL_EXIT_HANDLER. */
+  PROXYCCL_EXIT_STOPPED = 1,   /* the worker was stopped, and its rings are empty */
+  PROXYCCL_EXIT_HANDLER = 2,   /* `trigger` is for a Python handler: call it, then run the thread again */
+  PROXYCCL_EXIT_ERROR = 3,     /* ProxycclExitInfo says what failed */
+  PROXYCCL_EXIT_ABORTED = 4,   /* another rank or kernel set the abort word, or the worker was abandoned */
+  PROXYCCL_EXIT_NO_WORKERS = 5 /* the thread has no worker to run */
+} ProxycclOutcome;
+
+#endif
