@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from proxyccl.channels.segment.calls import CALL_FIELDS
 from proxyccl.device._native import lib
@@ -81,96 +81,180 @@ class ErrorRecord(Message, frozen=True):
 
 def exception_from(record: ErrorRecord, own_rank: int, cause: str = "") -> CommunicatorError:
     """The exception for an error record, as this rank sees it. `cause` is what only the rank that failed knows."""
-    details: dict[str, Any] = {"rank": record.rank, "peer": record.peer, "channel": record.channel}
-    who = "this rank" if record.rank == own_rank else f"rank {record.rank}"
-    peer = f" from rank {record.peer}" if record.peer is not None else ""
-    on = f" on channel {record.channel}" if record.channel is not None else ""
-    code = record.code
-    if code == lib.PROXYCCL_ERROR_TIMEOUT:
-        if record.wait == lib.PROXYCCL_WAIT_NONE:
-            message = f"{who} waited too long in the bootstrap{peer and f' for a call{peer}'}"
-            return WaitTimeoutError(message, operation="bootstrap", **details)
-        if record.wait in PLAN_WAITS:
-            what = PLAN_WAITS[record.wait].format(peer=record.peer, plan=record.expected)
-            return WaitTimeoutError(f"the proxy of {who} waited too long for {what}", operation="plan", **details)
-        what = WAITS.get(record.wait, "its peers")
-        if record.wait == lib.PROXYCCL_WAIT_EXECUTION:
-            what, on = _execution_place(record.channel or 0), ""
-            details["channel"] = None
-        message = f"{who} waited too long for {what}{peer}{on}: expected {record.expected}, saw {record.seen}"
-        return WaitTimeoutError(message, operation=f"wait for {what}", **details)
-    if code == lib.PROXYCCL_ERROR_PEER_LOST:
-        return PeerLostError(f"the process of rank {record.peer} ended (seen by {who})", operation="watch", **details)
-    if code == lib.PROXYCCL_ERROR_PROXY_LOST:
-        message = f"the node daemon of {who} is lost"
-        if record.channel is not None:
-            message = f"a handler{on} holds up the proxy of {who}"
-        elif record.status:
-            message = f"the proxy of {who} hangs"
-        return ProxyLostError(_join(message, cause), operation="watch", **details)
-    operation = operation_name(Operation(record.operation & 15))
-    if code == lib.PROXYCCL_ERROR_TRANSPORT:
-        operation = operation if record.operation else "a transfer"  # the completion that failed may be of several
-        direction = "from" if record.operation & Operation.GET else "to"
-        to = f" {direction} rank {record.peer}" if record.peer is not None else ""
-        message = f"{who}'s proxy: {operation}{to}{on} failed with status {record.status}"
-        cause = cause or text_of_status(record.status)
-        return TransportError(_join(message, cause), operation=operation, offset=record.offset, **details)
-    if code == lib.PROXYCCL_ERROR_BAD_TRIGGER:
-        extent = f" of {record.size} bytes at offset {record.offset}" if record.operation & Operation.DATA else ""
-        message = f"{who} pushed a trigger that was refused: {operation}{extent}{on}"
-        return TriggerError(_join(message, cause), operation=operation, offset=record.offset, **details)
-    if code == lib.PROXYCCL_ERROR_BAD_PLAN:
-        message = f"the proxy of {who} refused plan {record.expected}{peer and f' with rank {record.peer}'}"
-        return TriggerError(_join(message, cause), operation="plan", **details)
-    if code == lib.PROXYCCL_ERROR_OUT_OF_RANGE:
-        call = SM_CALLS.get(record.operation, "a call")
-        message = (
-            f"{who} called {call} on its SmChannel to rank {record.peer}: {record.size} bytes at offset "
-            f"{record.offset} leave {SM_MEMORIES.get(record.wait, 'the memory')} of {record.seen} bytes"
-        )
-        return TriggerError(message, operation=call, offset=record.offset, **details)
-    if code == lib.PROXYCCL_ERROR_SHARED_WAIT:
-        message = (
-            f"two threads of {who} waited at once for {WAITS.get(record.wait, 'a signal')}{peer}{on}; one thread calls "
-            "wait(), and the others of its block go on behind __syncthreads()"
-        )
-        return TriggerError(message, operation="wait", **details)
-    if code == lib.PROXYCCL_ERROR_SIGNAL_VALUE:
-        message = (
-            f"{who} signalled rank {record.peer} with the value {record.seen}; expected one above the count of "
-            f"signals, {record.expected}"
-        )
-        return TriggerError(message, operation="signal", **details)
-    if code == lib.PROXYCCL_ERROR_INVALID_FLAG:
-        return TriggerError(
-            f"a kernel of {who} used packet flag 0, which fresh memory holds", operation="packet", **details
-        )
-    if code == lib.PROXYCCL_ERROR_HANDLER:
-        return HandlerError(_join(f"a handler on {who} raised{on}", cause), operation="handler", **details)
-    if code == lib.PROXYCCL_ERROR_TRANSFER_SIZE:
-        message = f"{who} receives {record.expected} bytes{peer}, which sends {record.seen}"
-        return MismatchError(message, argument="size", rank=record.rank, peer=record.peer)
-    if code == lib.PROXYCCL_ERROR_MISMATCH:
-        argument = CALL_FIELDS[record.wait]
-        what = "make different calls" if argument == DIFFERENT_CALL else f"call a collective with different {argument}"
-        message = f"{argument}: {who} and rank {record.peer} {what}"
-        return MismatchError(_join(message, cause), argument=argument, rank=record.rank, peer=record.peer)
-    if code == lib.PROXYCCL_ERROR_PARENT:
-        message = f"the communicator that this one was split from has ended (seen by {who})"
-        return AbortedError(message, operation="abort", **details)
-    if code == lib.PROXYCCL_ERROR_CONTEXT_LOST:
-        what = LOST_CONTEXT.get(record.status, "the driver failed")
-        message = f"{who} lost its context on the GPU: {what} (status {record.status})"
-        return ContextLostError(_join(message, cause), operation="context", **details)
-    return AbortedError(_join(f"{who} ended the communicator", cause), operation="abort", **details)
+    return _EXCEPTIONS.get(record.code, _ended)(_Account(record, own_rank, cause))
+
+
+class _Account:
+    """An error record in words.
+
+    Attributes:
+        record: the record.
+        cause: as for `exception_from`; empty if it is not known.
+        who: the rank that found the failure.
+        peer: the rank that it concerns, as the end of a phrase; empty if none is.
+        on: its channel, likewise.
+    """
+
+    def __init__(self, record: ErrorRecord, own_rank: int, cause: str) -> None:
+        self.record, self.cause = record, cause
+        self.who = "this rank" if record.rank == own_rank else f"rank {record.rank}"
+        self.peer = f" from rank {record.peer}" if record.peer is not None else ""
+        self.on = f" on channel {record.channel}" if record.channel is not None else ""
+
+    def with_cause(self, message: str, otherwise: str = "") -> str:
+        cause = self.cause or otherwise
+        return f"{message}: {cause}" if cause else message
+
+    def error(
+        self, kind: type[CommunicatorError], operation: str, message: str, **details: int | None
+    ) -> CommunicatorError:
+        known = {"rank": self.record.rank, "peer": self.record.peer, "channel": self.record.channel}
+        return kind(message, operation=operation, **(known | details))
+
+    def mismatch(self, argument: str, message: str) -> MismatchError:
+        return MismatchError(message, argument=argument, rank=self.record.rank, peer=self.record.peer)
+
+
+def _timed_out(of: _Account) -> CommunicatorError:
+    record = of.record
+    if record.wait == lib.PROXYCCL_WAIT_NONE:
+        message = f"{of.who} waited too long in the bootstrap{of.peer and f' for a call{of.peer}'}"
+        return of.error(WaitTimeoutError, "bootstrap", message)
+    if record.wait in PLAN_WAITS:
+        what = PLAN_WAITS[record.wait].format(peer=record.peer, plan=record.expected)
+        return of.error(WaitTimeoutError, "plan", f"the proxy of {of.who} waited too long for {what}")
+    what, on, details = WAITS.get(record.wait, "its peers"), of.on, {}
+    if record.wait == lib.PROXYCCL_WAIT_EXECUTION:
+        what, on, details = _execution_place(record.channel or 0), "", {"channel": None}
+    message = f"{of.who} waited too long for {what}{of.peer}{on}: expected {record.expected}, saw {record.seen}"
+    return of.error(WaitTimeoutError, f"wait for {what}", message, **details)
+
+
+def _peer_lost(of: _Account) -> CommunicatorError:
+    return of.error(PeerLostError, "watch", f"the process of rank {of.record.peer} ended (seen by {of.who})")
+
+
+def _proxy_lost(of: _Account) -> CommunicatorError:
+    message = f"the node daemon of {of.who} is lost"
+    if of.on:
+        message = f"a handler{of.on} holds up the proxy of {of.who}"
+    elif of.record.status:
+        message = f"the proxy of {of.who} hangs"
+    return of.error(ProxyLostError, "watch", of.with_cause(message))
+
+
+def _transfer_failed(of: _Account) -> CommunicatorError:
+    record = of.record
+    # The completion that failed may be of several operations.
+    operation = _operation(record) if record.operation else "a transfer"
+    direction = "from" if record.operation & Operation.GET else "to"
+    to = f" {direction} rank {record.peer}" if record.peer is not None else ""
+    message = f"{of.who}'s proxy: {operation}{to}{of.on} failed with status {record.status}"
+    message = of.with_cause(message, text_of_status(record.status))
+    return of.error(TransportError, operation, message, offset=record.offset)
+
+
+def _bad_trigger(of: _Account) -> CommunicatorError:
+    record, operation = of.record, _operation(of.record)
+    extent = f" of {record.size} bytes at offset {record.offset}" if record.operation & Operation.DATA else ""
+    message = f"{of.who} pushed a trigger that was refused: {operation}{extent}{of.on}"
+    return of.error(TriggerError, operation, of.with_cause(message), offset=record.offset)
+
+
+def _bad_plan(of: _Account) -> CommunicatorError:
+    message = f"the proxy of {of.who} refused plan {of.record.expected}{of.peer and f' with rank {of.record.peer}'}"
+    return of.error(TriggerError, "plan", of.with_cause(message))
+
+
+def _out_of_range(of: _Account) -> CommunicatorError:
+    record = of.record
+    call = SM_CALLS.get(record.operation, "a call")
+    message = (
+        f"{of.who} called {call} on its SmChannel to rank {record.peer}: {record.size} bytes at offset "
+        f"{record.offset} leave {SM_MEMORIES.get(record.wait, 'the memory')} of {record.seen} bytes"
+    )
+    return of.error(TriggerError, call, message, offset=record.offset)
+
+
+def _shared_wait(of: _Account) -> CommunicatorError:
+    what = WAITS.get(of.record.wait, "a signal")
+    message = (
+        f"two threads of {of.who} waited at once for {what}{of.peer}{of.on}; one thread calls wait(), and the others "
+        "of its block go on behind __syncthreads()"
+    )
+    return of.error(TriggerError, "wait", message)
+
+
+def _signal_value(of: _Account) -> CommunicatorError:
+    record = of.record
+    message = (
+        f"{of.who} signalled rank {record.peer} with the value {record.seen}; expected one above the count of "
+        f"signals, {record.expected}"
+    )
+    return of.error(TriggerError, "signal", message)
+
+
+def _invalid_flag(of: _Account) -> CommunicatorError:
+    return of.error(TriggerError, "packet", f"a kernel of {of.who} used packet flag 0, which fresh memory holds")
+
+
+def _handler_raised(of: _Account) -> CommunicatorError:
+    return of.error(HandlerError, "handler", of.with_cause(f"a handler on {of.who} raised{of.on}"))
+
+
+def _transfer_size(of: _Account) -> CommunicatorError:
+    record = of.record
+    return of.mismatch("size", f"{of.who} receives {record.expected} bytes{of.peer}, which sends {record.seen}")
+
+
+def _mismatch(of: _Account) -> CommunicatorError:
+    argument = CALL_FIELDS[of.record.wait]
+    what = "make different calls" if argument == DIFFERENT_CALL else f"call a collective with different {argument}"
+    return of.mismatch(argument, of.with_cause(f"{argument}: {of.who} and rank {of.record.peer} {what}"))
+
+
+def _parent_ended(of: _Account) -> CommunicatorError:
+    message = f"the communicator that this one was split from has ended (seen by {of.who})"
+    return of.error(AbortedError, "abort", message)
+
+
+def _context_lost(of: _Account) -> CommunicatorError:
+    status = of.record.status
+    what = LOST_CONTEXT.get(status, "the driver failed")
+    message = f"{of.who} lost its context on the GPU: {what} (status {status})"
+    return of.error(ContextLostError, "context", of.with_cause(message))
+
+
+def _ended(of: _Account) -> CommunicatorError:
+    return of.error(AbortedError, "abort", of.with_cause(f"{of.who} ended the communicator"))
+
+
+_EXCEPTIONS: dict[int, Callable[[_Account], CommunicatorError]] = {
+    lib.PROXYCCL_ERROR_TIMEOUT: _timed_out,
+    lib.PROXYCCL_ERROR_PEER_LOST: _peer_lost,
+    lib.PROXYCCL_ERROR_PROXY_LOST: _proxy_lost,
+    lib.PROXYCCL_ERROR_TRANSPORT: _transfer_failed,
+    lib.PROXYCCL_ERROR_BAD_TRIGGER: _bad_trigger,
+    lib.PROXYCCL_ERROR_BAD_PLAN: _bad_plan,
+    lib.PROXYCCL_ERROR_OUT_OF_RANGE: _out_of_range,
+    lib.PROXYCCL_ERROR_SHARED_WAIT: _shared_wait,
+    lib.PROXYCCL_ERROR_SIGNAL_VALUE: _signal_value,
+    lib.PROXYCCL_ERROR_INVALID_FLAG: _invalid_flag,
+    lib.PROXYCCL_ERROR_HANDLER: _handler_raised,
+    lib.PROXYCCL_ERROR_TRANSFER_SIZE: _transfer_size,
+    lib.PROXYCCL_ERROR_MISMATCH: _mismatch,
+    lib.PROXYCCL_ERROR_PARENT: _parent_ended,
+    lib.PROXYCCL_ERROR_CONTEXT_LOST: _context_lost,
+}
+"""The exception of each ProxycclErrorCode; any other means that a rank ended the communicator."""
+
+
+def _operation(record: ErrorRecord) -> str:
+    """The operation of a trigger."""
+    return operation_name(Operation(record.operation & 15))
 
 
 def _execution_place(place: int) -> str:
     """An operation of an execution plan, from the place that a step has (execution.h)."""
     bits = lib.PROXYCCL_PLACE_OPERATION_BITS
     return f"operation {place & (1 << bits) - 1} of threadblock {place >> bits} of its execution plan"
-
-
-def _join(message: str, cause: str) -> str:
-    return f"{message}: {cause}" if cause else message
