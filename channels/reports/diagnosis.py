@@ -103,7 +103,7 @@ def diagnose(reports: Iterable[Report], of_daemons: Sequence[DaemonReport] = ())
         joined[report.communicator][report.rank] = report
         groups.append(joined)
     groups.sort(key=lambda group: max(report.written for report in _all(group)), reverse=True)
-    return [_Group(group, of_daemons).diagnosis() for group in groups]
+    return [_WaitGraph(group, of_daemons).diagnosis() for group in groups]
 
 
 def _all(group: dict[str, dict[int, Report]]) -> list[Report]:
@@ -125,7 +125,7 @@ class _Edge:
     text: str
 
 
-class _Group:
+class _WaitGraph:
     def __init__(self, reports: dict[str, dict[int, Report]], of_daemons: Sequence[DaemonReport]) -> None:
         self._reports = reports
         newest = max(datetime.fromisoformat(report.written) for report in _all(reports))
