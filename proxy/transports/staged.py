@@ -7,27 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from proxyccl.proxy import _engine
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.staging import StagedOptions, StagingArea
-from proxyccl.proxy.transports import staged_connection, verbs
-from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
-from proxyccl.proxy.transports.staged_connection import StagedEndpoint, connect_staged
-from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.staging import StagingArea
+from proxyccl.proxy.transports import verbs
+from proxyccl.proxy.transports.staged_connection import STATUSES, StagedEndpoint, staged_over
 from proxyccl.proxy.verbs.context import VerbsContext
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
-
-ffi = _engine.ffi
-
-
-def _connect(engine: EngineRuntime, options: StagedOptions) -> EngineConnection:
-    wire = ffi.new("ProxycclVerbsOptions *")
-    verbs.fill_verbs_options(wire, options.wire)
-    return connect_staged(engine, TRANSPORT.name, options, wire, verbs.NEEDS)
-
-
-def _status_text(status: int) -> str:
-    return staged_connection.status_text(status, verbs.TRANSPORT.status_text)
 
 
 class _Wire:
@@ -54,28 +39,11 @@ def _make_endpoint(device: VerbsContext) -> StagedEndpoint:
     return StagedEndpoint(device, area, (made.lkey, made.rkey, made.address), lambda: _Wire(device))
 
 
-def _unsupported_reason(device: VerbsContext) -> str:
-    return ""  # what is registered is the host's
-
-
-def _expose(device: VerbsContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
-    return staged_connection.expose(TRANSPORT.name, device, ptr, nbytes)
-
-
-TRANSPORT = Transport(
-    name="staged",
-    connect=_connect,
-    status_text=_status_text,
-    statuses=staged_connection.STATUSES,
-    rdma=RdmaFunctions(
-        missing=verbs.missing_for_verbs,
-        open=verbs.open_verbs,
-        unsupported_reason=_unsupported_reason,
-        make_endpoint=_make_endpoint,
-        expose=_expose,
-        withdraw=staged_connection.withdraw,
-        registers_source=False,
-        refusal="rank {rank}'s memory can't be staged: {reason}",
-        withdraws_at_once=True,
-    ),
+TRANSPORT = staged_over(
+    verbs.TRANSPORT,
+    "staged",
+    native_options=verbs.native_options,
+    needs=verbs.NEEDS,
+    make_endpoint=_make_endpoint,
+    statuses=STATUSES,
 )

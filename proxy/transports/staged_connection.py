@@ -1,4 +1,4 @@
-"""What the transports by pinned memory share, whatever their wire: connections, endpoints, targets and statuses.
+"""Transports by pinned memory, whatever their wire: connections, endpoints, targets and statuses.
 
 See engine/staged_transport.h.
 """
@@ -6,6 +6,7 @@ See engine/staged_transport.h.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from proxyccl.proxy.transports.engine_connection import (
     fill,
     require_accepted,
 )
+from proxyccl.proxy.transports.transport import Transport
 
 ffi, lib = _engine.ffi, _engine.lib
 
@@ -39,21 +41,7 @@ _REFUSALS = {
 """Why the engine refused a peer's message, by ProxycclStagedRefusal."""
 
 
-def connect_staged(
-    engine: EngineRuntime, transport: str, options: StagedOptions, wire: Any, needs: str
-) -> EngineConnection:
-    """Makes a connection.
-
-    Args:
-        engine: the runtime whose copies it issues.
-        transport: name of the staged transport.
-        options: its options.
-        wire: the wire's own, as the struct of C.
-        needs: what a build of the engine needs for the wire.
-
-    Raises:
-        ArgumentError: an option is out of range; the error names it.
-    """
+def _connect(engine: EngineRuntime, transport: str, options: StagedOptions, wire: Any, needs: str) -> EngineConnection:
     native_options = ffi.new("ProxycclStagedOptions *")
     native_options.wire = wire
     fill(
@@ -75,10 +63,7 @@ def connect_staged(
     return EngineConnection(pointer, (out_stream, in_stream, out_event, in_event))
 
 
-def status_text(status: int, of_wire: Callable[[int], str]) -> str:
-    """A status in words, which is one of `STATUSES` or the wire's."""
-    if status not in STATUSES:
-        return of_wire(status)
+def _status_text(status: int) -> str:
     if status >= lib.PROXYCCL_STAGED_REFUSED:
         return f"refused: {_REFUSALS[status - lib.PROXYCCL_STAGED_REFUSED]}"
     if status >= lib.PROXYCCL_STAGED_COPY_IN:
@@ -176,11 +161,51 @@ class StagedEndpoint:
             steps.callback(self._wire.close)
 
 
-def expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> RdmaMemory:
-    """Offers memory to peers' staged puts."""
+def _expose(transport: str, device: StagedDevice, ptr: int, nbytes: int) -> RdmaMemory:
     return RdmaMemory(transport, ptr, device.write_targets.add(ptr, nbytes), 0, True, None)
 
 
-def withdraw(device: StagedDevice, memory: RdmaMemory) -> None:
-    """Ends `expose`: later puts are refused."""
+def _withdraw(device: StagedDevice, memory: RdmaMemory) -> None:
     device.write_targets.remove(memory.key)
+
+
+def staged_over(
+    wire: Transport,
+    name: str,
+    *,
+    native_options: Callable[[Any], Any],
+    needs: str,
+    make_endpoint: Callable[[Any], StagedEndpoint],
+    statuses: range = range(0),
+    error_text: Callable[[Any], str] | None = None,
+) -> Transport:
+    """The transport by pinned memory over a wire, on the wire's device.
+
+    Args:
+        wire: the transport of the wire.
+        name: of the transport by pinned memory.
+        native_options: makes the struct of C from the wire's options. Raises ArgumentError for a value that does not
+            fit, by the field's name.
+        needs: what a build of the engine needs for the wire.
+        make_endpoint: makes an endpoint on the device.
+        statuses: as in `Transport`.
+        error_text: likewise; None for the wire's.
+    """
+    assert wire.rdma is not None  # a wire leads to another host
+    return Transport(
+        name,
+        connect=lambda engine, options: _connect(engine, name, options, native_options(options.wire), needs),
+        status_text=lambda status: _status_text(status) if status in STATUSES else wire.status_text(status),
+        statuses=statuses,
+        error_text=error_text or wire.error_text,
+        rdma=dataclasses.replace(
+            wire.rdma,
+            unsupported_reason=lambda device: "",  # the memory that is registered is the host's
+            make_endpoint=make_endpoint,
+            expose=lambda device, ptr, nbytes, handle: _expose(name, device, ptr, nbytes),
+            withdraw=_withdraw,
+            registers_source=False,
+            refusal="rank {rank}'s memory can't be staged: {reason}",
+            withdraws_at_once=True,
+        ),
+    )

@@ -13,22 +13,12 @@ from proxyccl.proxy import _engine
 from proxyccl.proxy.fabric import library
 from proxyccl.proxy.fabric.context import FabricContext
 from proxyccl.proxy.fabric.endpoint import FabricConnectionOptions
-from proxyccl.proxy.interface import RdmaEndpointInfo, RdmaMemory
-from proxyccl.proxy.staging import StagedOptions, StagingArea
-from proxyccl.proxy.transports import fabric, staged_connection
-from proxyccl.proxy.transports.engine_connection import EngineConnection, EngineRuntime
-from proxyccl.proxy.transports.staged_connection import StagedEndpoint, connect_staged
-from proxyccl.proxy.transports.transport import RdmaFunctions, Transport
+from proxyccl.proxy.interface import RdmaEndpointInfo
+from proxyccl.proxy.staging import StagingArea
+from proxyccl.proxy.transports import fabric
+from proxyccl.proxy.transports.staged_connection import StagedEndpoint, staged_over
 
 ffi, lib = _engine.ffi, _engine.lib
-
-
-def _connect(engine: EngineRuntime, options: StagedOptions) -> EngineConnection:
-    return connect_staged(engine, TRANSPORT.name, options, fabric.native_options(options.wire), library.NEEDS)
-
-
-def _status_text(status: int) -> str:
-    return staged_connection.status_text(status, fabric.TRANSPORT.status_text)
 
 
 def _error_text(connection: Any) -> str:
@@ -62,30 +52,11 @@ def _make_endpoint(device: FabricContext) -> StagedEndpoint:
     return StagedEndpoint(device, area, (made.local_key, made.key, made.address), lambda: _Wire(device))
 
 
-def _unsupported_reason(device: FabricContext) -> str:
-    return ""  # what is registered is the host's
-
-
-def _expose(device: FabricContext, ptr: int, nbytes: int, handle: bytes) -> RdmaMemory:
-    return staged_connection.expose(TRANSPORT.name, device, ptr, nbytes)
-
-
-TRANSPORT = Transport(
-    name="staged_fabric",
-    connect=_connect,
-    status_text=_status_text,
-    statuses=range(0),
+TRANSPORT = staged_over(
+    fabric.TRANSPORT,
+    "staged_fabric",
+    native_options=fabric.native_options,
+    needs=library.NEEDS,
+    make_endpoint=_make_endpoint,
     error_text=_error_text,
-    rdma=RdmaFunctions(
-        missing=library.missing,
-        open=fabric.open_fabric,
-        unsupported_reason=_unsupported_reason,
-        make_endpoint=_make_endpoint,
-        expose=_expose,
-        withdraw=staged_connection.withdraw,
-        registers_source=False,
-        refusal="rank {rank}'s memory can't be staged: {reason}",
-        withdraws_at_once=True,
-        rehearses=False,
-    ),
 )

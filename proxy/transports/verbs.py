@@ -55,14 +55,16 @@ _COMPLETIONS = (
 """By ibv_wc_status of infiniband/verbs.h: its name, and what it means."""
 
 
-def fill_verbs_options(native_options: Any, options: VerbsOptions) -> None:
-    """Fills a ProxycclVerbsOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
-    native_options.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
+def native_options(options: VerbsOptions) -> Any:
+    """A ProxycclVerbsOptions. Raises ArgumentError for a value that does not fit, by the field's name."""
+    native = ffi.new("ProxycclVerbsOptions *")
+    native.signal = lib.PROXYCCL_VERBS_FETCH_ADD if options.fetch_add else lib.PROXYCCL_VERBS_WRITE
     fill(
-        native_options,
+        native,
         options,
         ("qp", "send_depth", "cq_depth", "max_message", "signal_rkey", "reads", "scratch", "scratch_lkey"),
     )
+    return native
 
 
 NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora: dnf install rdma-core-devel)"
@@ -70,10 +72,9 @@ NEEDS = "libibverbs' headers (Debian, Ubuntu: apt install libibverbs-dev; Fedora
 
 
 def _connect(engine: EngineRuntime, options: VerbsOptions) -> EngineConnection:
-    native_options = ffi.new("ProxycclVerbsOptions *")
-    fill_verbs_options(native_options, options)
-    require_accepted(TRANSPORT.name, native_options, options)
-    return EngineConnection(create(engine, TRANSPORT.name, native_options, needs=NEEDS))
+    native = native_options(options)
+    require_accepted(TRANSPORT.name, native, options)
+    return EngineConnection(create(engine, TRANSPORT.name, native, needs=NEEDS))
 
 
 def _status_text(status: int) -> str:
