@@ -12,7 +12,7 @@ WORKERS_PYTEST = PROXYCCL_CACHE=$(CURDIR)/build/test-cache $(BIN)/pytest --numpr
 marked = -m $(1) $(shell grep -rlw --include='test_*.py' 'mark\.$(1)' tests)
 GPU_RUNTIME ?= cuda
 RUN = $(BIN)/mpiexec -n $(RANKS) $(BIN)/python -m mpi4py
-C_SOURCES = $(shell find device proxy channels tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
+C_SOURCES = $(shell find device proxy channels tools benchmarks tests -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp')
 SOURCES := $(shell find device proxy channels faces tools src -name '*.py' -o -name '*.c' -o -name '*.cpp' -o -name '*.h' -o -name '*.hpp') setup.py pyproject.toml
 
 # Libraries that forward HIP's calls to something that is here (tests/support/hip), in a directory for ROCM_PATH.
@@ -29,7 +29,7 @@ RDMA_PYTEST := -p no:hypothesispytest -p no:cacheprovider  # what an emulated CP
 # Tests start a thousand processes: they shall not compile every module again, where that is turned off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
+.PHONY: demo test test-all test-host test-daemon test-hip test-models test-faults test-rdma test-hip-on-cuda test-torch test-triton test-numba rocm-on-host rocm-on-cuda fake-verbs fake-fabric bare-writes test-gpu gpu-report coverage bench bench-gpu bench-rdma bench-fabric bench-page stubs lint docs docs-test wheel clean
 
 demo: $(VENV)/.built
 	@$(BIN)/python examples/demo.py
@@ -176,7 +176,7 @@ gpu-report: test-gpu
 	$(MAKE) bench-gpu
 
 # RDMA in the machine with Soft-RoCE, which keeps no files: the results come out behind the tables.
-bench-rdma: $(VENV)/.installed
+bench-rdma: $(VENV)/.installed bare-writes
 	$(BIN)/python $(SOFT_ROCE)/machine.py --timeout 600 -- sh -c "$(BIN)/python benchmarks/rdma_writes.py \
 	  --json /tmp/rdma_writes.json && cat /tmp/rdma_writes.json" > build/rdma_writes.txt
 	sed '/^{$$/,/^}$$/d' build/rdma_writes.txt
@@ -184,7 +184,7 @@ bench-rdma: $(VENV)/.installed
 
 # Writes through libfabric, beside iperf3 and fi_pingpong, which are fetched where they can be; and all_reduce between two
 # hosts of two ranks, which are network namespaces of this machine, beside MPI and gloo.
-bench-fabric: $(VENV)/.installed .venv-torch/.installed
+bench-fabric: $(VENV)/.installed .venv-torch/.installed bare-writes
 	$(BIN)/python tests/support/fetch_network_peers.py build/network-peers || test $$? = 2
 	$(BIN)/python tests/support/run_on_hosts.py -- $(BIN)/python \
 	  benchmarks/fabric_writes.py --provider tcp --interface lo --peers build/network-peers --json $(RESULTS)/fabric_writes.json
@@ -198,7 +198,7 @@ bench-page: $(VENV)/.installed
 
 # The type stubs of the C extensions, after a change of what their build scripts declare.
 stubs: $(VENV)/.locked
-	$(BIN)/python device/build_stubs.py device/build_native.py $(wildcard proxy/build_*.py)
+	$(BIN)/python device/build_stubs.py device/build_native.py $(wildcard proxy/build_*.py tools/build_*.py)
 
 # A wheel for other machines too (manylinux, by auditwheel), and the sdist that it is built from. So no earlier build gets
 # in. LDSHARED: Python's own may name directories of this machine. auditwheel looks for patchelf in PATH.
@@ -265,6 +265,13 @@ fake-fabric: $(FAKE_FABRIC)/libfake_endpoint.so $(FAKE_FABRIC)/libfake_library.s
 $(FAKE_FABRIC)/libfake_endpoint.so: tests/support/fabric/fake_endpoint.h
 $(FAKE_FABRIC)/libfake_%.so: tests/support/fabric/fake_%.c
 	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -pthread -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -ldl -o $@
+
+# The loops that benchmarks compare proxied writes with. No part of the package.
+BARE_WRITES := build/bare-writes/libbare_writes.so
+bare-writes: $(BARE_WRITES)
+$(BARE_WRITES): $(wildcard benchmarks/bare_writes/*.c benchmarks/bare_writes/*.h) proxy/engine/clock.h proxy/engine/verbs_transport.h
+	mkdir -p $(@D) && $(CC) -std=gnu11 -O2 -Wall -Wextra -fPIC -shared -Iproxy/engine -Idevice/include \
+	  -Ibuild/rdma-headers/usr/include -Ibuild/fabric-headers/usr/include $(filter %.c,$^) -o $@
 
 # What the library, the examples and the build need; for GPUs only where there is one.
 GPU_LOCK := $(if $(wildcard /dev/nvidiactl /dev/kfd),requirements-gpu.lock)

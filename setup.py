@@ -84,7 +84,7 @@ prepared_calls = Extension(
 )
 
 setup(
-    cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "proxy/build_bare_loops.py:ffi"],
+    cffi_modules=["device/build_native.py:ffi", "proxy/build_engine.py:ffi", "tools/build_ring_loops.py:ffi"],
     ext_modules=[prepared_calls, *shipped_kernels],
     options={
         "bdist_wheel": {"py_limited_api": "cp311"},

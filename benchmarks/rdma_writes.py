@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import aims
+import bare_writes
 from perftest import Perftest
 from program import common_arguments, end_if_it_hangs
 from proxied_writes import FIFO_SIZE, TIMEOUT, Place, ProxiedWrites
@@ -30,7 +31,7 @@ from proxied_writes import FIFO_SIZE, TIMEOUT, Place, ProxiedWrites
 from proxyccl import RdmaOptions, open_runtime, rdma_devices
 from proxyccl.device.errors import ProxyCCLError, TransportError
 from proxyccl.device.runtime import Memory, Runtime
-from proxyccl.proxy import _engine, bare_loops
+from proxyccl.proxy import _engine
 from proxyccl.proxy.transports.verbs import TRANSPORT
 from proxyccl.proxy.verbs.address import EndpointAddress
 from proxyccl.proxy.verbs.devices import choose_device
@@ -142,7 +143,7 @@ class Bare:
 
     def __call__(self, nbytes: int, count: int) -> float:
         """Seconds that `count` writes of `nbytes` bytes take."""
-        taken = bare_loops.write(**self._options, bytes=nbytes, count=count)
+        taken = bare_writes.verbs_write(**self._options, bytes=nbytes, count=count)
         if taken < 0:
             raise TransportError(f"the bare loop: {TRANSPORT.status_text(-taken)}")
         return taken / 1e9

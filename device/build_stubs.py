@@ -162,6 +162,9 @@ def _lib(declared: _Declarations) -> Iterator[str]:
 def _ffi(declared: _Declarations) -> Iterator[str]:
     pointed_to = declared.pointed_to()
     sized = {name: tp for name, tp in pointed_to.items() if not isinstance(tp, model.VoidType) and not _is_opaque(tp)}
+    if not pointed_to:
+        yield "class FFI(BaseFFI): ...\n"
+        return
     yield "class FFI(BaseFFI):\n"
     for name, tp in sized.items():
         initial = f"Initial[{_name(tp)}]" if isinstance(tp, model.StructType) else _argument(tp)
@@ -196,13 +199,12 @@ def make_stub(script: Path) -> tuple[str, str]:
     shared = re.findall(r"^(?:class )?(\w+)[:(]", _CDATA.read_text(), re.MULTILINE)
     used = sorted(name for name in shared if re.search(rf"\b{name}\b", body))
     imports = "".join(f"from proxyccl.device._cdata import {name} as {name}\n" for name in used)  # re-exported
-    typing = ", ".join(name for name in ("Final", "Literal", "overload") if name in body)
-    text = (
-        f'"""Made by device/build_stubs.py from {script.name}. To change it, run: make stubs."""\n\n'
-        "from collections.abc import Sequence\n"
-        f"from typing import {typing}\n\n"
-        f"{imports}\n{body}"
-    )
+    standard = {"collections.abc": ("Sequence",), "typing": ("Final", "Literal", "overload")}
+    text = f'"""Made by device/build_stubs.py from {script.name}. To change it, run: make stubs."""\n\n'
+    for module, names in standard.items():
+        if found := ", ".join(name for name in names if name in body):
+            text += f"from {module} import {found}\n"
+    text += f"\n{imports}\n{body}"
     command = [sys.executable, "-m", "ruff", "format", "--stdin-filename", "stub.pyi", "-"]
     made = subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=60)
     return ffi._assigned_source[0], made.stdout

@@ -3,7 +3,7 @@
 It measures:
 
 - The drain rate. One CPU thread produces triggers. The consumer is a proxy worker or a C loop that only takes them out
-  (`bare_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
+  (`ring_loops.drain`), over a ring of the same size and kind; the two alternate. The engine decodes each trigger,
   checks it against its tables, executes and counts it. A put of 0 bytes shows the engine's own work. A signal and a
   flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
@@ -36,13 +36,13 @@ from proxyccl.device.arrays.dtypes import as_dtype
 from proxyccl.device.errors import CompileError, ProxyCCLError, WaitTimeoutError
 from proxyccl.device.kernel import Module
 from proxyccl.device.runtime import Runtime
-from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.service import ProxyService
 from proxyccl.proxy.thread import IdlePolicy
 from proxyccl.proxy.trigger import Operation, Trigger
+from proxyccl.tools import ring_loops
 from proxyccl.tools.results import Fields, machine, versions, write_json
 from proxyccl.tools.tables import Column, Table
 
@@ -181,7 +181,7 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
     """Pushes from this thread, waits until all are taken, and returns the seconds since the first push."""
     tail = fifo.tail
     start = time.perf_counter()
-    pushed = bare_loops.produce(fifo, first, trigger, count, _TIMEOUT)
+    pushed = ring_loops.produce(fifo, first, trigger, count, _TIMEOUT)
     while tail[0] < first + count:
         if pushed < count or time.perf_counter() - start > _TIMEOUT:
             raise WaitTimeoutError(f"only {tail[0] - first} of {count} triggers were taken within {_TIMEOUT:g} s")
@@ -192,7 +192,7 @@ def _produce(fifo: Fifo, first: int, trigger: tuple[int, int], count: int) -> fl
 def _bare_drain(runtime: Runtime, fifo_size: int, count: int) -> Iterator[Fifo]:
     """A fresh ring, and a thread with the bare loop that takes `count` triggers out of it."""
     fifo = Fifo(runtime, fifo_size)
-    consumer = threading.Thread(target=bare_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
+    consumer = threading.Thread(target=ring_loops.drain, args=(fifo, count, _TIMEOUT), name="bare-drain")
     consumer.start()
     try:
         yield fifo

@@ -19,9 +19,9 @@ from proxyccl.channels.segment.control import ControlSegment, create_segment
 from proxyccl.channels.segment.error_record import ErrorRecord
 from proxyccl.device.host import HostRuntime
 from proxyccl.device.runtime import EngineFunctions, LaunchTarget
-from proxyccl.proxy import bare_loops
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.thread import IdlePolicy, ProxyThread
+from proxyccl.tools import ring_loops
 from support.running import TIMEOUT, run_ranks
 
 pytestmark = pytest.mark.own_proxy(reason="services of its own")
@@ -67,7 +67,7 @@ class Client:
         """Pushes from this thread, for a while; returns how many found room."""
         where = self.channel if channel is None else channel
         words = Trigger(operation, where, 8, self.memory, 0, self.memory, HALF).encode()
-        found = bare_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
+        found = ring_loops.produce(self.fifo, self.pushed, words, count, TIMEOUT)
         self.pushed += found
         return found
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from proxyccl import ArgumentError, Communicator, Operation, RuntimeUnavailableError, TransportError, Trigger
 from proxyccl.channels.segment.control import ControlSegment
 from proxyccl.device._native import lib as native
-from proxyccl.proxy import _engine, bare_loops
+from proxyccl.proxy import _engine
 from proxyccl.proxy.observe import publications
 from proxyccl.proxy.observe.publications import Description
 from proxyccl.proxy.observe.reader import Observer
@@ -30,6 +30,7 @@ from proxyccl.proxy.observe.tracing import Tracer
 from proxyccl.proxy.plan import PlanPost, PlanReceive, PlanSend, ProxyPlan
 from proxyccl.proxy.transports.table import find_transport
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from support.bare_writes import verbs_write
 from support.fake_verbs import (
     LKEY,
     RKEY,
@@ -739,7 +740,7 @@ def bare_writes(device: FakeDevice, source: NDArray[np.uint8], destination: NDAr
     }
     device.register(LKEY, source)
     device.register(RKEY, destination)
-    return bare_loops.write(**options)
+    return verbs_write(**options)
 
 
 @needs_transport

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from proxyccl import ProxyService, Trigger
 from proxyccl.channels.segment.control import ControlSegment, create_segment
-from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fifo import Fifo
 from proxyccl.proxy.interface import ProxyFailure
 from proxyccl.proxy.trigger import MAX_MEMORIES, Operation
 from proxyccl.proxy.verbs.endpoint import VerbsOptions
+from proxyccl.tools import ring_loops
 from support import fake_library
 from support.devices import rank_runtime
 from support.running import TIMEOUT
@@ -138,7 +138,7 @@ class Producer:
         """Pushes copies of a trigger, waiting for room. Returns the last one's ticket."""
         ring = self._service.fifo_for(trigger.channel)
         first = self._tickets.get(ring, 0)
-        pushed = bare_loops.produce(ring, first, trigger.encode(), count, TIMEOUT)
+        pushed = ring_loops.produce(ring, first, trigger.encode(), count, TIMEOUT)
         self._tickets[ring] = first + pushed
         assert pushed == count, "the ring stays full"
         return first + count - 1

@@ -9,7 +9,7 @@ from proxyccl.device.build_stubs import make_stub
 ROOT = Path(__file__).parents[2]
 
 
-SCRIPTS = [ROOT / "device/build_native.py", *sorted(ROOT.glob("proxy/build_*.py"))]
+SCRIPTS = [ROOT / "device/build_native.py", *sorted([*ROOT.glob("proxy/build_*.py"), *ROOT.glob("tools/build_*.py")])]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

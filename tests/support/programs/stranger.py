@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 import numpy as np
 
 from proxyccl import FabricOptions
-from proxyccl.proxy import bare_loops
 from proxyccl.proxy.fabric.endpoint import FabricEndpoint
 from proxyccl.proxy.fabric.library import fabric_offers, load
 from proxyccl.proxy.fabric.providers import choose_offer
+from support.bare_writes import fabric_serve, fabric_write
 
 BYTES = 4096
 SECONDS = 20
@@ -28,13 +32,13 @@ def main() -> None:
     def serve() -> None:
         queue = own.connect(strangers.address, 0).queue
         while not served.is_set():
-            bare_loops.fabric_serve(queue, 0.05)
+            fabric_serve(queue, 0.05)
 
     serving = threading.Thread(target=serve)
     serving.start()
     for key in (ours.key, ours.key ^ 1):
         memory[:] = 0
-        taken = bare_loops.fabric_write(
+        taken = fabric_write(
             endpoint=to.endpoint,
             queue=to.queue,
             peer=to.peer,

@@ -12,15 +12,15 @@
 
 enum { COMPLETIONS = 16 }; /* taken with one call */
 
-static int possible(const ProxycclVerbsBareWrites *options) {
+static int possible(const ProxycclVerbsBareWrites* options) {
   return options->qp != 0 && options->cq != 0 && options->count > 0 && options->depth > 0 && options->chain > 0 &&
          options->chain <= PROXYCCL_VERBS_BARE_CHAIN && options->signal_every > 0 &&
          (uint64_t)options->chain + options->signal_every <= (uint64_t)options->depth + 1;
 }
 
 /* Posts the writes after number `posted`, with one call. 0, or the errno. */
-static int post(const ProxycclVerbsBareWrites *options, struct ibv_send_wr *requests, uint64_t posted, uint64_t count) {
-  struct ibv_send_wr *refused;
+static int post(const ProxycclVerbsBareWrites* options, struct ibv_send_wr* requests, uint64_t posted, uint64_t count) {
+  struct ibv_send_wr* refused;
   int status;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t number = posted + i + 1;
@@ -28,11 +28,11 @@ static int post(const ProxycclVerbsBareWrites *options, struct ibv_send_wr *requ
     requests[i].send_flags = number % options->signal_every == 0 || number == options->count ? IBV_SEND_SIGNALED : 0;
     requests[i].next = i + 1 < count ? &requests[i + 1] : NULL;
   }
-  status = ibv_post_send((struct ibv_qp *)options->qp, requests, &refused);
+  status = ibv_post_send((struct ibv_qp*)options->qp, requests, &refused);
   return status >= 0 ? status : EIO;
 }
 
-int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options) {
+int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites* options) {
   struct ibv_send_wr requests[PROXYCCL_VERBS_BARE_CHAIN] = {0};
   struct ibv_wc completions[COMPLETIONS];
   struct ibv_sge part = {options->local, options->bytes, options->lkey};
@@ -54,7 +54,7 @@ int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options) {
       if (status != 0) return -status;
       posted += chain;
     }
-    const int taken = ibv_poll_cq((struct ibv_cq *)options->cq, COMPLETIONS, completions);
+    const int taken = ibv_poll_cq((struct ibv_cq*)options->cq, COMPLETIONS, completions);
     if (taken < 0) return -EIO;
     for (int i = 0; i < taken; ++i) {
       if (completions[i].status != IBV_WC_SUCCESS) return -(PROXYCCL_VERBS_COMPLETION + (int64_t)completions[i].status);
@@ -67,7 +67,7 @@ int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options) {
 
 #else
 
-int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options) {
+int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites* options) {
   (void)options;
   return -ENOSYS;
 }

@@ -16,7 +16,7 @@ static void cpu_relax(void) {
 }
 
 /* Waits a little; reads the clock once in MISSES_PER_CLOCK calls. 1 if the time is over. */
-static int missed(uint32_t *misses, uint64_t deadline) {
+static int missed(uint32_t* misses, uint64_t deadline) {
   cpu_relax();
   if (++*misses % MISSES_PER_CLOCK != 0) return 0;
   sched_yield();
@@ -24,7 +24,7 @@ static int missed(uint32_t *misses, uint64_t deadline) {
 }
 
 uint64_t proxyccl_bare_drain(uintptr_t slots, uintptr_t tail, uint32_t size_log2, uint64_t count, uint64_t timeout_ns) {
-  Ring ring = {(ProxycclTrigger *)slots, (uint64_t *)tail, size_log2, 0, 0};
+  Ring ring = {(ProxycclTrigger*)slots, (uint64_t*)tail, size_log2, 0, 0};
   const uint64_t deadline = now_ns() + timeout_ns;
   ProxycclTrigger trigger;
   uint32_t misses = 0;
@@ -41,17 +41,17 @@ uint64_t proxyccl_bare_drain(uintptr_t slots, uintptr_t tail, uint32_t size_log2
   return ring.next;
 }
 
-/* The producers' side of pairings trigger and tail; fifo.h has it for kernels. */
-static uint64_t acquire_tail(const uint64_t *tail) { return __atomic_load_n(tail, __ATOMIC_ACQUIRE); }
+/* The producers' side of pairings 1 and 2; fifo.h has it for kernels. */
+static uint64_t acquire_tail(const uint64_t* tail) { return __atomic_load_n(tail, __ATOMIC_ACQUIRE); }
 
-static void store_trigger(ProxycclTrigger *slot, uint64_t word0, uint64_t word1) {
+static void store_trigger(ProxycclTrigger* slot, uint64_t word0, uint64_t word1) {
   __atomic_store_n(&slot->word0, word0, __ATOMIC_RELAXED);
   __atomic_store_n(&slot->word1, word1, __ATOMIC_RELEASE);
 }
 
 uint64_t proxyccl_bare_produce(uintptr_t slots, uintptr_t tail_address, uint32_t size_log2, uint64_t first_ticket,
                                uint64_t count, uint64_t word0, uint64_t word1, uint64_t timeout_ns) {
-  const uint64_t *tail = (const uint64_t *)tail_address;
+  const uint64_t* tail = (const uint64_t*)tail_address;
   const uint64_t size = 1ull << size_log2, deadline = now_ns() + timeout_ns;
   const uint64_t fields = word1 & ~(1ull << PROXYCCL_PARITY_SHIFT);
   uint64_t ticket = first_ticket, known_tail = acquire_tail(tail);
@@ -63,7 +63,7 @@ uint64_t proxyccl_bare_produce(uintptr_t slots, uintptr_t tail_address, uint32_t
       continue;
     }
     const uint64_t parity = ~(ticket >> size_log2) & 1;
-    store_trigger(&((ProxycclTrigger *)slots)[ticket & (size - 1)], word0, fields | parity << PROXYCCL_PARITY_SHIFT);
+    store_trigger(&((ProxycclTrigger*)slots)[ticket & (size - 1)], word0, fields | parity << PROXYCCL_PARITY_SHIFT);
     ++ticket;
   }
   return ticket - first_ticket;

@@ -22,7 +22,7 @@ typedef struct ProxycclFabricBareWrites {
 } ProxycclFabricBareWrites;
 
 /* Nanoseconds from the first write to the last completion; or the number of libfabric's error, negative. */
-int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites *options);
+int64_t proxyccl_fabric_bare_writes(const ProxycclFabricBareWrites* options);
 
 /* Polls a queue that has nothing to tell, for so long. 0, or the number of libfabric's error. */
 int proxyccl_fabric_bare_serve(uintptr_t queue, uint64_t for_ns);

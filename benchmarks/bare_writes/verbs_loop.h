@@ -23,6 +23,6 @@ typedef struct ProxycclVerbsBareWrites {
 
 /* Nanoseconds from the first post to the last completion; or a status of the verbs transport, negative: -EINVAL for
  * options that are out of range, -ETIMEDOUT, -ENOSYS in a build without verbs. */
-int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites *options);
+int64_t proxyccl_verbs_bare_writes(const ProxycclVerbsBareWrites* options);
 
 #endif
