@@ -38,7 +38,7 @@ myst_heading_anchors = 4
 # Anchors as GitHub makes them, so that links work there too.
 myst_url_schemes = {"http": None, "https": None, "mailto": None}
 
-# The reference is of what users call; what torch brings is not there when the site is built.
+# The reference documents the user's API; torch is not installed when the site is built.
 autodoc_mock_imports = ["torch"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -49,7 +49,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 python_use_unqualified_type_names = True
 default_role = "py:obj"  # what docstrings put in backticks: links where the name is on the site
-suppress_warnings = ["ref.python"]  # a name that several classes have, such as `rank`, is none that needs a link
+suppress_warnings = ["ref.python"]  # a name that several classes share, such as `rank`, needs no link
 maximum_signature_line_length = 88
 
 breathe_projects = {"device": str(ROOT / "build/docs/doxygen/xml")}

@@ -1,4 +1,4 @@
-"""What programs import from deep_ep.utils."""
+"""The names that programs import from deep_ep.utils."""
 
 from proxyccl.deep_ep.utils import EventHandle, EventOverlap
 
