@@ -1,4 +1,4 @@
-"""`make demo`: trains two classifiers on 4 ranks, over both kinds of channel, and reports what moved.
+"""`make demo`: trains two classifiers on 4 ranks, over both kinds of channel, and reports the data moved.
 
 It starts the two digits examples under mpiexec, shows their progress, and checks their results: the final weights
 against those of the same training in one process, the accuracy, and that the proxies moved the data exactly where they
@@ -109,7 +109,7 @@ def train(training: Training, ranks: int) -> dict[str, Any]:
 
 
 def check(training: Training, result: dict[str, Any]) -> None:
-    """Raises DemoError if the weights, the accuracy, or what the proxies did, are wrong."""
+    """Raises DemoError if the weights, the accuracy or the proxies' traffic are wrong."""
     if not result["difference"] <= TOLERANCE:
         raise DemoError(
             f"{training.program}: the weights differ from those of the one-process run by {result['difference']:.1e}, "
@@ -121,7 +121,7 @@ def check(training: Training, result: dict[str, Any]) -> None:
     if result["channel"] == "ProxyChannel" and puts == 0:
         raise DemoError(f"{training.program}: the proxies moved nothing, but should have moved the data")
     if result["channel"] == "SmChannel" and puts > 0:
-        raise DemoError(f"{training.program}: the proxies made {puts} puts; expected none, as all memory is mapped")
+        raise DemoError(f"{training.program}: the proxies made {puts} puts; expected none: all memory is mapped")
     if result["channel"] == "ProxyChannel" and training.pushes_triggers and triggers == 0:
         raise DemoError(f"{training.program}: no trigger was pushed; the kernels should have pushed some")
 
@@ -164,7 +164,7 @@ def report(results: list[dict[str, Any]], ranks: int, seconds: float) -> None:
     if puts:
         print(
             f"\nThe proxies moved {megabytes(moved)} in {puts:,} puts. Kernels pushed {triggers:,} triggers for them,\n"
-            "of 16 bytes each; an all_reduce by proxy needs none, as a stream starts it. In the others,\n"
+            "of 16 bytes each; an all_reduce by proxy needs no triggers: a stream starts it. In the others,\n"
             "kernels read and wrote the peers' mapped memory themselves."
         )
     print(f"All {len(results)} trainings end where one process ends, within {TOLERANCE:.0e}. {seconds:.0f} s in all.")

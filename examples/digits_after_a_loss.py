@@ -1,14 +1,14 @@
-"""Training that goes on when a rank is lost: the others shrink the communicator and share its work.
+"""Training that continues when a rank is lost: the others shrink the communicator and share its work.
 
 The training is digits_data_parallel.py's. One rank is killed in the middle. A collective needs every rank, so no other
 rank is then more than one step ahead; it takes that step back, and all repeat it. So no step is lost or done twice. The
-example checks that: the weights must be those of a training whose communicator is shrunk in the middle as planned, to
-the last bit, and agree within 1e-5 with those of one process that trains alone.
+example checks that: the weights must be bitwise equal to those of a training that shrinks its communicator in the
+middle on purpose, and agree within 1e-5 with those of one process that trains alone.
 
     python examples/digits_after_a_loss.py
     python examples/digits_after_a_loss.py --ranks 5 --lose 0
 
-It starts its ranks itself, as mpiexec ends the whole job when a rank ends.
+It starts its ranks itself, because mpiexec ends the whole job when a rank ends.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ BATCH = 64
 
 
 def agree(comm: Communicator, step: int) -> int:
-    """The first step that a rank has not done. All ranks call this together."""
+    """The first step that some rank has not done. All ranks call this together."""
     return min(int.from_bytes(theirs, "little") for theirs in comm.all_gather_bytes(step.to_bytes(4, "little")))
 
 
 def train_on(
     comm: Communicator, model: Perceptron, training: Digits, epochs: int, lost: int, *, planned: bool
 ) -> Communicator:
-    """Trains, whoever is lost meanwhile. Returns the communicator of those left.
+    """Trains, even if a rank is lost meanwhile. Returns the communicator of the remaining ranks.
 
-    In the middle rank `lost` is killed; if that is planned, it returns, and the others go on without it.
+    In the middle rank `lost` is killed; in the planned variant it returns instead. The others continue without it.
     """
     steps = [chosen for epoch in range(epochs) for chosen in batches(len(training), BATCH, seed=epoch)]
     first_rank = comm.rank
@@ -98,7 +98,7 @@ def rank_main(directory: str, rank: int, ranks: int, epochs: int, lost: int) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Training on scikit-learn's digits that loses a rank and goes on.")
+    parser = argparse.ArgumentParser(description="Training on scikit-learn's digits that loses a rank and continues.")
     parser.add_argument("--ranks", type=int, default=4, help="processes to start (default 4)")
     parser.add_argument("--lose", type=int, default=1, help="the rank that is killed (default 1)")
     parser.add_argument("--epochs", type=int, default=4, help="passes over the training samples (default 4)")

@@ -49,10 +49,10 @@ class Result:
     """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
 
     Attributes:
-        channel: what moved the gradients: "SmChannel", "ProxyChannel", both, or "none" for one rank.
+        channel: the channel that moved the gradients: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: all-reduces of one rank.
         payload_bytes: bytes of the gradients passed to all_reduce.
-        proxy: what the proxies moved.
+        proxy: the proxies' traffic.
         seconds: time of the distributed training.
         exchange_seconds: the part of it that rank 0 spent exchanging gradients, copies to and from the device included.
         accuracy: share of the test images that are classified correctly.

@@ -2,8 +2,8 @@
 
 The router sends each image to 2 experts. Every rank has a share of the images and a few of the experts. Training images
 go to their experts together with their labels, and each expert fits a ridge regression to the rows that it received.
-Test images go the same way, and come back as the weighted sum of their experts' scores. Every rank's result must be
-what one process computes with all experts in plain numpy.
+Test images go the same way, and come back as the weighted sum of their experts' scores. Every rank's result must
+equal that of one process with all experts in plain numpy.
 
     mpiexec -n 4 python -m mpi4py examples/expert_parallel_digits.py
 """

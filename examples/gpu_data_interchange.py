@@ -1,12 +1,12 @@
 """GPU data interchange: RDMA step by step, from finding the devices to a verified transfer.
 
-Every rank is a node of its own. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA,
+Every rank counts as a node. A kernel fills a buffer, has its proxy write it into the next rank's memory by RDMA,
 and checks the bytes that came from the previous rank. The steps and the printed lines are those of MORI's
 simple_gpu_interchange. The communicator does steps 3 to 5 at once.
 
     mpiexec -n 2 python -m mpi4py examples/gpu_data_interchange.py
 
-If a rank has no RDMA, the program says what is missing and ends with status 2.
+If a rank has no RDMA, the program names the missing requirement and exits with status 2.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(bootstrap: Bootstrap) -> int:
         comm.synchronize()
         failures = int(wrong.numpy()[0])
         if failures:
-            say(f"Failure! {failures} of {ranks * BYTES} bytes arrived with another value than {VALUE}")
+            say(f"Failure! {failures} of {ranks * BYTES} bytes arrived with a value other than {VALUE}")
         else:
             say(f"Success! All {BYTES} bytes verified with value {VALUE}")
         say("  Kernel execution completed")

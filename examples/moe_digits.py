@@ -43,13 +43,13 @@ class Result:
     """The result of a run. Sizes and counts are sums over all ranks unless they say otherwise.
 
     Attributes:
-        channel: what moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
+        channel: the channel that moved the data: "SmChannel", "ProxyChannel", both, or "none" for one rank.
         calls: collective calls of one rank.
         tokens: tokens that were routed.
         rows: rows that dispatch and combine moved for them, gradients included.
         rows_between_ranks: the rows that went from one rank to another.
         payload_bytes: bytes of the rows, and of the gradients passed to all_reduce.
-        proxy: what the proxies moved.
+        proxy: the proxies' traffic.
         seconds: time of the distributed training.
         exchange_seconds: the part of it that rank 0 spent in collectives, including copies to and from the device.
         accuracy: share of the test images that are classified correctly.
@@ -139,7 +139,7 @@ class LocalExperts:
 
 @dataclass
 class Tally:
-    """Counts what a rank has moved so far."""
+    """Counts the data that a rank has moved."""
 
     calls: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""Overlap: one kernel starts a transfer and goes on computing while the proxy moves the data.
+"""Overlap: one kernel starts a transfer and keeps computing while the proxy moves the data.
 
 One thread pushes a trigger, which sends a vector to the next rank. All threads then multiply two matrices, tile by
 tile. Between tiles, that thread checks whether the previous rank's vector has arrived. The kernel logs the time of each

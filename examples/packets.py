@@ -1,4 +1,4 @@
-"""Packets: data that carries its own flag, so that a message needs no signal behind it.
+"""Packets: data that carries its own flag, so that no signal has to follow the message.
 
 All ranks gather each other's numbers through putPackets and getPackets: once with 16-byte packets (two words of data
 and two flags), once with 8-byte packets (one word and one flag). Every iteration has its own flag, the same on both

@@ -29,7 +29,7 @@ def main() -> None:
         x = torch.randn(64, 16, device=device)
         loss = nn.functional.mse_loss(parallel(x), x.sin().sum(dim=1, keepdim=True))
         optimizer.zero_grad()
-        loss.backward()  # gradients are reduced while it goes on
+        loss.backward()  # gradients are reduced while it runs
         optimizer.step()
 
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

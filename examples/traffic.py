@@ -1,4 +1,4 @@
-"""Finds out what moved a communicator's data, and how much the proxies moved. Two of the examples report it."""
+"""Finds out which channel moved a communicator's data, and how much the proxies moved, for two of the examples."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from proxyccl.proxy.trigger import MAX_CHANNELS
 
 @dataclass(frozen=True)
 class ProxyTraffic:
-    """What the proxies of all ranks did: for triggers that kernels pushed, and for collectives that streams rang in.
+    """The traffic of all ranks' proxies, for triggers that kernels pushed and for collectives that streams started.
 
     Attributes:
-        triggers: that kernels pushed.
+        triggers: triggers that kernels pushed.
         puts: transfers of data, for triggers and for collectives.
-        bytes: that the puts moved.
+        bytes: bytes that the puts moved.
     """
 
     triggers: int
@@ -29,9 +29,9 @@ class ProxyTraffic:
 
 
 def proxy_traffic(comm: Communicator) -> ProxyTraffic:
-    """The sum over all channels of all ranks so far. All ranks call this together."""
+    """The sum over all channels of all ranks. All ranks call this together."""
     comm.barrier()
-    comm.synchronize()  # no rank waits for a proxy any more, so all is counted
+    comm.synchronize()  # no rank waits for a proxy any more, so everything is counted
     own = np.zeros(3, np.int64)
     proxy = comm.proxy_if_started
     if proxy is not None:

@@ -1,8 +1,8 @@
 """An all-reduce in one step over SmChannels, in Triton: every rank sends its values to all, and each sums them.
 
-Values travel as packets, which need no signal. Two halves of the packet buffer take turns, as a rank may begin the next
-call while a peer still reads. The flag is the number of the call, which each program counts in device memory, so that a
-captured graph can be replayed.
+Values travel as packets, which need no signal. Two halves of the packet buffer take turns, because a rank may begin the
+next call while a peer still reads. The flag is the number of the call, which each program counts in device memory, so
+that a captured graph can be replayed.
 
     mpiexec -n 4 python -m mpi4py examples/triton_all_reduce.py
 

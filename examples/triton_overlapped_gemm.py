@@ -36,7 +36,8 @@ def multiply_tile(a, b, c, row, column, N, K, BM: tl.constexpr, BN: tl.constexpr
 def gemm_all_reduce(
     a, b, memory, done, channels, barrier, rank, ranks, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """`memory` holds own products [M, N], what the others send of own rows [ranks, M / ranks, N], and the sum [M, N].
+    """`memory` holds this rank's products [M, N], the others' summands of its rows [ranks, M / ranks, N], and the sum
+    [M, N].
 
     `done` counts the complete tiles of each share, from 0.
     """

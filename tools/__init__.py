@@ -1,1 +1,1 @@
-"""What the `proxyccl` command runs."""
+"""The subcommands of `proxyccl`."""

@@ -1,4 +1,4 @@
-"""`proxyccl bench all_reduce` and its siblings: a table like nccl-tests', with MPI's time for the same call beside it.
+"""`proxyccl bench all_reduce` and its siblings: a table like nccl-tests', with MPI's time for the same call.
 
 Method: results are checked in the same run, on fresh random data with poisoned outputs. Calls of ProxyCCL and MPI
 alternate, each after a barrier. Both use the same buffers, except that on a GPU MPI's are in host memory. The time is
@@ -59,7 +59,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure.
+    """The options of a benchmark.
 
     Attributes:
         collective: one of `COLLECTIVES`.
@@ -86,7 +86,7 @@ class Options:
     json: Path | None
 
     def algorithms(self) -> tuple[str | None, ...]:
-        """What to pass as `algorithm`, in the order of the rows."""
+        """The values of `algorithm`, in the order of the rows."""
         known = ALGORITHMS_BY_COLLECTIVE[self.collective]
         if self.algorithm == "auto":
             return (None,)

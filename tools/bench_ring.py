@@ -1,4 +1,4 @@
-"""`proxyccl bench ring`: how fast the engine drains a ring, beside a bare loop that only drains; in one process.
+"""`proxyccl bench ring`: how fast the engine drains a ring, and how fast a bare loop does; in one process.
 
 It measures:
 
@@ -8,7 +8,7 @@ It measures:
   flush add a call of the transport and the runtime, with a store of 8 bytes. A put of 8 bytes adds a copy.
 - The rate at which kernels push, by the layout of the producing threads and the size of the ring. The engine or the
   bare loop drains.
-- The round trip of push and sync, beside its lower bound: a kernel that only stores a trigger, without ordering, and
+- The round trip of push and sync, and its lower bound: a kernel that only stores a trigger, without ordering, and
   polls the word that the bare loop answers with.
 - Idling: the time to wake an idle worker, and the CPU time that an idle worker uses.
 
@@ -67,7 +67,7 @@ _LAYOUTS = {
     "64 blocks of 1": (64, 1),
     "512 blocks of 1": (512, 1),
 }
-_GPU_FIFO_SIZES = (256, 8192)  # beside the one asked for
+_GPU_FIFO_SIZES = (256, 8192)  # besides the requested one
 _MOST_HOST_BLOCKS = 64  # each is a thread of the CPU
 
 _SOURCE = r"""
@@ -116,7 +116,7 @@ class Loopback:
     Args:
         runtime: provides the ring and the copies.
         fifo_size: slots in the ring, a power of two.
-        idle: what an idle worker does.
+        idle: the policy of an idle worker.
         description: the rank, for observers; without one they do not find the proxy.
     """
 
@@ -159,7 +159,7 @@ class Loopback:
 
     @property
     def taken(self) -> int:
-        """Triggers that the worker has taken out of the ring so far; the next one's ticket when it is empty."""
+        """Triggers that the worker has taken out of the ring; the next one's ticket when it is empty."""
         return self.fifo.taken
 
     def trigger(self, operation: Operation, size: int) -> tuple[int, int]:
@@ -237,7 +237,7 @@ def drain_rates(
         repeats: timed runs of each.
         fifo_size: slots.
         seconds: to spend, about.
-        triggers: in each timed run; None for what fits in the time.
+        triggers: in each timed run; None for as many as fit in the time.
     """
     each = seconds / (2 * (1 + len(_KINDS)))  # half of each run warms up
     with Loopback(runtime, fifo_size) as proxy:
@@ -372,7 +372,7 @@ def round_trip(runtime: Runtime, kernels: Module, repeats: int, fifo_size: int) 
 
 
 def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) -> Fields:
-    """What an idle worker costs: CPU seconds per second, and the time from a push to the release of the tail.
+    """The cost of an idle worker: CPU seconds per second, and the time from a push to the release of the tail.
 
     The push comes from a CPU thread after a pause of 1 ms, and after one of 20 ms.
     """
@@ -396,7 +396,7 @@ def idling(runtime: Runtime, policy: IdlePolicy, pauses: int, fifo_size: int) ->
 
 
 def _show_drain(results: list[Fields]) -> None:
-    print("Drain rate beside one producing CPU thread")
+    print("Drain rate with one producing CPU thread")
     table = Table(
         (
             Column("consumer: trigger", "", 32, left=True),
@@ -453,10 +453,10 @@ def run(seconds: float, repeats: int, fifo_size: int, json: Path | None, trigger
         repeats: of each timed run.
         fifo_size: slots of the rings, a power of two.
         json: where to write the results, or None.
-        triggers: in each timed run; None for what fits in the time.
+        triggers: in each timed run; None for as many as fit in the time.
 
     Raises:
-        ArgumentError: fifo_size is no power of two.
+        ArgumentError: fifo_size is not a power of two.
     """
     runtime = open_runtime()
     facts = machine()

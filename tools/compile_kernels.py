@@ -59,12 +59,12 @@ def runtime_of(architecture: str) -> str:
     """The runtime of a GPU's architecture: "cuda" for "sm_90", "hip" for "gfx942".
 
     Raises:
-        ArgumentError: it is the name of no GPU's architecture.
+        ArgumentError: it does not name a GPU architecture.
     """
     for prefix, runtime in (("sm_", "cuda"), ("gfx", "hip")):
         if architecture.startswith(prefix) and architecture[len(prefix) :].isalnum():
             return runtime
-    raise ArgumentError("arch", f"{architecture!r} is no GPU's architecture, such as sm_90 or gfx942")
+    raise ArgumentError("arch", f"{architecture!r} is not a GPU architecture, such as sm_90 or gfx942")
 
 
 def compile_kernels(architecture: str, kernels: Sequence[Shipped]) -> tuple[int, int]:

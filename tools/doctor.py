@@ -35,7 +35,7 @@ def run(paths: Sequence[Path], *, full: bool, as_json: bool) -> int:
         0 if the reports say why ranks wait, else 1.
 
     Raises:
-        ReportError: a file is no report, or there is no report.
+        ReportError: a file is not a report, or there are no reports.
     """
     found = find(paths or [directory()])
     for problem in found.problems:

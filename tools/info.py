@@ -1,4 +1,4 @@
-"""`proxyccl info`: lists what this machine offers; for what is missing, the reason and what to install.
+"""`proxyccl info`: lists this machine's hardware and libraries; for each missing one, the reason and how to install it.
 
 It queries GPU drivers for their devices, and starts no MPI job.
 """
@@ -52,10 +52,10 @@ class Finding:
 
     Attributes:
         section: the heading that it is listed under.
-        name: what it is.
+        name: its name.
         available: whether it can be used.
-        detail: what was found, or why it cannot be used.
-        advice: what to do about it; "" if there is nothing to do.
+        detail: the finding, or the reason why it cannot be used.
+        advice: how to make it available; "" if there is nothing to do.
     """
 
     section: str
@@ -67,7 +67,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Vendor:
-    """What a GPU vendor's runtime needs: driver library, Python module, its package, and the device file."""
+    """The requirements of a GPU vendor's runtime: driver library, Python module, its package, and the device file."""
 
     library: str
     module: str
@@ -187,7 +187,7 @@ def _device_memory() -> Finding:
 
 
 def _fabric() -> list[Finding]:
-    """What libfabric's providers offer, one line for each of their interfaces; and which of them ranks would use."""
+    """The offers of libfabric's providers, one line for each of their interfaces, and the one that ranks would use."""
     lacks = library.missing()
     if lacks:
         return [Finding("Fabric", "missing", False, lacks)]
@@ -272,7 +272,7 @@ def _tuning() -> list[Finding]:
 
 
 def _proxies() -> list[Finding]:
-    """Where a communicator's proxies run that is asked for no place."""
+    """The default place of a communicator's proxies."""
     named = requested_place(None)
     runtime = os.environ.get("PROXYCCL_RUNTIME") or find_runtime()
     where = named or default_place(runtime)
@@ -288,7 +288,7 @@ def _proxies() -> list[Finding]:
 
 def findings() -> list[Finding]:
     """All findings, in the order in which they are shown."""
-    mpi = _mpi()  # before libfabric is loaded, as MPI may need a newer one
+    mpi = _mpi()  # before libfabric is loaded, because MPI may need a newer one
     return [*_runtimes(), *_devices(), *_rdma(), *_fabric(), *_proxies(), *mpi, *_compiler(), *_cache(), *_tuning()]
 
 

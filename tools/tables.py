@@ -1,4 +1,4 @@
-"""Tables that the tools print. Nothing here knows what is measured."""
+"""Tables that the tools print, independent of the measured quantities."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: what stands above it.
-        unit: what stands under the title.
+        title: its heading.
+        unit: the text under the title.
         width: characters.
         spec: how a value is formatted; None is shown as "-".
         left: aligned to the left.

@@ -1,4 +1,4 @@
-"""`proxyccl top`: shows what this machine's proxies do, as a table that is refreshed, as one table, or as JSON."""
+"""`proxyccl top`: shows the activity of this machine's proxies, as a refreshed table, as one table, or as JSON."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Watch:
         self._views: dict[Path, ServiceView] = {}
 
     def rates(self) -> list[ServiceRates]:
-        """What the services did since the last call, ordered by job and rank; without services that are new."""
+        """The services' activity since the last call, ordered by job and rank; without services that are new."""
         before, self._views = self._views, {}
         rates = []
         found = dict(find(self._job, process=self._process))
@@ -177,7 +177,7 @@ def run(interval: float, job: str | None, process: int | None, *, once: bool, as
         interval: seconds between two tables.
         job: of this job only; None for all.
         process: in this process only, such as a daemon; None for all.
-        once: whether to print one table, over one interval; otherwise go on until Ctrl-C or until no proxy runs.
+        once: whether to print one table, over one interval; otherwise continue until Ctrl-C or until no proxy runs.
         as_json: whether to print a line of JSON, a list of services, for each table.
 
     Raises:

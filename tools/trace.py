@@ -1,4 +1,4 @@
-"""`proxyccl trace`: records what the proxies of this machine do and writes it in Chrome's trace format.
+"""`proxyccl trace`: records the activity of this machine's proxies in Chrome's trace format.
 
 Perfetto (https://ui.perfetto.dev) and chrome://tracing show such a file. The format is documented as "Trace Event
 Format". A send of a plan is shown as the trigger that would do the same, with its plan in place of a ring and a ticket.
@@ -36,7 +36,7 @@ _FETCH_EVERY = 0.005  # seconds
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Equal consecutive triggers on one channel, within one look of the worker at the clock. Shown as one event."""
+    """Equal consecutive triggers on one channel, within one clock reading of the worker. Shown as one event."""
 
     first: TracedTrigger
     last: TracedTrigger
@@ -60,7 +60,7 @@ def _runs(triggers: list[TracedTrigger]) -> Iterator[_Run]:
 
 
 class _Lanes:
-    """The tracks of one channel: events that overlap need tracks of their own.
+    """The tracks of one channel: events that overlap need separate tracks.
 
     Args:
         add: makes a track, given how many tracks the channel has. Returns the track's number.
@@ -205,7 +205,7 @@ def record(
     process: int | None = None,
     most: int = MOST_TRIGGERS,
 ) -> list[ServiceTrace]:
-    """Records what the chosen services do for some seconds, or until Ctrl-C or SIGTERM. For the main thread.
+    """Records the chosen services for some seconds, or until Ctrl-C or SIGTERM. For the main thread.
 
     Args:
         seconds: to record.

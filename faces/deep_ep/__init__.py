@@ -1,7 +1,7 @@
 """DeepEP's interface: ``from proxyccl.deep_ep import Buffer``. The distribution proxyccl-deep-ep names it `deep_ep`.
 
 `Buffer` follows DeepEP 1.2.1 and `ElasticBuffer` DeepEP 2.1.0: names, arguments, defaults, shapes and meanings. Both
-translate calls to those of `EPAll2AllLayer`, and have no mechanism of their own. What can't be had raises
+translate calls to those of `EPAll2AllLayer`, and add no mechanism. An unsupported feature raises
 NotImplementedError, which names it.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of DeepEP's arguments before anything moves, and DeepEP's names in the errors of what lies below."""
+"""Checks of DeepEP's arguments before anything moves, and DeepEP's names in the errors of the layers below."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _IDENTIFIER = re.compile(r"\b[a-z]+(?:_[a-z]+)+\b")
 
 @dataclass(frozen=True)
 class Names:
-    """What the caller of DeepEP's interface calls a layer's arguments.
+    """The names by which callers of DeepEP's interface know a layer's arguments.
 
     Attributes:
-        arguments: by the layer's names.
-        words: the same where an error's text has others.
+        arguments: DeepEP's names by the layer's names.
+        words: the same for other phrases in an error's text.
     """
 
     arguments: Mapping[str, str]
@@ -103,7 +103,7 @@ def require_tensor(
     """An argument as a tensor of this shape, where None stands for any number, and of one of these types, if any.
 
     Raises:
-        ArgumentError: it is another thing.
+        ArgumentError: it is something else.
     """
     if not isinstance(x, torch.Tensor):
         raise ArgumentError(argument, f"must be a tensor, not {type(x).__name__}")
@@ -136,7 +136,7 @@ def require_seconds(argument: str, value: Any) -> float:
     """An argument as a finite number of seconds.
 
     Raises:
-        ArgumentError: it is another thing, or negative.
+        ArgumentError: it is something else, or negative.
     """
     is_number = isinstance(value, (int, float)) or hasattr(value, "__index__")
     if isinstance(value, bool) or not is_number or not 0 <= value < math.inf:

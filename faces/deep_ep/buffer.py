@@ -22,27 +22,27 @@ from proxyccl.device.errors import ArgumentError, ClosedError
 
 
 class Buffer(Connected):
-    """What the ranks of a group dispatch and combine with. All ranks make it together and make the same calls.
+    """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
 
     Args:
         group: a process group of torch, of any backend, or a `Communicator`; or None with `comm`.
-        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them. Memory is made when a call needs it.
+        num_nvl_bytes, num_rdma_bytes: kept for callers that compare them. Memory is allocated when a call needs it.
         low_latency_mode: kept for callers that ask; both modes always work.
         num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: not needed.
-        explicitly_destroy: whether the caller calls `destroy`. Else the memory lives until the process ends.
-        enable_shrink: go on after ranks are lost. The call in which a rank is lost raises an error that names it, on
-            all ranks; the next dispatch is one of the ranks that are left. Slots of the lost ranks' experts are dropped
-            there, and all shapes stay. See `low_latency_query_mask_buffer`.
+        explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
+        enable_shrink: continue after ranks are lost. The call in which a rank is lost raises an error that names it, on
+            all ranks; the next dispatch is one of the remaining ranks. It drops slots of the lost ranks' experts, and
+            keeps all shapes. See `low_latency_query_mask_buffer`.
         comm: an MPI communicator, instead of `group`.
 
     Attributes:
         num_sms: the most multiprocessors of a kernel, for calls without a config; `set_num_sms` sets it.
-        rank, group_size, group: of the ranks, also of those that are lost since.
-        communicator: the ranks that are left, for what DeepEP has no call for.
+        rank, group_size, group: of all ranks, including those that have been lost since.
+        communicator: the remaining ranks, for calls that DeepEP lacks.
 
     Raises:
         ArgumentError: neither group nor comm was given, or a number is wrong.
-        CommunicatorError: a peer failed or did not come; see its subclasses.
+        CommunicatorError: a peer failed or did not arrive; see its subclasses.
     """
 
     num_sms: int = 20
@@ -77,7 +77,7 @@ class Buffer(Connected):
         self._masks = Masks(self.group_size)
         self._combine_buffers: dict[tuple[int, ...], torch.Tensor] = {}
 
-    # -- what callers ask a buffer ---
+    # -- queries ---
 
     @staticmethod
     def is_sm90_compiled() -> bool:
@@ -94,12 +94,12 @@ class Buffer(Connected):
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event behind what the current stream has been given so far."""
+        """An event recorded after all work queued on the current stream."""
         return EventOverlap(EventHandle())
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """The config of a dispatch that is given none, for any number of ranks."""
+        """The default config of a dispatch, for any number of ranks."""
         return Config(Buffer.num_sms)
 
     get_combine_config = get_dispatch_config
@@ -114,7 +114,7 @@ class Buffer(Connected):
     def get_local_buffer_tensor(
         self, dtype: torch.dtype, size: torch.Size | None = None, offset: int = 0, use_rdma_buffer: bool = False
     ) -> torch.Tensor:
-        """Not to be had: there is no buffer of a fixed layout."""
+        """Not supported: there is no buffer of a fixed layout."""
         raise refuse("get_local_buffer_tensor", "its memory belongs to layers, which are made when calls need them")
 
     # -- normal mode ---
@@ -128,13 +128,13 @@ class Buffer(Connected):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
-        """Counts what this rank's tokens send where.
+        """Counts this rank's tokens by their destinations.
 
         Args:
             topk_idx: int64 [T, topk]: the experts of each token; -1 for none.
             num_experts: experts of all ranks together.
-            previous_event: what the call waits for, instead of the current stream.
-            async_finish: the current stream does not wait for the call, but the caller for the event.
+            previous_event: the event that the call waits for, instead of the current stream.
+            async_finish: the current stream does not wait for the call; the caller waits for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
 
         Returns:
@@ -171,15 +171,15 @@ class Buffer(Connected):
                 [T, n] or [T] of float32 or int32.
             handle: of an earlier dispatch, whose routing is used again; then the arguments up to num_worst_tokens are
                 left out.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: not looked at.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: ignored.
             is_token_in_rank, num_tokens_per_expert: as `get_dispatch_layout` returned them.
             topk_idx: int64 or int32 [T, topk]: the experts; -1 for none.
-            topk_weights: float32 [T, topk], or None. All ranks give it, or none.
+            topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
             expert_alignment: each number of the list is rounded up to a multiple of it.
             num_worst_tokens: rows of every output; 0 for outputs of the exact size, for which the CPU waits. All ranks
-                give the same. A rank can then send at most num_worst_tokens / ranks tokens, or what the largest rank
-                had in the first such call. Works across nodes too.
-            config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks give the same.
+                pass the same. A rank can then send at most num_worst_tokens / ranks tokens, or as many as the largest
+                rank had in the first such call. Works across nodes too.
+            config: its num_sms is the most multiprocessors; None for `Buffer.num_sms`. All ranks pass the same.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
@@ -189,7 +189,7 @@ class Buffer(Connected):
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
-            MismatchError: another rank makes another call.
+            MismatchError: another rank makes a different call.
             CommunicatorError: a peer failed; see its subclasses.
         """
         refuse_unknown("dispatch", others)
@@ -204,7 +204,7 @@ class Buffer(Connected):
             )
             return rows, None, None, None, None, event
         if topk_idx is None:
-            raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids can't be had")
+            raise ArgumentError("topk_idx", "must be given without a handle; rows without expert ids are not supported")
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise ArgumentError("num_tokens_per_expert", "and is_token_in_rank must be given without a handle")
         if config is not None and not isinstance(config, Config):
@@ -250,10 +250,10 @@ class Buffer(Connected):
         Args:
             x: [rows, hidden], in the order of the dispatch's output.
             handle: of that dispatch.
-            topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. All ranks give it,
-                or none.
+            topk_weights: float32 [rows, topk], zero where the dispatch's expert id is -1; or None. Either all ranks
+                pass it, or none.
             bias: one or two tensors [T, hidden], added to the sum after it was rounded.
-            config: not looked at: a combine uses as many multiprocessors as its dispatch.
+            config: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, async_finish, allocate_on_comm_stream: as for `get_dispatch_layout`.
 
         Returns:
@@ -298,7 +298,7 @@ class Buffer(Connected):
     ) -> tuple[Rows, torch.Tensor, Handle, EventOverlap, Callable[[], None] | None]:
         """Sends each token to its experts, with room for the most rows that each expert can get.
 
-        Two dispatches with hooks can be under way at a time, and their combines.
+        Two dispatches with hooks can be in progress at a time, and their combines.
 
         Args:
             x: bfloat16 [T, hidden], any hidden size; with use_fp8 a multiple of 128.
@@ -312,7 +312,7 @@ class Buffer(Connected):
             round_scale: make scales powers of two.
             use_ue8m0: return scales as packed exponents. Needs round_scale.
             async_finish: as for `get_dispatch_layout`. Not with return_recv_hook.
-            return_recv_hook: receive nothing before the hook is called, which is called once.
+            return_recv_hook: receive nothing before the hook is called, once.
 
         Returns:
             [experts of this rank, ranks * most tokens, hidden] of bfloat16, or a pair of that in float8_e4m3fn and
@@ -400,9 +400,9 @@ class Buffer(Connected):
         return self._combine_buffers[shape]
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank from the next dispatch on, or takes that back before it. All ranks that are left do the same.
+        """Masks a rank from the next dispatch on, or undoes that before it. All remaining ranks do the same.
 
-        A masked rank takes no part any more: its own calls raise an error.
+        A masked rank no longer takes part: its own calls raise an error.
 
         Raises:
             ArgumentError: no such rank, or this one; or the buffer was made without enable_shrink.
@@ -429,7 +429,7 @@ class Buffer(Connected):
         mask_status.copy_(torch.tensor([int(rank in masked) for rank in range(self.group_size)]))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Takes back the masks of which no dispatch knows yet.
+        """Undoes the masks that no dispatch has seen yet.
 
         Raises:
             NotImplementedError: ranks are lost, and can't come back.
@@ -438,7 +438,7 @@ class Buffer(Connected):
         self._masks.clean()
 
     def _layers_of_the_left(self) -> Layers:
-        """The layers for a dispatch. After a loss all ranks that are left make them together."""
+        """The layers for a dispatch. After a loss all remaining ranks make them together."""
         layers = self._usable()
         if self.communicator.closed:
             raise ClosedError("the communicator of the buffer was closed")

@@ -10,15 +10,15 @@ _RANKS_OF_A_NODE = 8  # above which DeepEP's callers expect a buffer for RDMA
 _ALIGNMENT = 128
 _ELASTIC_ALIGNMENT = 2 << 20
 MOST_BYTES = 2**62
-"""That a caller may say a buffer has."""
+"""The largest size that a caller may state for a buffer."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """How a call may work. Only `num_sms` has an effect here: the most multiprocessors of a kernel.
+    """Tuning of a call. Only `num_sms` has an effect here: the most multiprocessors of a kernel.
 
-    ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is made when a call needs it. The size
-    hints are what rows in such chunks would take. Callers hand them to `Buffer`, which only keeps them.
+    ProxyCCL has no chunks. Its memory follows from the most tokens of a rank and is allocated when a call needs it. The
+    size hints are the sizes of such chunks of rows. Callers pass them to `Buffer`, which only keeps them.
 
     Raises:
         ArgumentError: a number is not a positive integer.
@@ -50,7 +50,7 @@ class Config:
 def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
     """Bytes for the rows of a low-latency dispatch and combine in bfloat16: two slabs from each rank, and the results.
 
-    Callers hand it to `Buffer`, which only keeps it.
+    Callers pass it to `Buffer`, which only keeps it.
     """
     return _aligned((2 * num_ranks + num_experts) * max_tokens * 2 * hidden)
 
@@ -58,7 +58,7 @@ def low_latency_size_hint(max_tokens: int, hidden: int, num_ranks: int, num_expe
 def elastic_size_hint(ranks: int, max_tokens: int, hidden: int, topk: int, *, float8: bool) -> int:
     """Bytes for the rows of a dispatch, or of a combine in bfloat16 if that is more: one from each rank for each token.
 
-    Callers hand it to `ElasticBuffer`, which only keeps it.
+    Callers pass it to `ElasticBuffer`, which only keeps it.
     """
     dispatched = ranks * max_tokens * hidden * (1 if float8 else 2)
     combined = min(ranks, topk or ranks) * max_tokens * hidden * 2

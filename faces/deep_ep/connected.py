@@ -1,4 +1,4 @@
-"""What DeepEP's buffers have in common: a communicator, its layers, and a stream for asynchronous calls."""
+"""The common part of DeepEP's buffers: a communicator, its layers, and a stream for asynchronous calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Connected:
 
     Attributes:
         group, explicitly_destroy: as given.
-        communicator: the ranks, for what DeepEP has no call for.
+        communicator: the ranks, for calls that DeepEP lacks.
     """
 
     def __init__(self, source: Any, *, explicitly_destroy: bool, timeout: float = LEAST_TIMEOUT_SECONDS) -> None:
@@ -65,7 +65,7 @@ class Connected:
         return self._layers
 
     def _require_current(self, handle: Any) -> None:
-        """Refuses what is not the handle of a dispatch of this buffer's ranks, those that are left."""
+        """Refuses anything but the handle of a dispatch among this buffer's remaining ranks."""
         layers = self._usable()
         routing = routing_of(handle)
         if not layers.made(routing.layer):
@@ -101,8 +101,8 @@ class Connected:
         """Makes a call on the current stream, or one `apart` from it on the stream of the buffer.
 
         Args:
-            call: what to do.
-            events: what it waits for. An asynchronous call without a first one waits for the current stream.
+            call: the call to make.
+            events: the events that it waits for. An asynchronous call without a first one waits for the current stream.
             used: tensors and handles of the call, in tuples.
             names: DeepEP's names of a layer's arguments, for errors.
             apart: whether the current stream does not wait for the call.

@@ -25,12 +25,12 @@ _SMS_BESIDE_OTHERS, _SMS_ALONE = 24, 64
 
 
 def _refused(call: str, reason: str) -> Callable[..., NoReturn]:
-    """A method that can't be had."""
+    """A method that is not supported."""
 
     def method(*arguments: Any, **options: Any) -> NoReturn:
         raise refuse(f"ElasticBuffer.{call}", reason)
 
-    method.__name__, method.__doc__ = call, f"Not to be had: {reason}."
+    method.__name__, method.__doc__ = call, f"Not supported: {reason}."
     return method
 
 
@@ -40,36 +40,36 @@ _SESSIONS = "use all_gather and reduce_scatter of the buffer's communicator"
 
 
 class ElasticBuffer(Connected):
-    """What the ranks of a group dispatch and combine with. All ranks make it together and make the same calls.
+    """Dispatch and combine for the ranks of a group. All ranks make it together and make the same calls.
 
     Args:
         group: a process group of torch, of any backend, an MPI communicator, or a `Communicator`.
-        num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is made when a call needs
-            it.
+        num_bytes: kept for callers that compare it; None for `get_buffer_size_hint`. Memory is allocated when a call
+            needs it.
         num_cpu_bytes: must be 0.
         num_max_tokens_per_rank: the most tokens of one rank, for calls that don't say; the same on all.
         hidden, num_topk, use_fp8_dispatch: for `get_buffer_size_hint`.
-        deterministic: without effect: rows always have the order that it gives.
+        deterministic: without effect: rows always have this order.
         allow_hybrid_mode: whether nodes count as scaleout ranks, or all ranks as scaleup ranks. Rows travel the same
             way.
         allow_multiple_reduction: with do_expand on one node, sum a token's rows on each rank first, which sends less
             and rounds twice. Across nodes it must be True.
         prefer_overlap_with_compute: 24 multiprocessors for calls that don't say how many, and not 64.
         sl_idx, num_allocated_qps: not needed.
-        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, or what PROXYCCL_TIMEOUT says
-            if that is more. A `Communicator` has a time-out of its own.
-        explicitly_destroy: whether the caller calls `destroy`. Else the memory lives until the process ends.
+        num_cpu_timeout_secs, num_gpu_timeout_secs: a wait takes at most the larger one, or PROXYCCL_TIMEOUT if that
+            is more. A `Communicator` has its own time-out.
+        explicitly_destroy: whether the caller calls `destroy`. Otherwise the memory lives until the process ends.
 
     Attributes:
         rank_idx, num_ranks: of the ranks.
         num_rdma_ranks, num_nvlink_ranks: nodes, and ranks of a node.
         num_scaleout_ranks, num_scaleup_ranks, scaleout_rank_idx, scaleup_rank_idx: the same as dispatches count them.
-        communicator: the ranks, for what DeepEP has no call for. Other attributes are as given.
+        communicator: the ranks, for calls that DeepEP lacks. Other attributes are as given.
 
     Raises:
         ArgumentError: the group is None, or a number is wrong.
         NotImplementedError: num_cpu_bytes, or across nodes allow_multiple_reduction=False.
-        CommunicatorError: a peer failed or did not come; see its subclasses.
+        CommunicatorError: a peer failed or did not arrive; see its subclasses.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class ElasticBuffer(Connected):
             )
         self.num_bytes = num_bytes
 
-    # -- what callers ask a buffer ---
+    # -- queries ---
 
     @staticmethod
     def get_buffer_size_hint(
@@ -145,7 +145,7 @@ class ElasticBuffer(Connected):
 
     @staticmethod
     def capture() -> EventHandle:
-        """An event behind what the current stream has been given so far."""
+        """An event recorded after all work queued on the current stream."""
         return EventHandle()
 
     def get_physical_domain_size(self) -> tuple[int, int]:
@@ -166,11 +166,11 @@ class ElasticBuffer(Connected):
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """The most multiprocessors of a kernel, for calls that don't say; the arguments are not looked at."""
+        """The most multiprocessors of a kernel, for calls that don't say; the arguments are ignored."""
         return _SMS_BESIDE_OTHERS if self.prefer_overlap_with_compute else _SMS_ALONE
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
-        """Always 0, which leaves the choice to the buffer: its proxies have queue pairs of their own."""
+        """Always 0, which leaves the choice to the buffer: its proxies have their own queue pairs."""
         return 0
 
     def barrier(self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True) -> None:
@@ -236,17 +236,17 @@ class ElasticBuffer(Connected):
             x: [T, hidden] of bfloat16 (or float16, float32, float64); or a pair of float8_e4m3fn rows and their scales,
                 [T, n] of float32, or of int32 for packed exponents, with any strides.
             topk_idx: int64 or int32 [T, topk]: the experts of each token; -1 for none. None with a handle.
-            topk_weights: float32 [T, topk], or None. All ranks give it, or none.
+            topk_weights: float32 [T, topk], or None. Either all ranks pass it, or none.
             cumulative_local_expert_recv_stats: int32 [experts of this rank], to which the rows of each are added.
             num_experts: experts of all ranks together.
-            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's. All ranks give the same.
+            num_max_tokens_per_rank: the most tokens of one rank; None for the buffer's. All ranks pass the same.
             expert_alignment: the rows of an expert count as a multiple of it, and begin at one with do_expand; None
                 for 1.
             num_sms: the most multiprocessors; 0 for `get_theoretical_num_sms`.
-            num_qps: not looked at.
-            previous_event: what the call waits for, instead of the current stream.
+            num_qps: ignored.
+            previous_event: the event that the call waits for, instead of the current stream.
             previous_event_before_epilogue: the call waits for it too, at its start.
-            async_with_compute_stream: the current stream does not wait for the call, but the caller for the event.
+            async_with_compute_stream: the current stream does not wait for the call; the caller waits for the event.
             allocate_on_comm_stream: without effect; tensors are safe to use on the current stream either way.
             handle: of an earlier dispatch, whose routing is used again. The numbers above may be left out then.
             do_handle_copy: whether the handle keeps a copy of topk_idx.
@@ -261,14 +261,14 @@ class ElasticBuffer(Connected):
             recv_x, like x, ordered by source rank and token; with do_expand by expert, then source rank and token, with
             gaps up to the alignment. recv_topk_idx, the experts' numbers on this rank, or -1; None with do_expand.
             recv_topk_weights [rows, topk], 0 where recv_topk_idx is -1; with do_expand [rows]; None without
-            topk_weights. The handle, with `handle` the same one. The event, which is none without
-            async_with_compute_stream.
+            topk_weights. The handle, with `handle` the same one. The event, which is empty
+            without async_with_compute_stream.
 
         Raises:
             ArgumentError: an argument is wrong; an expert id is out of range on any rank.
             CapacityError: a rank has more than num_max_tokens_per_rank tokens.
-            MismatchError: another rank makes another call.
-            NotImplementedError: do_expand is not as in the dispatch that the handle is of.
+            MismatchError: another rank makes a different call.
+            NotImplementedError: do_expand differs from that of the handle's dispatch.
             CommunicatorError: a peer failed; see its subclasses.
         """
         refuse_unknown("dispatch", others)
@@ -351,16 +351,17 @@ class ElasticBuffer(Connected):
         Args:
             x: bfloat16 [rows, hidden], in the order of the dispatch's output and with as many rows.
             handle: of that dispatch.
-            topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. All ranks give it, or none. It is not
+            topk_weights: float32 [rows, topk], or [rows] with do_expand; or None. Either all ranks pass it, or none. It
+            is not
                 applied to x.
             bias: one or two tensors [T, hidden], added to the sum after it was rounded.
-            num_sms, num_qps: not looked at: a combine uses as many multiprocessors as its dispatch.
+            num_sms, num_qps: ignored: a combine uses as many multiprocessors as its dispatch.
             previous_event, previous_event_before_epilogue, async_with_compute_stream, allocate_on_comm_stream: as for
                 `dispatch`.
 
         Returns:
-            [T, hidden]; for each slot the weight that its expert's rank gave, float32 [T, topk], zero for -1, or None;
-            and the event. Raises as `dispatch`.
+            [T, hidden]; for each slot the weight that its expert's rank passed, float32 [T, topk], zero for -1, or
+            None; and the event. Raises as `dispatch`.
         """
         refuse_unknown("combine", others)
         self._require_current(handle)

@@ -22,7 +22,7 @@ Received = tuple[Rows, torch.Tensor | None, torch.Tensor | None, EPHandle]
 
 @dataclass(frozen=True)
 class Options:
-    """How a dispatch works.
+    """The options of a dispatch.
 
     Attributes:
         num_experts, expert_alignment, num_sms: as for `ElasticBuffer.dispatch`.
@@ -67,7 +67,7 @@ def dispatch(
     clears_gaps: bool,
     scales_by_columns: bool,
 ) -> Received:
-    """What `ElasticBuffer.dispatch` returns for a call without a handle, but for the event.
+    """The results of `ElasticBuffer.dispatch` for a call without a handle, except the event.
 
     With clears_gaps rows that no token has are zeroed; with scales_by_columns scales of consecutive rows lie side by
     side.
@@ -108,7 +108,7 @@ def dispatch(
 def repeat(
     x: Rows, topk_weights: torch.Tensor | None, handle: EPHandle, *, clears_gaps: bool, scales_by_columns: bool
 ) -> Received:
-    """What `ElasticBuffer.dispatch` returns for a call with a handle, but for the event."""
+    """The results of `ElasticBuffer.dispatch` for a call with a handle, except the event."""
     layer, desc = handle.routing.layer, handle.routing.desc
     if topk_weights is not None:
         slots = (desc.num_dispatch_token_cur_rank, layer.ep_config.topk)
@@ -121,7 +121,7 @@ def repeat(
 def combine(
     x: torch.Tensor, handle: EPHandle, topk_weights: torch.Tensor | None, bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `ElasticBuffer.combine` returns, but for the event."""
+    """The results of `ElasticBuffer.combine`, except the event."""
     if topk_weights is not None and not handle.do_expand:
         desc, topk = handle.routing.desc, handle.routing.layer.ep_config.topk
         require_tensor("topk_weights", topk_weights, (desc.rows, topk), (torch.float32,))

@@ -1,4 +1,4 @@
-"""EPHandle: what an `ElasticBuffer`'s dispatch leaves for its combine, and for callers to inspect."""
+"""EPHandle: the state that an `ElasticBuffer`'s dispatch leaves for its combine, and for callers to inspect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from proxyccl.deep_ep.handles import Routing
 class EPHandle:
     """A dispatch. Only `ElasticBuffer.dispatch` makes handles.
 
-    Tensors are computed when they are read first, on the current stream, since most callers read few of them.
+    Tensors are computed when they are first read, on the current stream, since most callers read few of them.
 
     Args:
         routing: the dispatch.
@@ -92,7 +92,7 @@ class EPHandle:
     @cached_property
     def recv_src_metadata(self) -> torch.Tensor:
         """int32 [received tokens, 2 + topk], ordered by source rank and token; waits for the dispatch. If nothing
-        waited on the CPU, there are as many as can come; those that did come are first, and nothing waits.
+        waited on the CPU, there are as many as can come; those that came are first, and nothing waits.
 
         In column 0 the token's number among those of all ranks: its rank times num_max_tokens_per_rank plus its number
         there. In column 1 its scaleup rank times topk plus its first slot that came here. The others are the rows of

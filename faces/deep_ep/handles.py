@@ -1,4 +1,4 @@
-"""What a dispatch returns for its combine. Callers pass it on; some look into it as into DeepEP's tuples."""
+"""The handles that a dispatch returns for its combine. Callers pass them on; some read them as DeepEP's tuples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Routing:
 
 
 class Handle(Sequence[Any]):
-    """A sequence like DeepEP's handle, whose entries are made when they are read, as most callers read none.
+    """A sequence like DeepEP's handle, whose entries are made when they are read, because most callers do not read
+    them.
 
     Attributes:
         routing: the dispatch.
@@ -50,7 +51,7 @@ class Handle(Sequence[Any]):
 
 
 def routing_of(handle: Any, *layouts: str) -> Routing:
-    """The dispatch that a handle is of, which has one of these layouts, if any are given.
+    """The dispatch of a handle, which must have one of these layouts, if any are given.
 
     Raises:
         ArgumentError: it is not a handle that such a dispatch returned.
@@ -68,7 +69,8 @@ def normal_handle(routing: Routing, is_token_in_rank: torch.Tensor) -> Handle:
     """(rank_prefix_matrix, None, None, recv_src_idx, is_token_in_rank, None).
 
     rank_prefix_matrix: int32 [ranks, ranks]: entry [i, j] is how many rows rank j gets from the ranks 0 to i.
-    recv_src_idx: int32 [rows]: a row's token on its rank. Where None stands, DeepEP keeps the state of its queues.
+    recv_src_idx: int32 [rows]: a row's token on its rank. DeepEP keeps the state of its queues in the entries that are
+    None.
     """
     desc, layer = routing.desc, routing.layer
     nothing = lambda: None  # noqa: E731
@@ -119,7 +121,7 @@ def low_latency_handle(routing: Routing, max_tokens: int, hidden: int, num_exper
 
 
 def _of_all_ranks(layer: EPAll2AllLayer, values: torch.Tensor) -> torch.Tensor:
-    """Rows of the ranks that are left, with rows of zeros for the lost ones."""
+    """Rows of the remaining ranks, with rows of zeros for the lost ones."""
     if not layer.lost_ranks:
         return values
     ranks = len(values) + len(layer.lost_ranks)

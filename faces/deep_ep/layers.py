@@ -1,8 +1,8 @@
-"""The layers behind a buffer: one for each shape of calls, made by all ranks together when a call first needs it.
+"""The layers of a buffer: one for each shape of calls, made by all ranks together when a call first needs it.
 
-DeepEP's callers say how many tokens there are only in each call. In normal mode a layer starts with room for what the
-first call brings; if a later one brings more on any rank, all ranks learn of it and make a larger layer together.
-Layers live as long as their buffer, as handles of earlier dispatches belong to them.
+DeepEP's callers say how many tokens there are only in each call. In normal mode a layer starts with room for the
+first call's tokens; if a later one brings more on any rank, all ranks learn of it and make a larger layer together.
+Layers live as long as their buffer, because handles of earlier dispatches belong to them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _OUTPUTS = "PROXYCCL_DEEP_EP_OUTPUTS"
 
 @dataclass(frozen=True)
 class Shape:
-    """What two calls must have in common to use one layer.
+    """The properties that two calls must share to use one layer.
 
     Attributes:
         layout: "rank", "padded" or "expert".
         num_sms: the most multiprocessors of a kernel.
         scale_elements: elements of a float8 row that share a scale; 0 for other rows.
-        most_rows: rows of every output, where a caller wants no wait on the CPU; else None.
+        most_rows: rows of every output, if the caller does not want to wait on the CPU; else None.
         alignment: with layout="expert", where each expert's rows begin.
         sums_rows: whether a rank may sum a token's rows before it sends them back, which rounds twice.
     """
@@ -65,9 +65,9 @@ class Layers:
         self._all: list[EPAll2AllLayer] = []
 
     def of_size(self, shape: Shape, max_tokens: int, *, hooked: bool) -> EPAll2AllLayer:
-        """A layer for that most tokens of a rank, which all ranks give alike.
+        """A layer for at most this many tokens of a rank; all ranks pass the same number.
 
-        Calls with hooks take two layers in turn, so that two of them can be under way at once: see `take_turns`.
+        Calls with hooks take two layers in turn, so that two of them can be in progress at once: see `take_turns`.
         """
         key = shape, max_tokens, hooked and self._second.get((shape, max_tokens), False)
         if key not in self._of_size:
@@ -75,7 +75,7 @@ class Layers:
         return self._of_size[key]
 
     def take_turns(self, shape: Shape, max_tokens: int) -> None:
-        """The next call with a hook takes the other layer. A call that was refused has taken none."""
+        """The next call with a hook takes the other layer. A refused call does not take one."""
         self._second[shape, max_tokens] = not self._second.get((shape, max_tokens), False)
 
     def dispatch(self, shape: Shape, x: Any, topk_idx: Any, topk_weights: Any) -> tuple[Any, Any, Any, EPAll2AllLayer]:
@@ -146,5 +146,5 @@ def _kept_outputs() -> int:
 
 
 def _rounded(tokens: int) -> int:
-    """The next power of two, so that a layer is seldom outgrown."""
+    """The next power of two, so that a layer rarely becomes too small."""
     return max(_LEAST_TOKENS, 1 << (tokens - 1).bit_length()) if tokens else _LEAST_TOKENS

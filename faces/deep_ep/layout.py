@@ -1,4 +1,4 @@
-"""`get_dispatch_layout`: what a rank sends where, counted from its own expert ids."""
+"""`get_dispatch_layout`: a rank's tokens by destination, counted from its own expert ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Layout = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def dispatch_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, num_nodes: int) -> Layout:
-    """What `Buffer.get_dispatch_layout` returns, but for the event."""
+    """The results of `Buffer.get_dispatch_layout`, except the event."""
     require_ids(topk_idx)
     if whole_number("num_experts", num_experts, 1) % num_ranks:
         raise ArgumentError("num_experts", f"must be a positive multiple of the {num_ranks} ranks, not {num_experts}")

@@ -38,7 +38,8 @@ def dispatch(
     stats: torch.Tensor | None,
     hooked: bool,
 ) -> tuple[Rows, torch.Tensor, Handle, Half | None]:
-    """What `Buffer.low_latency_dispatch` returns, but for the event. If `hooked`, the second half receives the rows."""
+    """The results of `Buffer.low_latency_dispatch`, except the event. If `hooked`, the second half receives the
+    rows."""
     if use_ue8m0 and not round_scale:
         raise ArgumentError("use_ue8m0", "needs round_scale=True, as its scales are powers of two")
     require_tensor("x", x, (None, None), (torch.bfloat16,))
@@ -80,7 +81,7 @@ def dispatch(
 def combine(
     x: torch.Tensor, topk_weights: torch.Tensor, handle: Any, out: torch.Tensor | None, *, hooked: bool
 ) -> tuple[torch.Tensor, Half | None]:
-    """What `Buffer.low_latency_combine` returns, but for the event. If `hooked`, the second half receives the rows."""
+    """The results of `Buffer.low_latency_combine`, except the event. If `hooked`, the second half receives the rows."""
     routing = routing_of(handle, "padded")
     layer, desc = routing.layer, routing.desc
     desc.require_received(layer.ctx, "handle")

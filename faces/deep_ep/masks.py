@@ -1,4 +1,4 @@
-"""The ranks that a buffer goes on without."""
+"""The ranks that a buffer continues without."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from proxyccl.device.errors import PeerLostError
 
 
 class Masks:
-    """Ranks that are lost, and those that the caller masked since. Ranks have the numbers of when all were there.
+    """Ranks that are lost, and those that the caller masked since. Ranks keep their original numbers.
 
     Args:
-        ranks: how many there were.
+        ranks: the original number of ranks.
 
     Attributes:
-        lost: the ranks that the buffer's communicator does not have any more, in order.
+        lost: the ranks that the buffer's communicator no longer has, in order.
         pending: those that the caller masked, and that the next dispatch excludes.
     """
 
@@ -25,7 +25,7 @@ class Masks:
         self.pending: set[int] = set()
 
     def update(self, rank: int, *, masked: bool) -> None:
-        """Masks a rank, or takes that back."""
+        """Masks or unmasks a rank."""
         rank = whole_number("rank_to_mask", rank, 0, self._ranks - 1, "a rank")
         if rank not in self.lost:
             (self.pending.add if masked else self.pending.discard)(rank)
@@ -53,7 +53,7 @@ class Masks:
         return [number for number, rank in enumerate(self._present()) if rank in self.pending]
 
     def lose_all_but(self, shrunk: Communicator) -> None:
-        """Takes note of the ranks that a shrunk communicator has."""
+        """Records the ranks of a shrunk communicator."""
         present = self._present()
         left = {present[member] for member in shrunk.members}
         self.lost = tuple(rank for rank in range(self._ranks) if rank not in left)

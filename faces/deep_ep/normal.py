@@ -26,7 +26,7 @@ def dispatch(
     most_rows: int | None,
     num_sms: int,
 ) -> Dispatched:
-    """What `Buffer.dispatch` returns for a call without a handle, but for the event."""
+    """The results of `Buffer.dispatch` for a call without a handle, except the event."""
     tokens = Tokens.of(x)
     require_ids(topk_idx, len(tokens.rows))
     hidden, topk = tokens.rows.shape[1], topk_idx.shape[1]
@@ -46,7 +46,7 @@ def repeat(x: Rows, handle: Any, *, scales_by_columns: bool = False) -> Rows:
 def combine(
     x: torch.Tensor, handle: Any, topk_weights: torch.Tensor | None, bias: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `Buffer.combine` returns, but for the event."""
+    """The results of `Buffer.combine`, except the event."""
     routing = routing_of(handle)
     desc, config = routing.desc, routing.layer.ep_config
     added = require_bias(bias, desc.num_dispatch_token_cur_rank, config.hidden)

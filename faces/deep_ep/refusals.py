@@ -1,4 +1,4 @@
-"""Keywords that DeepEP's forks and later versions know, and what ProxyCCL does not have."""
+"""Keywords of DeepEP's forks and later versions, and features that ProxyCCL lacks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def refuse(what: str, reason: str) -> NotImplementedError:
-    """The error for something that can't be had."""
+    """The error for a feature that is not supported."""
     return NotImplementedError(f"proxyccl.deep_ep has no {what}: {reason}")
 
 

@@ -1,4 +1,4 @@
-"""What a caller dispatches: rows, or float8 rows and their scales."""
+"""The tokens that a caller dispatches: rows, or float8 rows and their scales."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from proxyccl.device.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Tokens:
-    """A caller's rows, and how a layer takes them.
+    """A caller's rows, in the form that a layer takes.
 
     Attributes:
         rows: [T, hidden].
         scales: as the caller gave them, or None.
-        moved: what a layer takes: the rows, or a pair of them and float32 scales [T, n].
+        moved: the layer's input: the rows, or a pair of them and float32 scales [T, n].
     """
 
     rows: torch.Tensor
@@ -29,7 +29,7 @@ class Tokens:
 
     @staticmethod
     def of(x: Rows) -> Tokens:
-        """Those of the argument `x`.
+        """The tokens of the argument `x`.
 
         Raises:
             ArgumentError: it has another shape, or scales of another type.
@@ -59,7 +59,7 @@ class Tokens:
         return elements
 
     def as_given(self, received: Rows, *, by_columns: bool = False) -> Rows:
-        """What a layer returned, with scales in the type and number of dimensions of those that were given.
+        """A layer's results, with scales in the type and number of dimensions of those that were given.
 
         Args:
             received: the layer's rows.

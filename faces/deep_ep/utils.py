@@ -1,4 +1,4 @@
-"""Events: what a call waits for, and what waits for a call."""
+"""Events that calls wait for, and that mark a call's end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class EventHandle:
-    """What the current stream has been given so far. CPU tensors have no streams, and no event waits for them."""
+    """The work queued on the current stream so far. CPU tensors have no streams, so their events are empty."""
 
     def __init__(self) -> None:
         self._event: Any = None
@@ -25,11 +25,11 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event that may be none. As a context manager, it makes the current stream wait at the end of the block.
+    """An optional event. As a context manager, it makes the current stream wait at the end of the block.
 
     Attributes:
         event: the event, or None.
-        extra_tensors: tensors that are kept as long as this object.
+        extra_tensors: tensors that are kept alive as long as this object.
     """
 
     def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[torch.Tensor, ...] | None = None) -> None:
@@ -48,7 +48,7 @@ class EventOverlap:
             ValueError: there is no event: the call was synchronous.
         """
         if self.event is None:
-            raise ValueError("event: there is none, as the call was made without async_finish")
+            raise ValueError("event: there is none, because the call was made without async_finish")
         self.event.current_stream_wait()
         hook, self._hook = self._hook, None
         if release_handle:

@@ -1,7 +1,7 @@
 """Kernels in Numba-CUDA: ``import proxyccl.numba as pn``.
 
-A thread of a ``@cuda.jit`` function calls what is named here: it pushes triggers, signals and waits over ProxyChannels.
-Numba compiles and launches the kernel.
+A thread of a ``@cuda.jit`` function calls the names of this module: it pushes triggers, signals and waits over
+ProxyChannels. Numba compiles and launches the kernel.
 """
 
 from proxyccl.numba.proxy_channel import (

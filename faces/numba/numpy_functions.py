@@ -12,7 +12,7 @@ import numpy
 
 
 def load() -> None:
-    """Loads them with ``numpy.row_stack`` in place, which is gone again afterwards. Later loads find them loaded."""
+    """Loads them with ``numpy.row_stack`` in place, and removes it again. Later loads find them loaded."""
     if hasattr(numpy, "row_stack"):
         return
     namespace: Any = numpy

@@ -1,6 +1,6 @@
 """ProxyChannels in Numba: the functions of proxy_channel.h, which the linker inlines into a kernel.
 
-Nothing of their protocol is written once more: NVRTC compiles the header to LTO-IR, for the device that a kernel is
+Their protocol is not written a second time: NVRTC compiles the header to LTO-IR, for the device that a kernel is
 linked for. A channel is the address of its device handle.
 """
 
@@ -25,7 +25,7 @@ except ImportError as error:
 
 numpy_functions.load()
 
-# Numba's convention: a result goes where the first parameter points, and 0 is returned, as no exception is raised.
+# Numba's convention: a result goes where the first parameter points, and 0 is returned to say that nothing was raised.
 _SOURCE = r"""
 #include "proxyccl/proxyccl.h"
 using namespace proxyccl;
@@ -87,7 +87,7 @@ def device_functions(architecture: str) -> bytes:
 
 
 class _DeviceFunctions(cuda.LTOIR):  # type: ignore[misc]  # numba has no types
-    """What Numba links into a kernel, for the device that is current then."""
+    """The code that Numba links into a kernel, for the device that is current then."""
 
     def __init__(self) -> None:
         super().__init__(None, name="proxyccl.ltoir")
@@ -123,7 +123,7 @@ def address(channels: ProxyChannel | ChannelSet[ProxyChannel]) -> int:
     """A channel, or a set of them, as a kernel's argument. It must stay alive while kernels use it.
 
     Raises:
-        ArgumentError: it is none whose device handle lies in device memory.
+        ArgumentError: it is not a channel whose device handle lies in device memory.
     """
     kind = channels.kind if isinstance(channels, ChannelSet) else type(channels)
     if kind is not ProxyChannel or not channels.device_pointer:

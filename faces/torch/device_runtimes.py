@@ -27,7 +27,8 @@ class DeviceRuntimes:
         self._made: dict[torch.device, Runtime] = {}
 
     def of(self, device: torch.device) -> Runtime | str:
-        """The runtime of a GPU. For a CPU its name: each communicator opens one, as its end waits for all work of that.
+        """The runtime of a GPU. For a CPU its name: each communicator opens its own, because its end waits for all work
+        of that runtime.
 
         Raises as `open_runtime`.
         """

@@ -17,7 +17,7 @@ from proxyccl.torch.store_bootstrap import StoreBootstrap
 from proxyccl.torch.to_self import ToSelf
 
 _LINGER_SECONDS = 2.0
-"""At the process's end: for the last kernels of peers, which store to this rank's memory."""
+"""The wait at the process's end for the last kernels of peers, which store to this rank's memory."""
 _Key = tuple[str, int | None, int | None]
 
 
@@ -26,7 +26,7 @@ class _Making:
 
     Attributes:
         lock: held by the thread that makes it, and waited for by those that need it too.
-        error: that ended the attempt.
+        error: the error that ended the attempt.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class _Making:
 class Endpoints:
     """The communicators of one rank: one of all ranks for each device, and one with each peer for single transfers.
 
-    A single send or recv involves two ranks alone, so it can't use what all ranks must make together. It also runs
-    beside other calls, so what it needs is made with its communicator. Making one waits for the peer: where a program
-    must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
+    A single send or recv involves only two ranks, so it can't use resources that all ranks must make together. It
+    also runs concurrently with other calls, so its resources are made with its communicator. Making one waits for the
+    peer: where a program must not wait, a thread calls `with_peer`, and `has_met` tells whether that returns at once.
 
     A communicator is split from one that its ranks have already, if all of them have it: that of the default group, or
     for two ranks that of their group.
@@ -48,7 +48,7 @@ class Endpoints:
         store: where the ranks meet.
         rank, world_size: this rank's number in the process group, and how many there are.
         timeout: bound of every wait, in seconds.
-        whole: those of the default group; None for that itself.
+        whole: the endpoints of the default group; None for the default group itself.
         members: the ranks' numbers there.
         runtimes: of this rank's GPUs; None for those of `whole`, or for new ones.
     """
@@ -122,7 +122,7 @@ class Endpoints:
         return named
 
     def check(self) -> None:
-        """Raises what has ended a communicator, if one has failed."""
+        """Raises the error that ended a communicator, if one has failed."""
         with self._lock:
             made = list(self._made.items())
         for (_, _, peer), comm in made:
@@ -134,10 +134,10 @@ class Endpoints:
 
     @contextmanager
     def bounded(self, device: torch.device, peer: int | None, seconds: float | None) -> Iterator[None]:
-        """Bounds a call's waits by other seconds than the group's; None for those.
+        """Bounds a call's waits by a time-out other than the group's; None keeps the group's.
 
         Args:
-            device: of the communicator; its calls on the CPU come one after the other.
+            device: of the communicator; its calls on the CPU run one after the other.
             peer: with whom; None for all ranks.
             seconds: the bound.
         """
@@ -163,7 +163,7 @@ class Endpoints:
                 try:
                     comm = self._connect(device, peer, seconds or self._timeout)
                 except BaseException as error:
-                    making.error = error  # for those who wait here meanwhile; a later call tries again
+                    making.error = error  # for the threads that wait here meanwhile; a later call tries again
                     with self._lock:
                         del self._making[key]
                     raise
@@ -204,8 +204,8 @@ class Endpoints:
         if peer is not None:
             with self.transferring(peer):
                 comm.prepare_transfers()
-                # A driver may wait for running kernels where it makes something. So no kernel of the pair's transfers
-                # runs, which would wait for the other's, before both ranks have made all.
+                # A driver may wait for running kernels when it creates a resource. So no kernel of the pair's transfers
+                # runs, which would wait for the other's, before both ranks have made everything.
                 comm.all_gather_bytes(b"", "first transfer of two ranks")
         comm.timeout = self._timeout
         return comm
@@ -216,7 +216,7 @@ class Endpoints:
         return [bool(theirs) for theirs in everyone]
 
     def made_of_all(self, device: torch.device) -> Communicator | None:
-        """The communicator of all ranks for a device, if it was made and goes on."""
+        """The communicator of all ranks for a device, if it was made and has not failed."""
         made = self._made.get((device.type, device.index, None))
         return None if made is None or not made.group.failure.usable else made
 
@@ -232,7 +232,7 @@ class Endpoints:
     def shrink(self, store: Any, excluded: Sequence[int], timeout: float) -> Endpoints:
         """The endpoints of the ranks that are not excluded, which call this together. Arguments as for the constructor.
 
-        Raises as `Communicator.shrink`, and PeerLostError if a rank was lost that is not excluded.
+        Raises as `Communicator.shrink`, and PeerLostError if a rank that is not excluded was lost.
         """
         members = [rank for rank in range(self._world_size) if rank not in excluded]
         shrunk = Endpoints(store, members.index(self._rank), len(members), timeout, runtimes=self._runtimes)
@@ -259,7 +259,7 @@ class Endpoints:
 
     @property
     def failed(self) -> Communicator | None:
-        """A communicator that a failure has ended; None if none has."""
+        """A failed communicator, or None."""
         return next((comm for comm in self.made if not comm.closed and comm.group.failure.aborted), None)
 
     def set_timeout(self, seconds: float) -> None:
@@ -269,7 +269,7 @@ class Endpoints:
             comm.timeout = seconds
 
     def abort(self, reason: str) -> None:
-        """Ends the communicators on all ranks, and what waits here for a peer to make one. Waits for nobody."""
+        """Ends the communicators on all ranks, and the threads here that wait for a peer to make one. Does not wait."""
         self._aborted = True
         for comm in self.made:
             comm.abort(reason)

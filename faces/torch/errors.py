@@ -12,7 +12,7 @@ from torch.distributed import DistBackendError
 def as_torch_error(error: BaseException) -> BaseException:
     """A failure of a communicator as torch's DistBackendError, with our type and text and the error as its cause.
 
-    Errors of an argument stay what they are: ValueErrors.
+    Errors of an argument stay ValueErrors.
     """
     if not isinstance(error, CommunicatorError | ClosedError | KernelError | ResourceError):
         return error
@@ -20,7 +20,7 @@ def as_torch_error(error: BaseException) -> BaseException:
         return error
     kind = type(error).__name__
     if isinstance(error, WaitTimeoutError):
-        kind = f"Timed out with {kind}"  # the words that torch's programs look for
+        kind = f"Timed out with {kind}"  # the words that torch's programs search for
     translated: RuntimeError = DistBackendError(f"proxyccl: {kind}: {error}")
     translated.__cause__ = error
     return translated
@@ -28,7 +28,7 @@ def as_torch_error(error: BaseException) -> BaseException:
 
 @contextmanager
 def torch_errors() -> Iterator[None]:
-    """Raises `as_torch_error` of what is raised within."""
+    """Converts exceptions raised within by `as_torch_error`."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Threads that run a process group's calls on CPU tensors, in order, while the program goes on."""
+"""Threads that run a process group's calls on CPU tensors, in order, while the program continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Executor:
 
     Args:
         name: of the thread.
-        begin: what the thread does first.
+        begin: called by the thread first.
     """
 
     def __init__(self, name: str, begin: Task = lambda: None) -> None:
@@ -32,8 +32,8 @@ class Executor:
         """Runs a task in the caller's thread, if none is queued or running. Returns whether it did.
 
         Args:
-            task: it.
-            after_others: whether to wait for those that are.
+            task: the task.
+            after_others: whether to wait for queued and running tasks.
         """
         with self._changed:
             if after_others:
@@ -63,7 +63,7 @@ class Executor:
             task()
 
     def _append(self, task: Task) -> None:
-        if self._thread is None:  # first, as a task must not stay behind if no thread can be started
+        if self._thread is None:  # first, because a task must not remain queued if the thread can't be started
             thread = Thread(self._run, self._name)
             thread.start()
             self._thread = thread
@@ -82,7 +82,7 @@ class Executor:
             try:
                 task()
             finally:
-                del task  # its tensors go before the next one comes
+                del task  # releases its tensors before the next task arrives
                 with self._changed:
                     self._running = False
                     self._changed.notify_all()
@@ -91,7 +91,7 @@ class Executor:
         return not self._running if self._tasks else self._ended
 
     def end(self) -> None:
-        """Ends the thread behind the tasks that are queued. Waits for nobody."""
+        """Ends the thread after the queued tasks. Does not wait."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()

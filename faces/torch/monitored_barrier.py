@@ -11,9 +11,9 @@ _PAUSE_SECONDS = 0.002
 def monitored_barrier(
     store: Any, number: int, rank: int, world_size: int, seconds: float, *, wait_all_ranks: bool
 ) -> None:
-    """Waits until all ranks have come: rank 0 waits for the others and lets them go.
+    """Waits until all ranks have arrived: rank 0 waits for the others and releases them.
 
-    So does torch's gloo backend, whose texts programs look for.
+    torch's gloo backend does the same; programs search for its messages.
 
     Args:
         store: a torch.distributed store.
@@ -21,10 +21,10 @@ def monitored_barrier(
         rank: this rank.
         world_size: number of ranks.
         seconds: the bound of the wait.
-        wait_all_ranks: whether rank 0 waits for the time-out to name all missing ranks, and not the first alone.
+        wait_all_ranks: whether rank 0 waits for the time-out to name all missing ranks, and not only the first.
 
     Raises:
-        RuntimeError: a rank did not come in time.
+        RuntimeError: a rank did not arrive in time.
     """
     deadline = time.monotonic() + seconds
     milliseconds = round(1000 * seconds)

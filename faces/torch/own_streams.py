@@ -1,7 +1,7 @@
-"""Streams that a process group has to itself.
+"""Streams that belong to one process group.
 
-torch hands out 32 streams for a device, round and round. Two transfers on one stream wait for each other, and with them
-ranks that called them in another order.
+torch hands out 32 streams for a device, in turn. Two transfers on one stream wait for each other, and so do ranks that
+called them in a different order.
 """
 
 from __future__ import annotations
@@ -35,6 +35,6 @@ def take(device: torch.device) -> Any:
 
 
 def give_back(device: torch.device, stream: Any) -> None:
-    """Lets another group have a stream, whose work comes after what it holds."""
+    """Lets another group use a stream; its work follows the work queued there."""
     with _lock:
         _idle.setdefault(device, []).append(stream)

@@ -1,4 +1,4 @@
-"""Memory that the backend allocates for torch's programs: it counts as registered, so calls use it where it lies."""
+"""Memory that the backend allocates for torch's programs: it counts as registered, so calls use it in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def allocate(endpoints: Endpoints, size: int, dtype: torch.dtype, device: torch.
 
 
 def pool_allocator() -> Any:
-    """torch's allocator for a `torch.cuda.MemPool` of the program's own."""
+    """torch's allocator for the program's own `torch.cuda.MemPool`."""
     return allocator(torch).allocator()
 
 

@@ -1,4 +1,4 @@
-"""The process group: what torch.distributed calls, on tensors of CPUs and GPUs.
+"""The process group: torch.distributed's calls, on tensors of CPUs and GPUs.
 
 It checks arguments and decides where a call runs. Synchronous calls run on the current stream, or in the caller's
 thread; asynchronous ones on a stream of the group that waits for the current one, or in a thread of the group.
@@ -54,22 +54,22 @@ class _Coalescing(threading.local):
 
 
 _alive: set[ProcessGroupProxyCCL] = set()
-"""The groups that were not shut down. torch keeps their C++ part alone, which without Python's does nothing."""
+"""The groups that were not shut down. torch keeps only their C++ part, which needs the Python part to work."""
 
 
 class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend on torch
     """The ranks of a torch.distributed group, by ProxyCCL. torch makes it: `init_process_group`, `new_group`.
 
-    Sends and receives between two ranks meet in order; their tags are not looked at.
+    Sends and receives between two ranks meet in order; their tags are ignored.
 
     Args:
         store: where the ranks meet.
         rank: this rank's number in the group.
         size: number of ranks.
         timeout: bound of every wait.
-        whole: a group that these ranks are some of; None for none.
+        whole: the group that these ranks are a part of, or None.
         members: the ranks' numbers there.
-        endpoints: of these ranks, if they have some.
+        endpoints: of these ranks, if they exist already.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         _alive.add(self)
         watch(self)
 
-    # -- what torch asks of every group ---
+    # -- torch's interface of every group ---
 
     def getBackendName(self) -> str:  # noqa: N802  torch's names, here and below
         """The backend's name."""
@@ -184,15 +184,15 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
     @property
     def supports_shrinking(self) -> bool:
-        """Whether torch may call `shrink`: it then makes a process group of its own around a backend."""
+        """Whether torch may call `shrink`: it then makes its own process group around a backend."""
         return IS_BACKEND
 
     def shrink(self, ranks_to_exclude: list[int], shrink_flags: int = 0, opts_override: Any = None) -> Any:
         """A group of the ranks that are not excluded, in their order. They alone call this, together.
 
         Args:
-            ranks_to_exclude: numbers in this group: all that are lost, and others.
-            shrink_flags: torch's SHRINK_ABORT to end calls that are under way, on all ranks; 0 to wait for them.
+            ranks_to_exclude: numbers in this group: all lost ranks, and possibly others.
+            shrink_flags: torch's SHRINK_ABORT to end calls in progress, on all ranks; 0 to wait for them.
             opts_override: options; their time-out counts.
         """
         global _default  # noqa: PLW0603  torch has one default group
@@ -210,7 +210,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return shrunk
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` gives registered memory: on GPUs, once the group's communicator is there."""
+        """Whether `allocate_tensor` gives registered memory: on GPUs, once the group's communicator exists."""
         return pools.allocates(self._endpoints, _with_index(device))
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -237,11 +237,11 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             self._endpoints.of_all(_with_index(device))
 
     def abort(self) -> None:
-        """Ends the group on all ranks. Waits for nobody."""
+        """Ends the group on all ranks. Does not wait."""
         self._endpoints.abort("torch aborted the process group")
 
     def shutdown(self) -> None:
-        """Ends the group on this rank, behind its own work. Waits for no other rank."""
+        """Ends the group on this rank, after its own work. Does not wait for other ranks."""
         with self._lock:
             executors = list(self._executors.values())
         for executor in executors:
@@ -252,7 +252,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             own_streams.give_back(device, stream)
         _alive.discard(self)
 
-    # -- where a call runs ---
+    # -- issuing calls ---
 
     def _issue(
         self,
@@ -269,12 +269,12 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
 
         Args:
             name: for messages.
-            tensors: what it uses, with what it writes first.
+            tensors: the tensors that it uses, those that it writes first.
             function: the call, on the stream that is then current.
             device: of the tensors.
-            opts: torch's options, which say whether the program goes on meanwhile.
+            opts: torch's options, which say whether the program continues meanwhile.
             blocks: whether the end of a device's call is waited for on the CPU.
-            flow: of a single transfer the peer and whether it is a send: it runs beside other calls.
+            flow: for a single transfer, the peer and whether it is a send: it runs concurrently with other calls.
         """
         with torch_errors():
             self._process.require("the process group")
@@ -307,7 +307,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch_errors(), torch.no_grad(), torch.cuda.stream(stream):  # None is the current stream
             function()
-        # A graph's memory is its own, a captured call is not under way, and asking for an event's state ends a capture.
+        # A graph's memory is its own, a captured call is not in progress, and querying an event ends a capture.
         is_captured = torch.cuda.is_current_stream_capturing()
         if stream is not None and not is_captured:
             for tensor in tensors:
@@ -324,7 +324,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         """Queues a transfer on the flow's stream: at once if the ranks have met, else by the flow's thread.
 
         The thread waits for the peer, which the program must not: the peer may wait for another rank's transfer first.
-        What the transfer follows on the program's stream is fixed here.
+        The transfer follows the work queued on the program's stream by now.
         """
         stream, ready = self._stream_of(device, flow), torch.cuda.current_stream(device).record_event()
         work = DeviceWork(tensors, device, stream, self._check, source=_source_of(flow))
@@ -413,7 +413,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         with self._lock:
             if (device, flow) not in self._executors:
                 name = f"proxyccl-torch-{self._rank}" + (f"-{flow[0]}-{'send' if flow[1] else 'recv'}" if flow else "")
-                # A thread begins on device 0, and would open that where it goes back to it.
+                # A thread begins on device 0, and would open that device when it returns to it.
                 begin = functools.partial(torch.cuda.set_device, device) if device.type != "cpu" else _nothing
                 self._executors[device, flow] = Executor(name, begin)
             return self._executors[device, flow]
@@ -663,7 +663,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         )
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
-        """Waits on the CPU, or behind the work of a device, until all ranks have come."""
+        """Waits on the CPU, or after the work queued on a device, until all ranks have arrived."""
         device = getattr(opts, "device", None) or torch.device("cpu")
         if getattr(opts, "device_ids", None):
             device = torch.device("cuda", opts.device_ids[0])
@@ -678,10 +678,10 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         )
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have come; rank 0 raises an error that names those that have not.
+        """Waits until all ranks have arrived; rank 0 raises an error that names the missing ones.
 
         Raises:
-            RuntimeError: a rank did not come in time.
+            RuntimeError: a rank did not arrive in time.
         """
         given: timedelta | None = getattr(timeout, "timeout", timeout)  # torch 2.15 gives options
         seconds = (self._timeout if given is None or given < _NO_TIME else given).total_seconds()
@@ -700,8 +700,8 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
         return self._transfer(tensors, peer, sends=False)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Any:
-        """Refused: a rank receives into memory that it has offered to one peer."""
-        raise RuntimeError("proxyccl: there is no recv from any source; name the rank")
+        """Not supported: a rank receives into memory that it has offered to one peer."""
+        raise RuntimeError("proxyccl: recv from any source is not supported; name the rank")
 
     recvAnysource = recv_anysource  # noqa: N815
 
@@ -749,7 +749,7 @@ class ProcessGroupProxyCCL(*_bases):  # type: ignore[misc]  # the bases depend o
     # -- arguments ---
 
     def _require_rank(self, rank: int, argument: str) -> None:
-        # Before anything is made or queued: nobody would answer, and a wait would end by the time-out.
+        # Before anything is made or queued: no peer would answer, and a wait would end by the time-out.
         if not 0 <= rank < self._size:
             raise ValueError(f"{argument}: {rank} is not a rank of the group; expected 0 to {self._size - 1}")
 
@@ -777,7 +777,7 @@ def _source_of(flow: _Flow | None) -> int:
 
 
 def _op_of(opts: Any) -> Any:
-    """The operator of options, of an operator itself, or of nothing: torch gives all three."""
+    """The operator of options, of an operator itself, or the default: torch passes all three."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 
@@ -788,7 +788,7 @@ def _seconds_of(opts: Any) -> float | None:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with its number, which is the current one's where it has none; a CPU has none."""
+    """The device with its number, by default the current one's; a CPU has no number."""
     if device.type == "cpu":
         return torch.device("cpu")
     return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
@@ -803,7 +803,7 @@ _default: weakref.ref[ProcessGroupProxyCCL] | None = None
 
 
 def _create(options: Any, _: Any) -> ProcessGroupProxyCCL:
-    """What torch calls to make a group: the default one first, for which it names no ranks."""
+    """Called by torch to make a group: first the default one, for which it does not name ranks."""
     global _default  # noqa: PLW0603  torch has one default group
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     members = list(options.global_ranks_in_group)

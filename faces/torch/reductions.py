@@ -32,7 +32,7 @@ _OF_BOOL = {
     _Kind.BOR: "bor",
     _Kind.BXOR: "bxor",
 }
-"""What they are on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
+"""The same reductions on bytes of 0 and 1: a sum is true where any rank's value is, as in torch."""
 REDUCIBLE = frozenset(getattr(torch, name) for name in reduction_dtypes() if hasattr(torch, name))
 
 
@@ -42,8 +42,8 @@ class Reduction:
 
     Attributes:
         op: the communicator's operator.
-        view: the type as which it sees the elements; None for their own.
-        factor: what each rank multiplies its values by before; None for nothing.
+        view: the type in which it takes the elements; None for their own.
+        factor: a factor by which each rank multiplies its values first, or None.
     """
 
     op: str
@@ -56,7 +56,7 @@ class Reduction:
 
 
 def plain_op(op: Any, dtype: torch.dtype) -> str | None:
-    """The communicator's operator, where it takes tensors of the type as they are; None where it does not."""
+    """The communicator's operator, if it takes tensors of the type unchanged; else None."""
     kind = getattr(op, "op", op)  # an operator such as ReduceOp.SUM has no `op`
     if dtype not in REDUCIBLE or kind == _Kind.PREMUL_SUM or (kind in _BITWISE and dtype.is_floating_point):
         return None
@@ -64,7 +64,7 @@ def plain_op(op: Any, dtype: torch.dtype) -> str | None:
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """What an operator of torch is for a type.
+    """The reduction that an operator of torch means for a type.
 
     Raises:
         ValueError: there is no such reduction.
@@ -75,18 +75,18 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
         raise ValueError(f"op: {kind} is unknown; expected one of {', '.join(each.name for each in _OPS)}")
     if dtype is torch.bool:
         if kind not in _OF_BOOL:
-            raise ValueError(f"op: there is no {kind.name} of bool; expected one of {_names(_OF_BOOL)}")
+            raise ValueError(f"op: {kind.name} of bool is not supported; expected one of {_names(_OF_BOOL)}")
         return Reduction(_OF_BOOL[kind], torch.uint8)
     factor = op.__getstate__()[1] if kind == _Kind.PREMUL_SUM else None
     if dtype.is_complex:
         if kind not in _OF_COMPLEX:
-            raise ValueError(f"op: there is no {kind.name} of complex numbers; expected one of {_names(_OF_COMPLEX)}")
+            raise ValueError(f"op: {kind.name} of complex is not supported; expected one of {_names(_OF_COMPLEX)}")
         return Reduction(_OPS[kind], torch.float32 if dtype is torch.complex64 else torch.float64, factor)
     if dtype not in REDUCIBLE:
         known = ", ".join(sorted(str(each) for each in REDUCIBLE))
         raise TypeError(f"tensor: elements of {dtype} can't be reduced; expected one of {known}, bool or complex")
     if kind in _BITWISE and dtype.is_floating_point:
-        raise ValueError(f"op: there is no {kind.name} of {dtype}; expected integers or bool")
+        raise ValueError(f"op: {kind.name} of {dtype} is not supported; expected integers or bool")
     return Reduction(_OPS[kind], factor=factor)
 
 

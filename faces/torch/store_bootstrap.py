@@ -17,7 +17,7 @@ _LONGEST_PAUSE_SECONDS = 0.02
 
 
 class StoreBootstrap:
-    """A `Bootstrap` over a store. All ranks give the same store, or prefixes of it that are used for nothing else.
+    """A `Bootstrap` over a store. All ranks pass the same store, or a prefix of it that is used only for this.
 
     Args:
         store: the store.
@@ -35,7 +35,7 @@ class StoreBootstrap:
         self._lock = threading.Lock()
 
     def all_gather(self, data: bytes, timeout: float, give_up: Callable[[], None]) -> list[bytes]:
-        """See `Bootstrap.all_gather`. Raises PeerLostError too, where the store is gone."""
+        """See `Bootstrap.all_gather`. Also raises PeerLostError if the store is gone."""
         with self._lock:
             number, self._round = self._round, self._round + 1
         keys = [f"{number}/{rank}" for rank in range(self.world_size)]
@@ -51,7 +51,7 @@ class StoreBootstrap:
                 time.sleep(pause)
                 pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)
             everyone = [bytes(self._store.get(key)) for key in keys]
-            if number >= 2:  # all ranks have come to the round before this one, so they have read the one before that
+            if number >= 2:  # all ranks have reached the round before this one, so they have read the one before that
                 self._store.delete_key(f"{number - 2}/{self.rank}")
         except DistError as error:
             give_up()
@@ -79,7 +79,7 @@ class StoreBootstrap:
         return _StoreBoard(PrefixStore("board", self._store), self.rank)
 
     def close(self) -> None:
-        """The store stays the caller's."""
+        """Does nothing: the store belongs to the caller."""
 
 
 class _StoreBoard:

@@ -130,7 +130,7 @@ def reduce_scatter_lists(comm: Communicator, output: torch.Tensor, parts: Tensor
 def exchange(comm: Communicator, sends: Mapping[int, Tensors], receives: Mapping[int, Tensors]) -> None:
     """Sends tensors to ranks and receives tensors from ranks, all by one launch.
 
-    It serves the calls with a tensor for each rank: there, nothing is copied before or behind it.
+    It serves the calls with a tensor for each rank: for these, nothing is copied before or after the launch.
     """
     outputs = [(tensor, as_bytes(tensor)) for tensors in receives.values() for tensor in tensors]
     values = iter(outputs)
@@ -186,7 +186,7 @@ def all_to_all_lists(comm: Communicator, outputs: Tensors, inputs: Tensors) -> N
 
 
 def barrier(comm: Communicator, device: torch.device) -> None:
-    """Waits until all ranks have come: behind the current stream of a GPU, or on the CPU."""
+    """Waits until all ranks have arrived: on the current stream of a GPU, or on the CPU."""
     comm.barrier(stream=None if device.type == "cpu" else torch.cuda.current_stream(device))
 
 

@@ -15,23 +15,25 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's elements in order: its own memory where that holds them so, else a copy. Without its gradient."""
+    """A tensor's elements in order: its own memory if that holds them in order, else a copy. Without its gradient."""
     return tensor.detach().contiguous().resolve_conj().resolve_neg().view(-1)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `flat`: for what only moves, of any type."""
+    """The bytes of `flat`, for data of any type that is only moved."""
     return flat(tensor).view(torch.uint8)
 
 
 def put_back(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copies what a call left in `flat` of a tensor, or in `as_bytes` of it, to the tensor, unless it is there."""
+    """Copies a call's result from `flat` of a tensor, or from `as_bytes` of it, to the tensor, unless they share
+    memory."""
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def in_memory(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, and for each result of a functional collective the tensor that it stands for, once that is there.
+    """The tensors; each result of a functional collective is replaced by the tensor that it wraps, once that is
+    complete.
 
     Raises:
         RuntimeError: one is not a dense tensor on a CPU or a GPU.

@@ -1,4 +1,4 @@
-"""Which calls of a process group were issued and are not known to have ended."""
+"""The calls of a process group that were issued and are not known to have ended."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class UnderWay:
     """The calls of one group, by flow: those of a flow end in order.
 
     Args:
-        healthy: whether no communicator of the group has failed. A failure ends all that waits, so what ends behind it
-            stays here as it was.
+        healthy: whether no communicator of the group has failed. A failure ends all waits, so calls that end after it
+            stay recorded.
     """
 
     def __init__(self, healthy: Callable[[], bool]) -> None:
@@ -26,10 +26,10 @@ class UnderWay:
         """Adds a call.
 
         Args:
-            flow: what orders it.
+            flow: the flow that orders it.
             number: rises from call to call.
             name: for messages.
-            ended: tells whether it has; None if `end`, or a later call of the flow, will tell.
+            ended: tells whether it has ended; None if `end`, or a later call of the flow, will tell.
         """
         with self._lock:
             calls = self._flows.setdefault(flow, deque(maxlen=_MOST))

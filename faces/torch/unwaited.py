@@ -1,7 +1,7 @@
 """Works that torch's C++ may hold after Python has forgotten them, kept alive.
 
-Before torch 2.15 a Work that a program hands to C++, as DDP's `join` does, is held there without its Python half. When
-that is gone, C++ finds no `wait` of ours and waits for ever.
+Before torch 2.15 a Work that a program hands to C++, as DDP's `join` does, is held there without its Python half. Once
+that is freed, C++ does not find our `wait` and waits forever.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Unwaited:
                 del self._works[next(iter(self._works))]
 
     def forget(self, work: Waitable) -> None:
-        """Ends `add` with the next Work: who has waited in C++ may ask for the result then."""
+        """Drops it only with the next Work: a caller that has waited in C++ may still ask for the result."""
         with self._lock:
             if id(work) in self._works:
                 self._waited_for.append(work)

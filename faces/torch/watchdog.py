@@ -1,4 +1,4 @@
-"""A thread of the process that says which call was the oldest under way when a process group failed.
+"""A thread of the process that reports the oldest call in progress when a process group fails.
 
 A failure shows in the next call, or where a Work is waited for. A program that waits elsewhere, such as for its device,
 would learn nothing.

@@ -1,4 +1,4 @@
-"""What torch before 2.15 asks of a process group that Python implements as a whole, beside the calls on tensors."""
+"""The methods, besides the calls on tensors, that torch before 2.15 needs of a process group written in Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class WholeGroup:
     """A mixin: names, devices, the store, and itself in the place of a backend.
 
     Attributes:
-        bound_device_id: the device that `init_process_group` was told.
+        bound_device_id: the device that was passed to `init_process_group`.
     """
 
     _store: Any
@@ -42,12 +42,12 @@ class WholeGroup:
     _set_group_desc = setGroupDesc
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """What the program calls the group."""
+        """The program's name of the group."""
         return self._group_desc
 
     @property
     def group_desc(self) -> str:
-        """What the program calls the group."""
+        """The program's name of the group."""
         return self._group_desc
 
     @property

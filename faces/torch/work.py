@@ -1,4 +1,4 @@
-"""What a process group's calls return: torch's Work, of CPU tensors and of a device's."""
+"""The results of a process group's calls: torch's Work, for CPU tensors and for a device's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class HostWork(_KeptWork):
         self._completed: Any = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Ends it, by an error or well."""
+        """Ends it, with an error or with success."""
         with self._lock:
             self._error = None if error is None else as_torch_error(error)
             self._done.set()
@@ -69,7 +69,7 @@ class HostWork(_KeptWork):
             completed.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end. Raises what the call raised.
+        """Waits for the end. Raises the call's error.
 
         Raises:
             RuntimeError: it did not end within the time.
@@ -87,11 +87,11 @@ class HostWork(_KeptWork):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, by an error too."""
+        """Whether the call has ended, possibly with an error."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended successfully."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
@@ -114,7 +114,7 @@ class HostWork(_KeptWork):
             if self._future is not None:
                 return self._future
             completed = torch.futures.Future()
-            # torch's C++ sees an error of a future only where `then` has raised it.
+            # torch's C++ sees a future's error only if `then` has raised it.
             self._future = completed.then(self._future_value)
             if not self._done.is_set():
                 self._completed = completed  # for `finish`
@@ -135,7 +135,7 @@ class DeviceWork(_KeptWork):
         result: the tensors that it writes.
         device: the device.
         stream: the stream; None for the stream that was current, which the program's later work follows anyway.
-        check: raises what ended the communicator.
+        check: raises the error that ended the communicator.
         blocks: whether `wait` waits for the call's end on the CPU, too.
         source: the rank that sends to it; -1 for none.
     """
@@ -165,7 +165,7 @@ class DeviceWork(_KeptWork):
         self._future: Any = None
 
     def issued(self, error: BaseException | None = None) -> None:
-        """Says that the stream holds the call, or why it never will."""
+        """Records that the call is queued on the stream, or the error that kept it from being queued."""
         if error is None and (self._on_own_stream or self._blocks):
             try:
                 self._event = self._stream.record_event()
@@ -193,7 +193,7 @@ class DeviceWork(_KeptWork):
             raise self._error
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Makes the current stream wait. Raises what ended the communicator, as far as that is known.
+        """Makes the current stream wait. Raises the error that ended the communicator, if it is known.
 
         With a time-out the host waits too, for the end of the call. Without one it waits until the call is issued: for
         the peer of a first transfer, at most for the group's time-out.
@@ -242,7 +242,7 @@ class DeviceWork(_KeptWork):
         return self.is_completed() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """What kept the call from its stream, or ended the communicator."""
+        """The error that kept the call from its stream, or ended the communicator."""
         if self._error is not None:
             return self._error
         try:
@@ -288,7 +288,7 @@ class JointWork(dist.Work):
     """Several calls, which end together.
 
     Args:
-        works: theirs.
+        works: the Work of each.
     """
 
     def __init__(self, works: Sequence[DeviceWork | HostWork]) -> None:
@@ -296,7 +296,7 @@ class JointWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for all of them, as they do. The time-out is for all together."""
+        """Waits for all of them, each in its own way. The time-out covers all together."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
         for work in self._works:
             left = timeout if deadline is None else max(timedelta(seconds=deadline - time.monotonic()), _LEAST)
@@ -308,11 +308,11 @@ class JointWork(dist.Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether all have ended, by an error too."""
+        """Whether all have ended, possibly with errors."""
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Whether all have ended well."""
+        """Whether all have ended successfully."""
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:

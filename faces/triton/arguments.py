@@ -1,4 +1,4 @@
-"""What a kernel's arguments are to Triton: types, and what a variant is compiled for."""
+"""A kernel's arguments as Triton sees them: types, and the properties for which a variant is compiled."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Argument:
 
     Attributes:
         type: Triton's name of its type: "*fp32", "i32", "constexpr", …
-        value: what is passed: an address, a number, or a compile-time constant of any kind.
-        owner: what is kept alive while the kernel runs.
+        value: the value passed: an address, a number, or a compile-time constant of any kind.
+        owner: an object that is kept alive while the kernel runs.
         aligned: whether an address or an integer is a multiple of 16, which the compiler may rely on.
     """
 
@@ -70,10 +70,10 @@ def constant(value: Any) -> Argument:
 
 
 def as_argument(value: Any, name: str, runtime: str, device: int) -> Argument:
-    """What a value is to a kernel.
+    """A value as a kernel's argument.
 
     Raises:
-        ArgumentError: it is none that a kernel takes, or lies on another device.
+        ArgumentError: kernels do not take such a value, or it lies on another device.
     """
     if value is None:
         return constant(None)

@@ -38,9 +38,9 @@ def compile_kernel(kernel: Any, arguments: dict[str, Argument], target: GPUTarge
     """Triton's compiled kernel.
 
     Args:
-        kernel: what ``@triton.jit`` made.
+        kernel: a ``@triton.jit`` function.
         arguments: by parameter name.
-        target: what it is compiled for.
+        target: the device for which it is compiled.
         options: Triton's: num_warps, num_stages, …
 
     Raises:
@@ -63,7 +63,7 @@ class Variant:
     """A kernel, compiled for arguments of some types and loaded.
 
     Args:
-        runtime: whose device it runs on.
+        runtime: the runtime of the device that it runs on.
         kernel, arguments, options: as for `compile_kernel`.
     """
 
@@ -81,7 +81,7 @@ class Variant:
                 "num_ctas", f"clusters of programs can't be launched; expected 1, not {metadata.num_ctas}"
             )
         if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "profile_scratch_size", 0):
-            raise ArgumentError("kernel", f"{kernel.__name__} needs scratch memory of Triton's, which is not supported")
+            raise ArgumentError("kernel", f"{kernel.__name__} needs Triton's scratch memory, which is not supported")
         self._passed = [name for name, argument in arguments.items() if argument.type != CONSTEXPR]
         parameters = [arguments[name].parameter for name in self._passed]
         parameters += [(8, POINTER)] * _SCRATCH_PARAMETERS

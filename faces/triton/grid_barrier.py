@@ -1,4 +1,4 @@
-"""A barrier over the programs of a grid, as DeviceSyncer of sync.h has it. All programs must be resident."""
+"""A barrier over the programs of a grid, the twin of sync.h's DeviceSyncer. All programs must be resident."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from proxyccl.triton.words import u32, u64
 
 
 class GridBarrier:
-    """What the programs of a grid meet at, for `sync_grid`. Not collective.
+    """The barrier object of a grid's programs, for `sync_grid`. Not collective.
 
     It serves one kernel at a time, for any number of launches and barriers; grids may differ from launch to launch.
 
@@ -50,7 +50,7 @@ class GridBarrier:
 
 @jit
 def sync_grid(barrier):
-    """Called by every program of a grid. What any of them stored before it is visible to all of them after it.
+    """Called by every program of a grid. All their stores before it are visible to all of them after it.
 
     The grid must be small enough that all its programs run at once.
 
@@ -58,7 +58,7 @@ def sync_grid(barrier):
         barrier: a `GridBarrier`.
 
     Returns:
-        Whether all came. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+        Whether all arrived. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     programs = u64(tl.num_programs(0)) * u64(tl.num_programs(1)) * u64(tl.num_programs(2))
     sync_threads_system()

@@ -1,7 +1,7 @@
 """Runs kernels in Triton's interpreter, for the host runtime.
 
-What Triton's own launch does anew each time is done once: preparing its language, which takes milliseconds, also at
-each call of a nested function. Arrays are passed by address, so torch is not needed. Streams are waited for, and a
+One step that Triton's own launch repeats each time is done once: preparing its language, which takes milliseconds, also
+at each call of a nested function. Arrays are passed by address, so torch is not needed. Streams are waited for, and a
 launch returns when the kernel has run.
 """
 
@@ -28,7 +28,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 def _prepare_language() -> object:
     """Makes the language that of the interpreter, for the rest of the process, as Triton before 3.9 did.
 
-    Nested functions need no preparation of their own then. What it returns must be kept.
+    Nested functions then need no separate preparation. The result must be kept alive.
     """
     interpreter.InterpretedFunction.__call__ = _call
     scope = interpreter._patch_lang(_call)
@@ -60,7 +60,7 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
     """Runs a kernel.
 
     Args:
-        kernel: what ``@triton.jit`` made under TRITON_INTERPRET.
+        kernel: a ``@triton.jit`` function made under TRITON_INTERPRET.
         arguments: by parameter name.
         grid: its programs.
 
@@ -70,7 +70,7 @@ def run(kernel: Any, arguments: dict[str, Argument], grid: Grid) -> None:
     _prepare_language()
     values = {name: _tensor(argument) for name, argument in arguments.items()}
     try:
-        # The kernel is rewritten in its turn, as nested functions are: CPython 3.11 can't make syntax trees in two
+        # The kernel is rewritten in its turn, like nested functions: CPython 3.11 can't make syntax trees in two
         # threads at once (https://github.com/python/cpython/issues/106905).
         Launch(functools.partial(_call, kernel, **values), grid).run()
     except Exception as error:

@@ -27,4 +27,4 @@ def _plain(function: Any) -> Any:
 # a plain function costs nothing, and the language is prepared already.
 jit: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit
 out_of_line: Callable[[Any], Any] = _plain if INTERPRETED else triton.jit(noinline=True)
-"""For what runs seldom, from many places: not inlined, to keep compilation short."""
+"""For functions that rarely run but have many callers: not inlined, to keep compilation short."""

@@ -88,7 +88,7 @@ class TritonKernel:
         self._grid = grid
         self._options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
         self._configs, self._key = tuple(configs), tuple(key)
-        # Behind the decorator lies the Python function in either mode.
+        # The decorator wraps the Python function in either mode.
         self._signature = inspect.signature(self._kernel.fn)
         self._constants = {
             name for name, each in self._signature.parameters.items() if "constexpr" in str(each.annotation)
@@ -110,9 +110,10 @@ class TritonKernel:
     def __call__(self, *args: Any, stream: StreamLike = None, **kwargs: Any) -> None:
         """Queues the kernel on a stream and returns. The arguments are kept alive until it has run.
 
-        The first call with arguments of some types compiles the kernel for them, waits until nothing of this rank runs,
-        and loads it. So call it once before a graph is captured. With `configs`, the first call for each value of the
-        `key` arguments launches the kernel several times with each configuration; all ranks make it together.
+        The first call with arguments of some types compiles the kernel for them, waits until nothing else of this rank
+        runs, and loads it. So call it once before a graph is captured. With `configs`, the first call for each value of
+        the `key` arguments launches the kernel several times with each configuration; all ranks make this call
+        together.
 
         Args:
             args: for the function's parameters: an array (anything that `as_view` takes), a channel, a set of channels,
@@ -122,9 +123,9 @@ class TritonKernel:
             kwargs: parameters by name, the compile-time constants among them.
 
         Raises:
-            ArgumentError: an argument does not fit, or the grid is none.
+            ArgumentError: an argument does not fit, or the grid is invalid.
             CompileError: Triton refuses the kernel.
-            KernelError: the driver refused the launch; in the interpreter also what a program raised.
+            KernelError: the driver refused the launch; in the interpreter also an exception of a program.
         """
         self._communicator.group.failure.require_usable()
         if stream is None:
@@ -138,8 +139,8 @@ class TritonKernel:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compiles and loads the kernel for arguments like these, and returns when all ranks have.
 
-        All ranks call it together, for what must not be held up by a compilation: a measurement, a short time-out.
-        Arguments and errors as of a call.
+        All ranks call it together, before anything that a compilation must not delay: a measurement, a short
+        time-out. Arguments and errors are those of a call.
         """
         self._communicator.group.failure.require_usable()
         configs = self._configs or (None,)
@@ -193,7 +194,7 @@ class TritonKernel:
         variant(grid, arguments, stream)
 
     def _finish(self, stream: StreamLike) -> None:
-        """Waits for what is queued on a stream."""
+        """Waits for the work queued on a stream."""
         event = self._runtime.create_event()
         event.record(stream)
         event.synchronize()
@@ -221,7 +222,8 @@ class TritonKernel:
         return self._variants[key]
 
     def _specialised(self, name: str, argument: Argument) -> Argument:
-        """What Triton would compile for: an integer that is 1 is a constant, unless the kernel says otherwise."""
+        """The arguments that Triton specialises on: an integer that is 1 is a constant, unless the kernel says
+        otherwise."""
         parameter = self._kernel.params[self._kernel.arg_names.index(name)]
         if argument.type == CONSTEXPR:
             return argument

@@ -1,4 +1,4 @@
-"""Where the fields of the shared structs lie, as the C compiler says (handles.h, control.h, trigger.h).
+"""The offsets of the shared structs' fields, as the C compiler reports them (handles.h, control.h, trigger.h).
 
 Offsets count in words of 32 bits (``_4``) or 64 bits (``_8``), for pointers to such words.
 """
@@ -14,7 +14,7 @@ from proxyccl.device._native import ffi, lib
 def _words(size: int, struct: str, *path: str) -> Any:
     offset: int = ffi.offsetof(struct, *path)
     if offset % size:
-        raise AssertionError(f"{struct}.{'.'.join(path)} lies at {offset}, which is no multiple of {size}")
+        raise AssertionError(f"{struct}.{'.'.join(path)} lies at {offset}, which is not a multiple of {size}")
     return tl.constexpr(offset // size)
 
 
@@ -78,7 +78,7 @@ ERROR_SEEN_8 = _words(8, _CONTROL, "error", "seen")
 ERROR_OFFSET_8 = _words(8, _CONTROL, "error", "offset")
 ERROR_SIZE_8 = _words(8, _CONTROL, "error", "size")
 
-# Of a wait's place behind the start of ProxycclControl.waits.
+# Of a wait's place, from the start of ProxycclControl.waits.
 _WAIT: Final = "ProxycclWait"
 WAITS_8 = _words(8, _CONTROL, "waits")
 WAIT_WORDS = tl.constexpr(ffi.sizeof(_WAIT) // 8)
@@ -126,7 +126,7 @@ OFFSET_BITS = _constant("OFFSET_BITS")
 WINDOW_BYTES = _constant("WINDOW_BYTES")
 MAX_TRIGGER_BYTES = _constant("MAX_TRIGGER_BYTES")
 MAX_MEMORIES = _constant("MAX_MEMORIES")
-# The ids behind those of memories stand for values of 1, 2, 4 and 8 bytes.
+# The ids after those of memories stand for values of 1, 2, 4 and 8 bytes.
 VALUE_1_BYTE = MAX_MEMORIES
 VALUE_8_BYTES = tl.constexpr(int(lib.PROXYCCL_MAX_MEMORIES) + 3)
 SRC_OFFSET_SHIFT = _constant("SRC_OFFSET_SHIFT")

@@ -1,8 +1,8 @@
 """ProxyChannels in Triton: a program pushes triggers, the proxy moves the data (proxy_channel.h, fifo.h).
 
 A channel is a pointer to its device handle, and a whole program calls as one. Offsets and sizes are in bytes, of any
-alignment; an offset counts from the start of a memory: the peer's or own. A range that leaves its memory moves nothing
-and ends the communicator with a TriggerError.
+alignment; an offset counts from the start of a memory, the peer's or the local one. A range that leaves its memory
+moves nothing and ends the communicator with a TriggerError.
 
 A put or get returns its ticket, a uint64, for `is_complete` and `wait_complete`; 2**64 - 1 if it was not pushed.
 """
@@ -133,7 +133,8 @@ def _wait_for_room(channel, control, ticket, slots):
 
 @jit
 def _ring(channel):
-    # What a push reads of the handle, loaded at once: behind an atomic each load would wait for the one before it.
+    # The handle's fields that a push reads, loaded at once: after an atomic, each load would wait for the one before
+    # it.
     return (
         _pointer(channel, HEAD_8),
         _pointer(channel, TAIL_CACHE_8),
@@ -226,7 +227,7 @@ def _push_word(channel, operation: tl.constexpr):
 
 @jit
 def _push_value(channel, operation: tl.constexpr, dst_memory, dst_offset, kind, value):
-    # A value in the place of a source: its low half where a size is, its high half where the source's offset is.
+    # A value in place of a source: its low half in the size's field, its high half in the source offset's.
     low, high = value & 0xFFFFFFFF, value >> 32
     return _push_trigger(
         channel, _ring(channel), _long(channel, CONTROL_8), u32(operation), dst_memory, dst_offset, u32(kind), high, low
@@ -293,18 +294,18 @@ def _ticket(ticket, pushed):
 
 @jit
 def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Starts a copy from own memory to the peer's and returns at once, unless the ring is full.
+    """Starts a copy from local memory to the peer's and returns at once, unless the ring is full.
 
-    It carries what the program stored before a `sync_threads_system`. The source may be written again when the put is
-    complete. The peer may read the data after a `signal` behind it.
+    It carries the program's stores before a `sync_threads_system`. The source may be overwritten when the put is
+    complete. The peer may read the data after a `signal` that follows the put.
 
     Args:
         channel: a ProxyChannel.
         dst_offset: where in the peer's memory, in bytes.
-        src_offset: from where in own memory, in bytes.
+        src_offset: from where in local memory, in bytes.
         size: how many bytes.
         dst_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
-        src_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
+        src_memory: another local memory, by ``RegisteredMemory.source_id(peer)``.
     """
     _require(channel)
     ticket, pushed = _push_data(channel, OP_DATA, dst_offset, src_offset, size, dst_memory, src_memory)
@@ -313,17 +314,17 @@ def put(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 @jit
 def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None):
-    """Starts a copy from the peer's memory to own memory and returns at once, unless the ring is full.
+    """Starts a copy from the peer's memory to local memory and returns at once, unless the ring is full.
 
-    After the `wait` for a signal it reads what the peer stored before that signal. The data may be read when the get is
-    complete. A `signal` behind it tells the peer that its memory may be written again.
+    After the `wait` for a signal it reads the peer's stores before that signal. The data may be read when the get is
+    complete. A `signal` after it tells the peer that its memory may be overwritten.
 
     Args:
         channel: a ProxyChannel.
-        dst_offset: where in own memory, in bytes.
+        dst_offset: where in local memory, in bytes.
         src_offset: from where in the peer's memory, in bytes.
         size: how many bytes.
-        dst_memory: another own memory, by ``RegisteredMemory.source_id(peer)``.
+        dst_memory: another local memory, by ``RegisteredMemory.source_id(peer)``.
         src_memory: another memory of the peer, by ``RegisteredMemory.peer_id(peer)``.
     """
     _require(channel)
@@ -333,7 +334,7 @@ def get(channel, dst_offset, src_offset, size, dst_memory=None, src_memory=None)
 
 @jit
 def put_value(channel, dst_offset, value, dtype: tl.constexpr):
-    """Writes a value to the peer's memory. It travels in the trigger, so nothing is read later.
+    """Writes a value to the peer's memory. It travels in the trigger, so no source is read later.
 
     Args:
         channel: a ProxyChannel.
@@ -358,8 +359,8 @@ def signal(channel, value=None):
 
     Args:
         channel: a ProxyChannel.
-        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
-            before, or the communicator ends with a TriggerError.
+        value: raises the semaphore to this count instead, as that many signals would. It must be above all
+            earlier counts, or the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -389,9 +390,9 @@ def put_with_signal_and_flush(channel, dst_offset, src_offset, size, dst_memory=
 def flush(channel):
     """Waits until all earlier operations on this channel are complete.
 
-    The sources of puts may then be written again, and what gets brought may be read.
+    The sources of puts may then be overwritten, and the results of gets may be read.
 
-    Returns whether they are. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    Returns whether they are. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     _require(channel)
     ticket, pushed = _push_word(channel, OP_FLUSH)
@@ -400,7 +401,7 @@ def flush(channel):
 
 @jit
 def flush_async(channel):
-    """Asks for a flush and returns at once: the kernel may work on before it needs the sources again.
+    """Requests a flush and returns at once: the kernel may keep working until it needs the sources again.
 
     Returns its ticket, for `is_flushed` and `wait_flushed`.
     """
@@ -438,7 +439,7 @@ def is_complete(channel, ticket):
 def wait_complete(channel, ticket):
     """Waits until `is_complete`. No flush is needed; over a fabric, one makes puts and signals known sooner.
 
-    Returns whether it is. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    Returns whether it is. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     _require(channel)
     pushed = (ticket != u64(NO_TICKET)).to(tl.int32)
@@ -447,11 +448,11 @@ def wait_complete(channel, ticket):
 
 @jit
 def wait(channel):
-    """Waits for the peer's next signal and consumes it. Behind it, the data that the peer put before may be read.
+    """Waits for the peer's next signal and consumes it. After it, the data that the peer put before may be read.
 
     One program at a time calls it for a channel: the interpreter ends the communicator with a TriggerError otherwise.
 
-    Returns whether it came. If not, the communicator has ended or the time-out passed: the kernel gives up its work.
+    Returns whether it came. If not, the communicator has ended or the time-out passed, and the kernel should return.
     """
     _require(channel)
     return wait_for_signal(
@@ -466,7 +467,7 @@ def wait(channel):
 
 @jit
 def wait_until(channel, value):
-    """Waits until the peer's signals have come to a count, and consumes them. Otherwise as `wait`.
+    """Waits until the peer's signals have reached a count, and consumes them. Otherwise as `wait`.
 
     Args:
         channel: a ProxyChannel.

@@ -1,4 +1,4 @@
-"""Counting semaphores between two ranks, as semaphore.h has them. Counters only grow, so a graph can be replayed."""
+"""Counting semaphores between two ranks, the twin of semaphore.h. Counters only grow, so a graph can be replayed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def wait_for_signal(inbound, expected, control, kind, peer, channel):
 
 @jit
 def wait_for_count(inbound, expected, control, kind, peer, channel, count):
-    """Waits until the signals have come to a count, and consumes them; see `wait_until` and `sm_wait_until`."""
+    """Waits until the signals have reached a count, and consumes them; see `wait_until` and `sm_wait_until`."""
     target = u64(count)
     came = tl.full([], 1, tl.int32)
     if load_relaxed_device(expected) < target:
@@ -86,7 +86,7 @@ def poll_for_signal(inbound, expected):
 
 @jit
 def signal_peer(remote_inbound, outbound):
-    """Adds one at the peer, behind what all threads of the program stored."""
+    """Adds one at the peer, after the stores of all threads of the program."""
     sync_threads_system()
     sent = load_relaxed_device(outbound) + 1
     store_release_system(remote_inbound, sent)
@@ -96,7 +96,7 @@ def signal_peer(remote_inbound, outbound):
 
 @jit
 def signal_peer_up_to(remote_inbound, outbound, control, kind, peer, channel, count):
-    """Raises the peer's count to one above all before, behind what all threads of the program stored."""
+    """Raises the peer's count to one above all before, after the stores of all threads of the program."""
     sync_threads_system()
     target = u64(count)
     sent = load_relaxed_device(outbound)

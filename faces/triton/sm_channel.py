@@ -86,12 +86,12 @@ def remote_bytes(channel):
 def sm_signal(channel, value=None):
     """Adds one to the peer's semaphore of this channel. One program at a time calls it.
 
-    The peer that waits for the signal sees what all threads of this program stored before.
+    The peer that waits for the signal sees all earlier stores of this program's threads.
 
     Args:
         channel: an SmChannel.
-        value: raises the semaphore to this count instead, as if so many signals had come. It is above all counts
-            before, or the communicator ends with a TriggerError.
+        value: raises the semaphore to this count instead, as that many signals would. It must be above all
+            earlier counts, or the communicator ends with a TriggerError.
     """
     _require(channel)
     if value is None:
@@ -131,7 +131,7 @@ def sm_wait(channel):
 
 @jit
 def sm_wait_until(channel, value):
-    """Waits until the peer's signals have come to a count; as `wait_until` of a ProxyChannel."""
+    """Waits until the peer's signals have reached a count; as `wait_until` of a ProxyChannel."""
     _require(channel)
     return wait_for_count(
         _pointer(channel, SM_INBOUND_8),
@@ -176,7 +176,7 @@ def _may_use_packets(channel, call: tl.constexpr, memory: tl.constexpr, memory_b
 
 @jit
 def _look_at_packets(packets, flag, expected):
-    # What they hold, and 0 if all have the flag. That has 32 bits: a warp reduces those in one instruction.
+    # Their contents, and 0 if all have the flag. That has 32 bits: a warp reduces those in one instruction.
     words = spin_for_packets(packets, load_packets(packets, expected), flag, expected)
     return words, tl.max((expected & ((words >> 32) != flag)).to(tl.int32), 0)
 
@@ -189,7 +189,7 @@ def put_packets(channel, packet_offset, values, flag, count=None):
 
     Args:
         channel: an SmChannel.
-        packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes behind it.
+        packet_offset: where in the peer's memory, in bytes; a multiple of 8. Packet i lies 8 * i bytes after it.
         values: shape [BLOCK], of any type of 32 bits.
         flag: 32 bits, not 0, and not the last flag of these packets; 0 ends the communicator with a TriggerError.
         count: how many of the values are written, the first ones; None for all.
@@ -201,7 +201,7 @@ def put_packets(channel, packet_offset, values, flag, count=None):
     else:
         number = count
     offset = u64(packet_offset)
-    memory = _long(channel, SM_DST_8)  # loaded with its size, not behind the branch
+    memory = _long(channel, SM_DST_8)  # loaded with its size, not after the branch
     if _may_use_packets(channel, SM_PUT_PACKETS, SM_PEER_MEMORY, _long(channel, SM_DST_BYTES_8), offset, number, flag):
         words = values.to(tl.uint32, bitcast=True).to(tl.uint64) | (u32(flag).to(tl.uint64) << 32)
         store_packets(longs_at(memory + offset) + i, words, i < number)

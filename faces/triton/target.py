@@ -1,7 +1,7 @@
-"""What differs between targets, behind one set of names, as platform.h has it for C++.
+"""The differences between targets under one set of names, the twin of platform.h.
 
 The targets are NVIDIA, AMD and Triton's interpreter. A scalar load and inline assembly run in every thread of a
-program; a scalar store or atomic runs in one, and what it returns goes to all threads behind a barrier.
+program; a scalar store or atomic runs in one, and its result reaches all threads after a barrier.
 
 Functions are chosen at module level: Triton before 3.9 looks up every attribute that a function names, those of
 branches that it drops too.
@@ -59,7 +59,8 @@ if hasattr(tl, "atomic_load") and not INTERPRETED:
     def store_packets(p, words, mask):
         tl.atomic_store(p, words, mask=mask, sem="relaxed", scope="sys")
 
-    # An acquire is a fence in every thread here, which would be dear in every spin of a wait: one behind them will do.
+    # An acquire is a fence in every thread here, which would be expensive in every spin of a wait: one after them
+    # suffices.
     load_awaited = load_relaxed_system
 
     @jit
@@ -113,10 +114,10 @@ else:  # before Triton 3.9, and in the interpreter, where its loads and stores o
 
     @jit
     def acquire_awaited(p):
-        """Makes what was released before the last `load_awaited` of a word visible."""
+        """Makes everything visible that was released before the last `load_awaited` of a word."""
 
 
-# -- what Triton's language has no name for ---
+# -- operations that Triton's language has no name for ---
 
 if INTERPRETED:
     from proxyccl.triton import turns
@@ -126,10 +127,10 @@ if INTERPRETED:
     SPINS_PER_CHECK = tl.constexpr(8)
 
     def sync_threads_system() -> None:
-        """A barrier of the program's threads, of which the interpreter has one."""
+        """A barrier of the program's threads; in the interpreter a program has one thread."""
 
     def spin_for_packets(p: Any, words: Any, flag: Any, mask: Any) -> Any:
-        """Nothing comes while one program spins: they run in turn."""
+        """Nothing arrives while one program spins: they run in turn."""
         return words
 
     def store_trigger(slot: Any, word0: Any, word1: Any) -> None:
@@ -161,13 +162,13 @@ else:
 
     @jit
     def pause(spins):
-        """Between two looks at what is waited for."""
+        """Called between two polls of a wait."""
 
     @jit
     def nanoseconds():
         """The clock, the same for all threads of a program."""
-        # Threads read it at different times, and a branch on it would part them before a barrier. So each reads it, and
-        # the greatest is for all.
+        # Threads read it at different times, and a branch on it would separate them before a barrier. So each reads it,
+        # and all use the greatest.
         lane = tl.arange(0, _threads())
         if _on_amd():  # the constant-rate counter runs at 100 MHz on every CDNA part
             now = tl.inline_asm_elementwise(
@@ -182,7 +183,7 @@ else:
 
     @jit
     def sync_threads_system():
-        """A barrier of the program's threads, behind which a push or a signal covers what all of them stored."""
+        """A barrier of the program's threads, after which a push or a signal covers the stores of all of them."""
         if _on_amd():
             # The barrier drains no stores, and a release covers those of its own wave: each wave writes back first.
             if _on_gfx90a():
@@ -207,9 +208,9 @@ else:
 
     @jit
     def spin_for_packets(p, words, flag, mask):
-        """Loads packets again until each has the flag, a few times at most; `words` is what they held.
+        """Loads packets again until each has the flag, a few times at most; `words` holds their last contents.
 
-        Each thread waits for its own: a look at all of them by the whole program takes several barriers.
+        Each thread waits for its own: for the whole program to check all of them takes several barriers.
         """
         if _on_amd():
             return words

@@ -1,7 +1,8 @@
 """Programs of interpreted kernels take turns, so that one can wait for another, of its grid or of another rank.
 
 Triton's interpreter keeps the number of the program that runs in one place for the whole process. So one program runs
-at a time, in whichever thread. One that waits hands its turn on, and takes the interpreter's state back with it.
+at a time, in whichever thread. A program that waits passes its turn on, and restores the interpreter's state
+afterwards.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PATIENT_SPINS = 16
 _PAUSE_SECONDS = 50e-6
 _turn = threading.Lock()
 _launches: dict[int, Launch] = {}
-"""The launch that each thread runs a program of."""
+"""For each thread, the launch whose program it runs."""
 
 Grid = tuple[int, int, int]
 
@@ -30,7 +31,7 @@ def nanoseconds() -> int:
 
 
 def pause(spins: Any) -> None:
-    """Hands the turn on. Called between two looks at what is waited for."""
+    """Passes the turn on. Called between two polls of a wait."""
     launch = _launches.get(threading.get_ident())
     if launch is None:
         return
@@ -62,9 +63,9 @@ class Launch:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Runs all programs. Raises what the first one that failed has raised."""
+        """Runs all programs. Raises the exception of the first one that failed."""
         self._work()
-        for thread in self._threads:  # none is added any more, unless a program failed; those end at once
+        for thread in self._threads:  # programs are no longer added, unless one failed; those end at once
             thread.join()
         if self._error is not None:
             raise self._error
@@ -75,7 +76,7 @@ class Launch:
         interpreter_builder.set_grid_idx(*place)
 
     def begin_another(self) -> None:
-        """Called by a program that waits, maybe for one that has not begun."""
+        """Called by a program that waits, possibly for one that has not begun."""
         if self._next is not None and not self._beginning:
             self._beginning = True
             thread = Thread(self._work, "proxyccl-interpreter")

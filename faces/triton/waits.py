@@ -1,6 +1,6 @@
-"""Bounded waits, as wait.h has them: every wait checks the abort word and the clock.
+"""Bounded waits, the twin of wait.h: every wait checks the abort word and the clock.
 
-A wait that ends without what it waited for files the error record, if it is the first, and tells all ranks of the host.
+A wait that gives up files the error record, if it is the first, and tells all ranks of the host.
 It returns, so that a kernel runs to its end.
 """
 
@@ -152,7 +152,7 @@ def check_wait(control, kind, peer, channel, expected, seen, started):
 
 @jit
 def wait_at_least(word, target, control, kind, peer, channel):
-    """Spins until a 64-bit word is at least `target`. Behind it, all threads see what was released before that.
+    """Spins until a 64-bit word is at least `target`. After it, all threads see everything released before that.
 
     Returns 0 if the communicator has ended or the time-out passed, else 1.
     """

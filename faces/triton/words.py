@@ -13,7 +13,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import TensorHandle
 
     def _number(x: Any, kind: Any, bits: int) -> Any:
-        # At once, and not in three steps of the language: a push has dozens of these.
+        # In one step of the language instead of three: a push has dozens of these.
         if isinstance(x, tl.tensor):
             return x.to(kind)
         value = np.array([int(getattr(x, "value", x)) & ((1 << bits) - 1)], np.dtype(f"u{bits // 8}"))
@@ -24,7 +24,7 @@ if INTERPRETED:
         return _number(x, tl.uint32, 32)
 
     def u64(x: Any) -> Any:
-        """A number of 64 bits; a negative one becomes a huge one, which no memory has room for."""
+        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
         return _number(x, tl.uint64, 64)
 
 else:
@@ -36,7 +36,7 @@ else:
 
     @jit
     def u64(x):
-        """A number of 64 bits; a negative one becomes a huge one, which no memory has room for."""
+        """A number of 64 bits; a negative one becomes a huge one, larger than any memory."""
         return (tl.full([], 0, tl.int64) + x).to(tl.uint64)
 
 

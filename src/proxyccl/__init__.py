@@ -126,7 +126,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> str:
-    """The version, when it is asked for: to look it up takes a sixth of the time of this import."""
+    """The version, looked up on demand: the lookup takes a sixth of the time of this import."""
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib.metadata import version

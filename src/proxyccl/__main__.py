@@ -35,7 +35,7 @@ _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_command(commands: _Commands, name: str, what: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    """Adds a command. The list of commands and the command's own help both say what it does."""
+    """Adds a command. The list of commands and the command's own help both show its description."""
     return commands.add_parser(name, help=what, description=f"{what[:1].upper()}{what[1:]}.", epilog=epilog)
 
 
@@ -61,7 +61,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="proxyccl", description="Host-proxy communication for GPU kernels.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    info_parser = _add_command(commands, "info", "list what this machine offers, and what to install for the rest")
+    info_parser = _add_command(commands, "info", "list devices and libraries, and how to install missing ones")
     info_parser.add_argument("--json", action="store_true", help="print JSON")
 
     compile_parser = _add_command(commands, "compile", "compile shipped kernels now, before their first use")
@@ -121,7 +121,7 @@ def command_parser() -> argparse.ArgumentParser:
     top_parser = _add_command(
         commands,
         "top",
-        "show live what the proxies on this machine do",
+        "show the activity of this machine's proxies, live",
         "busy: the share of time in which a proxy's busiest thread had work. The ranks of a node daemon share "
         "its threads, so an idle rank there appears as busy as the ranks that share its thread.",
     )

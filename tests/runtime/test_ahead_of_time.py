@@ -177,7 +177,7 @@ def test_a_layer_that_may_not_compile_says_so() -> None:
 @COMPILER_ALONE
 @pytest.mark.parametrize("architecture", ["sm_", "h200", "gfx-942", "compute_90"])
 def test_what_is_no_architecture_is_refused(architecture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ArgumentError, match=f"^arch: '{architecture}' is no GPU's architecture"):
+    with pytest.raises(ArgumentError, match=f"^arch: '{architecture}' is not a GPU architecture"):
         compile_kernels(architecture, EXPERT_KERNELS)
     with pytest.raises(SystemExit) as end:
         main(["compile", "--arch", architecture])
